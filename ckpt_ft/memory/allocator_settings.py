@@ -65,6 +65,8 @@ class AllocatorSettings:
                 raise UserError(f"allocator settings: cannot read '{text[at:]}'; write option:value,option:value")
             settings = _apply(settings, pair[1], pair[2].strip())
             at = pair.end()
+        if settings.max_split_size is not None and settings.max_split_size < settings.large_segment_size:
+            raise UserError(f"allocator settings '{text}': max_split_size_mb must be at least large_segment_size_mb")
         return settings
 
     def block_size(self, nbytes: int) -> int:
@@ -119,12 +121,13 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
     """`"4"` for every size, or `"[256:1,512:2,>:8]"`: the divisions from each size (MiB) on."""
     if not value.startswith("["):
         return (_power_of_two(key, value, zero=False),) * _INTERVALS
-    table, last = [0] * _INTERVALS, None
+    table: list[int] = [0] * _INTERVALS
+    last: int | None = None
     for entry in value.strip("[]").split(","):
         size, _, count = (part.strip() for part in entry.partition(":"))
         divisions = _power_of_two(key, count, zero=True)
         if size == ">":
-            start = last or 0
+            start = 0 if last is None else last + 1
             table[start:] = [divisions] * (_INTERVALS - start)
             continue
         index = min(_power_of_two(key, size, zero=False).bit_length() - 1, _INTERVALS - 1)
