@@ -1,0 +1,207 @@
+"""Finds what a policy can act on: a model's repeated blocks, its stages, and the attention and MLP submodules of a block.
+
+Structure decides, not a list of architectures. An element of a `ModuleList` or `Sequential` is
+
+    a stage   when it is a container itself: its own lists hold block-like modules (a ResNet stage, a U-Net level);
+    a block   otherwise, when it is more than a single layer.
+
+What a library declares goes first: transformers marks its blocks with `GradientCheckpointingLayer`, and a model nested
+in a model (diffusers' `Transformer2DModel` inside a U-Net) is looked into, never taken whole.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..errors import UserError
+
+Named = tuple[str, nn.Module]
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_PARALLEL = re.compile("expert|heads?$|branch", re.IGNORECASE)  # lists whose elements do not follow each other
+_LONE_STAGES = {"mid_block", "mid"}  # a U-Net's level that stands outside of the lists of levels
+_ATTENTION = re.compile(r"(attention|attn)(?!.*decoderlayer)", re.IGNORECASE)
+_MLP = re.compile(r"mlp|feed_?forward|ffn|densereludense|denseact|layerff|moe|expert|intermediate$|(?<!self)output$", re.IGNORECASE)
+_BARE_MLP = re.compile(r"(fc|linear|lin)_?[12]$|ffn(_output)?$")  # OPT, nn.TransformerEncoderLayer, ALBERT: no module of its own
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One level of a staged model: the module that runs it and its blocks in order."""
+
+    name: str
+    module: nn.Module
+    blocks: dict[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What `find_blocks` found, in the order of definition: every block, and the stages if the model has any."""
+
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The blocks and stages of any model: transformers, diffusers, timm-like or plain torch.
+
+    Raises:
+        UserError: the model has no list of repeated modules.
+    """
+    finder = _Finder(model)
+    finder.visit("", model)
+    blocks = finder.blocks or dict(_bare_layers(model))
+    if not blocks:
+        raise UserError(
+            f"{type(model).__name__} holds no repeated blocks: a policy needs a ModuleList or Sequential of at least two like modules"
+        )
+    return Blocks(blocks, finder.stages if len(finder.stages) > 1 else _sibling_sequentials(model, blocks))
+
+
+def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]:
+    """The outermost attention (`member="attention"`) or MLP (`"mlp"`) submodules of a block, by qualified name."""
+    pattern = _ATTENTION if member == "attention" else _MLP
+    found = dict(_outermost(name, block, pattern, skip=None if member == "attention" else _ATTENTION))
+    if not found and pattern.search(type(block).__name__):  # a U-Net's plain attention is a block itself
+        return {name: block}
+    if not found and member == "mlp":
+        return {f"{name}.{key}": child for key, child in block.named_children() if _BARE_MLP.search(key)}
+    return found
+
+
+def _outermost(name: str, module: nn.Module, pattern: re.Pattern[str], skip: re.Pattern[str] | None) -> Iterator[Named]:
+    for key, child in module.named_children():
+        kind, path = type(child).__name__, f"{name}.{key}"
+        if skip is not None and skip.search(kind):
+            continue
+        if pattern.search(kind) and any(True for _ in child.parameters()):
+            yield path, child
+        else:
+            yield from _outermost(path, child, pattern, skip)
+
+
+class _Finder:
+    """One walk over a model; `blocks` and `stages` fill in the order of definition."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layer_class = _library_class("transformers.modeling_layers", "GradientCheckpointingLayer")
+        self.model_classes = (
+            _library_class("transformers.modeling_utils", "PreTrainedModel"),
+            _library_class("diffusers.models.modeling_utils", "ModelMixin"),
+        )
+        self.blocks: dict[str, nn.Module] = {}
+        self.stages: list[Stage] = []
+        self.repeated = {kind for kind, count in Counter(_repeats(model)).items() if count > 1}
+
+    def visit(self, name: str, module: nn.Module, in_stage: bool = False) -> None:
+        children = sorted(module.named_children(), key=lambda item: item[0].startswith("up"))  # a U-Net runs them last
+        for key, child in children:
+            path = f"{name}.{key}" if name else key
+            if isinstance(child, _LISTS):
+                self.visit_list(path, child, in_stage)
+            elif self.is_layer(child) and not self.is_stage(child):
+                self.blocks[path] = child
+            elif key in _LONE_STAGES:
+                self.visit_stage(path, child)
+            else:
+                self.visit(path, child, in_stage)
+
+    def visit_list(self, name: str, container: nn.Module, in_stage: bool) -> None:
+        if _PARALLEL.search(name.rpartition(".")[2]):
+            return
+        for key, child in container.named_children():
+            path = f"{name}.{key}"
+            if isinstance(child, _LISTS):
+                self.visit_list(path, child, in_stage)
+            elif self.is_nested_model(child):
+                self.visit(path, child, in_stage)
+            elif self.is_stage(child):
+                self.visit_stage(path, child)
+            elif self.is_layer(child) or (_is_composite(child) and (in_stage or type(child) in self.repeated)):
+                self.blocks[path] = child
+
+    def visit_stage(self, name: str, stage: nn.Module) -> None:
+        known = len(self.blocks)
+        self.visit(name, stage, in_stage=True)
+        inside = dict(list(self.blocks.items())[known:])
+        if inside:
+            self.stages.append(Stage(name, stage, inside))
+
+    def is_layer(self, module: nn.Module) -> bool:
+        return self.layer_class is not None and isinstance(module, self.layer_class)
+
+    def is_nested_model(self, module: nn.Module) -> bool:
+        return any(kind is not None and isinstance(module, kind) for kind in self.model_classes)
+
+    def is_stage(self, module: nn.Module) -> bool:
+        """Whether `module` only strings blocks together: it owns a list of them, and is no residual block itself."""
+        lists = [child for key, child in module.named_children() if isinstance(child, _LISTS) and not _PARALLEL.search(key)]
+        layers = [[element for element in child.children() if _has_parameters(element)] for child in lists]
+        if any(self.is_layer(element) for elements in layers for element in elements):
+            return True
+        inner = [self.blocklike(elements) for elements in layers]
+        found = [element for elements in inner for element in elements]
+        if self.is_layer(module):  # T5Block: a list of unlike sublayers does not make a stage of it
+            return any(count > 1 for count in Counter(type(element) for element in found).values())
+        own = [child for child in module.children() if not isinstance(child, _LISTS) and _has_parameters(child)]
+        return bool(found) and (not own or any(type(element) in self.repeated for element in found))
+
+    def blocklike(self, elements: list[nn.Module]) -> list[nn.Module]:
+        """The elements of one list that could be blocks, if they are not a minority (a squeeze-excite among convolutions)."""
+        found = [element for element in elements if self.is_nested_model(element) or _is_blocklike(element)]
+        return found if 2 * len(found) >= len(elements) else []
+
+
+def _repeats(model: nn.Module) -> Iterator[type[nn.Module]]:
+    """The class of every element of every list in the model."""
+    for module in model.modules():
+        if isinstance(module, _LISTS):
+            yield from (type(child) for child in module.children())
+
+
+def _bare_layers(model: nn.Module) -> Iterator[Named]:
+    """A plain stack without composite modules: all elements of each list that repeats a layer with parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, _LISTS):
+            kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
+            if any(count > 1 for count in kinds.values()):
+                yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+
+
+def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Stage]:
+    """torchvision-like stages: `Sequential`s of blocks beside each other in one module (`layer1` ... `layer4`)."""
+    inside: dict[str, dict[str, nn.Module]] = {}
+    for path, block in blocks.items():
+        inside.setdefault(path.rpartition(".")[0], {})[path] = block
+    stages = [
+        Stage(name, model.get_submodule(name), own)
+        for name, own in inside.items()
+        if name and isinstance(model.get_submodule(name), nn.Sequential)
+    ]
+    parents = Counter(stage.name.rpartition(".")[0] for stage in stages)
+    return [stage for stage in stages if parents[stage.name.rpartition(".")[0]] > 1]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return _has_parameters(module) and any(True for _ in module.children())
+
+
+def _is_blocklike(module: nn.Module) -> bool:
+    """Composite with at least two matrices: one convolution with its norm is a layer, not a block."""
+    matrices = sum(1 for p in module.parameters() if p.dim() > 1)
+    return _is_composite(module) and not isinstance(module, _LISTS) and matrices > 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _library_class(module: str, name: str) -> type[nn.Module] | None:
+    """A class of a library that is in use; None where the library is not loaded: then no model is made of it."""
+    return getattr(sys.modules.get(module), name, None)

@@ -1,0 +1,87 @@
+"""Named op groups: which dispatched operators `save:` keeps.
+
+One table. An operator is known by its dispatched name (`aten.mm.default`), so a kernel that this torch lacks costs
+nothing, and kernels of other packages are matched by pattern.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+
+import torch
+
+from ..errors import UserError
+
+NAMES: dict[str, frozenset[str]] = {
+    # every kernel that scaled_dot_product_attention dispatches to; its math fallback is bmm and softmax, i.e. matmul
+    "attention": frozenset(
+        {
+            "aten._scaled_dot_product_flash_attention.default",
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+            "aten._scaled_dot_product_efficient_attention.default",
+            "aten._scaled_dot_product_cudnn_attention.default",
+            "aten._scaled_dot_product_fused_attention_overrideable.default",
+            "aten._scaled_dot_product_attention_math_for_mps.default",
+            "aten._flash_attention_forward.default",
+            "aten._efficient_attention_forward.default",
+            "aten._cudnn_attention_forward.default",
+        }
+    ),
+    "matmul": frozenset(
+        {
+            "aten.mm.default",
+            "aten.addmm.default",
+            "aten.bmm.default",
+            "aten.baddbmm.default",
+            "aten.linear.default",
+            "aten.mkldnn_linear.default",
+            "aten._scaled_mm.default",
+            "aten._grouped_mm.default",
+            "aten._scaled_grouped_mm.default",
+            "aten._int_mm.default",
+        }
+    ),
+    "conv": frozenset(
+        {
+            "aten.convolution.default",
+            "aten._convolution.default",
+            "aten.cudnn_convolution.default",
+            "aten.mkldnn_convolution.default",
+        }
+    ),
+    "router": frozenset({"aten.topk.default"}),
+}
+PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and custom attention forwards
+    "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(flash_?attn|flash_attention|flex_attention|attention|attn)", re.IGNORECASE),
+    "matmul": re.compile(r"(bitsandbytes\.gemm|torchao\..*(mm|linear)|.*grouped_mm)", re.IGNORECASE),
+}
+
+
+@cache
+def group_of(op: str) -> str | None:
+    """The group that the operator named `op` (as `str(overload)` gives it) belongs to, or None."""
+    for group, names in NAMES.items():
+        if op in names:
+            return group
+    for group, pattern in PATTERNS.items():
+        if pattern.match(op):
+            return group
+    return None
+
+
+def check_op_name(name: str) -> None:
+    """Raise UserError unless this torch has the operator `name` (`aten.bmm`, `aten.bmm.default`) and its output is new memory."""
+    namespace, op, *overload = name.split(".")
+    library = getattr(torch.ops, namespace)
+    packet = getattr(library, op, None)
+    if packet is None:
+        close = difflib.get_close_matches(op, dir(library), n=1)
+        hint = f"; did you mean '{namespace}.{close[0]}'?" if close else ""
+        raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{hint}")
+    unknown = [part for part in overload if part not in packet.overloads()]
+    if unknown:
+        raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")
+    if any(getattr(packet, part)._schema.is_mutable for part in overload or packet.overloads() if not part.endswith("out")):
+        raise UserError(f"save: '{name}' writes into its input; there is no output of its own to keep")

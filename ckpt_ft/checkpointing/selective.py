@@ -1,0 +1,191 @@
+"""Selective activation checkpointing: inside a checkpointed region the outputs of chosen operators are kept.
+
+Two dispatch modes in the manner of `torch.utils.checkpoint.create_selective_checkpoint_contexts`: the first run keeps
+outputs, the second hands them back in the same order. Three things differ from PyTorch's:
+
+* an output that is written to afterwards is recomputed instead of raising an error;
+* an operator that draws random numbers (attention with dropout) leaves the generator, when it is skipped in the second
+  run, where it left it in the first: what draws after it sees the same numbers;
+* operators that are in no group cost one dictionary look-up in either run.
+
+Under torch.compile PyTorch's own contexts are used, with the same choice: the compiler knows them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from . import rng
+from .ops import check_op_name, group_of
+
+_RECOMPUTE, _CONSUMED = object(), object()
+
+
+class Selection:
+    """Which operators' outputs a region keeps.
+
+    Args:
+        save: op groups and op names, as in `Policy.save`.
+        expert_counts: numbers of experts in the region; its router's matmul is known by that width.
+    """
+
+    def __init__(self, save: tuple[str, ...], expert_counts: frozenset[int] = frozenset()) -> None:
+        self.fraction = next((int(group.partition("/")[2]) for group in save if "/" in group), 1)
+        self.groups = tuple(group.partition("/")[0] for group in save)
+        self.expert_counts = expert_counts
+        self.fired: set[str] = set()
+        self._rules: dict[Any, str | None] = {}
+        for group in self.groups:
+            if "." in group:
+                check_op_name(group)
+
+    def rule(self, func: Any) -> str | None:
+        """The wanted group that the operator belongs to, or None."""
+        try:
+            return self._rules[func]
+        except KeyError:
+            self._rules[func] = group = self._find(str(func))
+            return group
+
+    def _find(self, op: str) -> str | None:
+        named = [group for group in self.groups if "." in group and (op == group or op.rpartition(".")[0] == group)]
+        if named:
+            return named[0]
+        group = group_of(op)
+        if group == "matmul" and group not in self.groups and self.expert_counts and "router" in self.groups:
+            return "router"
+        return group if group in self.groups else None
+
+    def keeps(self, group: str, out: Any, seen: int) -> bool:
+        """Whether to keep `out`, the output of the `seen`-th operator of `group` in its region."""
+        if group == "router" and isinstance(out, torch.Tensor):  # a matmul, not top-k: only the router's own
+            return out.dim() > 0 and out.shape[-1] in self.expert_counts
+        return group != "matmul" or seen % self.fraction == 0
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of a region's first and second run: `context_fn` of `torch.utils.checkpoint.checkpoint`."""
+        if torch.compiler.is_compiling():
+            return create_selective_checkpoint_contexts(_CompiledChoice(self))
+        kept: _Kept = defaultdict(list)
+        return _Keeping(self, kept), _Replaying(kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rules": {}}  # operators do not pickle; the rules fill again
+
+
+_Kept = defaultdict[Any, list[Any]]  # operator -> what to do at each of its calls
+
+
+class _CompiledChoice:
+    """The same choice in the words of PyTorch's own selective checkpointing."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.seen: dict[tuple[bool, str], int] = defaultdict(int)
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        group = self.selection.rule(func)
+        if group is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.selection.fired.add(group)
+        key = (ctx.is_recompute, group)
+        self.seen[key] += 1
+        keep = self.selection.keeps(group, getattr(ctx, "op_output", None), self.seen[key] - 1)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keeping(_Mode):
+    def __init__(self, selection: Selection, kept: _Kept) -> None:
+        super().__init__()
+        self.selection, self.kept = selection, kept
+        self.seen: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        group = self.selection.rule(func)
+        if group is None:
+            return func(*args, **(kwargs or {}))
+        draws = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, torch._ops.OpOverload) else False
+        before = rng.snapshot(args[0].device) if draws else None
+        out = func(*args, **(kwargs or {}))
+        seen = self.seen[group]
+        self.seen[group] += 1
+        self.selection.fired.add(group)
+        if self.selection.keeps(group, out, seen):
+            after = rng.snapshot(args[0].device) if before is not None else None
+            entry: Any = _KeptOutput(out, after if after != before else None)
+        else:
+            entry = _RECOMPUTE
+        self.kept[func].append(entry)
+        return out
+
+
+class _Replaying(_Mode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.kept = kept
+        self.next: dict[Any, int] = {}
+
+    def __enter__(self) -> Any:
+        self.next = dict.fromkeys(self.kept, 0)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        index = self.next.get(func)
+        if index is None:
+            return func(*args, **(kwargs or {}))
+        calls = self.kept[func]
+        if index >= len(calls):
+            raise RuntimeError(f"{func} ran more often in recomputation than in forward; the region depends on outside state")
+        self.next[func] = index + 1
+        entry = calls[index]
+        if entry is _CONSUMED:
+            raise RuntimeError(
+                "backward ran a second time over a region that keeps operator outputs: they are released as they are used. "
+                "Use a policy without 'save:' with retain_graph=True"
+            )
+        if entry is _RECOMPUTE or not entry.intact():
+            return func(*args, **(kwargs or {}))
+        calls[index] = _CONSUMED
+        return entry.hand_back()
+
+
+class _KeptOutput:
+    """An operator's output, detached from the graph that its first run builds, with the generator's state after it."""
+
+    def __init__(self, out: Any, after: rng.Snapshot | None) -> None:
+        self.out = tree_map_only(torch.Tensor, _alias, out)
+        self.after = after
+        self.versions: list[int] = []
+        tree_map_only(torch.Tensor, lambda x: self.versions.append(x._version), self.out)
+
+    def intact(self) -> bool:
+        """Whether nothing wrote into the output since."""
+        versions: list[int] = []
+        tree_map_only(torch.Tensor, lambda x: versions.append(x._version), self.out)
+        return versions == self.versions
+
+    def hand_back(self) -> Any:
+        if self.after is not None:
+            self.after.restore()
+        return self.out
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    # below autograd a detached tensor would count its versions anew; with ADInplaceOrView it shares the counter
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()

@@ -1,0 +1,249 @@
+"""Policy: what is kept for backward and what is recomputed, as one small value.
+
+A policy is a string that a person can type, the comma-separated union of terms:
+
+    none                keep everything
+    full                every block checkpointed (Chen et al. 2016, arXiv:1604.06174)
+    every:N, first:N    every N-th block / the first N blocks checkpointed
+    segments:N, sqrt    N runs of consecutive blocks, each one checkpoint; sqrt is N = round(sqrt(number of blocks))
+    stages, stages:3+4  each stage (ResNet or U-Net level) one checkpoint; only those stages (from 1), block by block
+    modules:attention   only that submodule of every block; also modules:mlp, modules:attention+mlp
+    save:G+G            in what is checkpointed keep the outputs of these op groups (SAC; Korthikanti et al. 2022,
+                        arXiv:2205.05198): attention, matmul, matmul/2, conv, router, or an op name such as aten.bmm
+    pointwise           outputs of norms, activations, gated products and dropout are recomputed; no block is re-run
+    offload             what is still saved is parked in host memory
+    head                lm_head and its loss in chunks that are recomputed
+    budget:0.5          torch.compile's activation memory budget
+    auto                the planner chooses
+
+This module knows no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UserError
+
+SCOPES = ("none", "full", "every", "first", "segments", "sqrt", "stages", "modules")
+OP_GROUPS = ("attention", "matmul", "conv", "router")
+MEMBERS = ("attention", "mlp")
+ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
+_FLAGS = ("pointwise", "offload", "head", "auto")
+_TERMS = (*SCOPES, "save", *_FLAGS, "budget", *ALIASES)
+_FORMS = (
+    "none, full, every:N, first:N, segments:N, sqrt, stages, stages:3+4, modules:attention+mlp, "
+    "save:attention+matmul, pointwise, offload, head, budget:0.5, auto"
+)
+_OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
+_GROUP = re.compile(r"(\w+)/(\d+)")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One activation-memory policy; build it with `Policy.parse` (a hand-made one is validated the same way).
+
+    Attributes:
+        scope: which blocks are checkpointed: one of `SCOPES`.
+        n: the N of `every:N`, `first:N` and `segments:N`.
+        members: stage numbers (from 1) of `stages:3+4`, or "attention" / "mlp" of `modules:...`.
+        save: op groups whose outputs are kept inside what is checkpointed.
+        pointwise, offload, head, auto: the terms of these names.
+        budget: torch.compile's activation memory budget, 0.0 to 1.0.
+    """
+
+    scope: str = "none"
+    n: int | None = None
+    members: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
+    pointwise: bool = False
+    offload: bool = False
+    head: bool = False
+    budget: float | None = None
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        _validate(self)
+        object.__setattr__(self, "members", tuple(sorted(set(self.members), key=_member_order)))
+        object.__setattr__(self, "save", tuple(sorted(set(self.save), key=_canonical_order)))
+
+    @classmethod
+    def parse(cls, value: str | dict[str, Any] | Policy) -> Policy:
+        """The policy written as `value`: a string, the dict of `to_dict` (or of a JSON file), or a Policy as it is.
+
+        Raises:
+            UserError: a term is unknown or contradicts another one; the message names it and what was likely meant.
+        """
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, dict):
+            return _from_dict(cls, value)
+        if not isinstance(value, str):
+            raise UserError(f"a policy is a string such as 'save:attention+matmul', not {value!r}")
+        return _from_string(cls, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields that differ from `none`, as JSON holds them; `Policy.parse` takes it back."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = {f.name: fields[f.name] for f in dataclasses.fields(self) if fields[f.name] != f.default}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether any block, stage or submodule is re-run in backward."""
+        return self.scope != "none"
+
+    def __str__(self) -> str:
+        terms = []
+        if self.scope != "none" and not (self.scope == "full" and self.save):
+            detail = str(self.n) if self.n is not None else "+".join(self.members)
+            terms.append(f"{self.scope}:{detail}" if detail else self.scope)
+        if self.save:
+            terms.append("save:" + "+".join(self.save))
+        terms += [name for name in _FLAGS if getattr(self, name)]
+        if self.budget is not None:
+            terms.append(f"budget:{self.budget:g}")
+        return ",".join(terms) or "none"
+
+
+def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in value:
+        if key not in names:
+            raise UserError(f"policy: no field '{key}'{_meant(key, names)} ({', '.join(names)})")
+    for key in ("members", "save"):
+        entries = value.get(key, ())
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+            raise UserError(f"policy: '{key}' is a list of names, not {entries!r}")
+    return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+
+
+def _from_string(cls: type[Policy], text: str) -> Policy:
+    fields: dict[str, Any] = {}
+    for term in (part.strip() for part in text.split(",")):
+        term = ALIASES.get(term, term)
+        name, colon, detail = term.partition(":")
+        if name not in _TERMS:
+            raise UserError(f"policy '{text}': no term '{term}'{_meant(name, _TERMS)} ({_FORMS})")
+        if colon and not detail:
+            raise UserError(f"policy '{text}': nothing after '{name}:' ({_FORMS})")
+        for key, new in _fields_of(name, detail, text).items():
+            _add(fields, key, new, text)
+    if fields.get("save") and fields.get("scope", "none") == "none":
+        if "scope" in fields:
+            raise UserError(f"policy '{text}': 'none' checkpoints nothing, so 'save:' has nothing to act in; drop 'none'")
+        fields["scope"] = "full"
+    try:
+        return cls(**fields)
+    except UserError as error:
+        raise UserError(f"policy '{text}': {error}") from None
+
+
+def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
+    """The fields that one term sets."""
+    if name in ("every", "first", "segments"):
+        return {"scope": name, "n": _number(name, detail, text)}
+    if name in ("stages", "modules"):
+        return {"scope": name, "members": tuple(detail.split("+")) if detail else ()}
+    if name == "save":
+        return {"save": tuple(detail.split("+"))}
+    if name == "budget":
+        try:
+            return {"budget": float(detail)}
+        except ValueError:
+            raise UserError(f"policy '{text}': 'budget:{detail}' needs a number from 0 to 1, as in budget:0.5") from None
+    if detail:
+        raise UserError(f"policy '{text}': '{name}' takes nothing after it; write '{name}'")
+    return {"scope": name} if name in SCOPES else {name: True}
+
+
+def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
+    """Unite one more field with those before it: lists grow, equal values agree, others contradict each other."""
+    old = fields.get(key, new)
+    if key in ("members", "save"):
+        fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))
+    elif old == new:
+        fields[key] = new
+    else:
+        what = f"{key}s {old} and {new}" if key in ("scope", "budget") else f"'{fields['scope']}:{old}' and '{fields['scope']}:{new}'"
+        raise UserError(f"policy '{text}': {what} contradict each other; keep one")
+
+
+def _number(name: str, detail: str, text: str) -> int:
+    if not detail.isdecimal() or int(detail) < 1:
+        raise UserError(f"policy '{text}': '{name}' needs a whole number of at least 1 after it, as in {name}:2")
+    return int(detail)
+
+
+def _validate(policy: Policy) -> None:
+    if policy.scope not in SCOPES:
+        raise UserError(f"no scope '{policy.scope}'{_meant(str(policy.scope), SCOPES)} ({', '.join(SCOPES)})")
+    counted = policy.scope in ("every", "first", "segments")
+    if counted and not (type(policy.n) is int and policy.n >= 1):
+        raise UserError(f"'{policy.scope}' needs a whole number of at least 1, as in {policy.scope}:2")
+    if not counted and policy.n is not None:
+        raise UserError(f"'{policy.scope}' takes no number (given: {policy.n})")
+    _validate_members(policy)
+    for group in policy.save:
+        _validate_group(group)
+    _validate_unions(policy)
+
+
+def _validate_members(policy: Policy) -> None:
+    if policy.scope == "modules":
+        if not policy.members:
+            raise UserError("'modules' needs which: modules:attention, modules:mlp or modules:attention+mlp")
+        for member in policy.members:
+            if member not in MEMBERS:
+                raise UserError(f"modules: no submodule '{member}'{_meant(member, MEMBERS)} ({', '.join(MEMBERS)})")
+    elif policy.scope == "stages":
+        for member in policy.members:
+            if not member.isdecimal() or int(member) < 1:
+                raise UserError(f"stages: '{member}' is no stage number; stages count from 1, as in stages:3+4")
+    elif policy.members:
+        raise UserError(f"'{policy.scope}' takes no members (given: {'+'.join(policy.members)})")
+
+
+def _validate_group(group: str) -> None:
+    fraction = _GROUP.fullmatch(group)
+    name = fraction[1] if fraction else group
+    if fraction and (name != "matmul" or int(fraction[2]) < 2):
+        raise UserError(f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up")
+    if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
+        raise UserError(
+            f"save: no op group '{group}'{_meant(group, OP_GROUPS)} ({', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm)"
+        )
+
+
+def _validate_unions(policy: Policy) -> None:
+    if policy.save and policy.scope == "none":
+        raise UserError("'save' acts inside what is checkpointed; give a scope with it, such as full")
+    if "matmul" in policy.save and any(group.startswith("matmul/") for group in policy.save):
+        raise UserError("'matmul' and 'matmul/N' contradict each other; keep one")
+    others = [f.name for f in dataclasses.fields(policy) if f.name != "auto" and getattr(policy, f.name) != f.default]
+    if policy.auto and others:
+        raise UserError(f"'auto' chooses the whole policy; give it alone, without {', '.join(others)}")
+    if policy.budget is not None:
+        if isinstance(policy.budget, bool) or not isinstance(policy.budget, (int, float)) or not 0 <= policy.budget <= 1:
+            raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
+        if policy.checkpoints or policy.pointwise or policy.offload:
+            raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
+
+
+def _member_order(member: str) -> tuple[int, str]:
+    return (int(member) if member.isdecimal() else 0, member)
+
+
+def _canonical_order(group: str) -> tuple[int, str]:
+    name = group.partition("/")[0]
+    return (OP_GROUPS.index(name) if name in OP_GROUPS else len(OP_GROUPS), group)
+
+
+def _meant(given: str, known: tuple[str, ...] | list[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
