@@ -1,7 +1,7 @@
 """ACArguments: the flags of activation checkpointing, for `HfArgumentParser`, beside `TrainingArguments`.
 
-Only strings and booleans: a policy travels as the string that a person typed, because a callable in a training argument
-breaks its JSON and its pickle (transformers writes both).
+Only strings and booleans: a policy travels as the string that a person typed, because a callable in a training
+argument breaks its JSON and its pickle (transformers writes both).
 """
 
 from __future__ import annotations

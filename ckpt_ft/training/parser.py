@@ -1,7 +1,7 @@
 """Flags and YAML into dataclasses: `HfArgumentParser`, with `--config file.yaml` and errors that fit on one line.
 
-A YAML file is read as if its entries had been typed in front of the user's own flags, so both pass through the same types
-and checks, and the command line, coming later, wins.
+A YAML file is read as if its entries had been typed in front of the user's own flags, so both pass through the same
+types and checks, and the command line, coming later, wins.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def parse_args(
     Args:
         dataclass_types: as for `HfArgumentParser`.
         argv: the flags; None takes the process's own.
-        builtin: a script's own defaults for when the flag `unless` is given nowhere: what it runs when asked for nothing.
+        builtin: a script's own defaults for when the flag `unless` is given nowhere: what it runs unasked.
         unless: the name of the flag that switches `builtin` off; "" applies `builtin` always.
         description: what `--help` shows above the flags.
 
     Raises:
-        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, or what a dataclass refuses.
+        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, what a dataclass refuses.
     """
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
