@@ -1,7 +1,8 @@
-"""The caching allocator's rules: hand-computed layouts, and what must hold for any sequence of allocations and frees."""
+"""The caching allocator's rules: hand-computed layouts, and what must hold for any allocations and frees."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -160,7 +161,7 @@ def check_layout(allocator: CachingAllocator, live: list[Block]) -> None:
     """Segments tile their addresses, free neighbours are merged, and the counters are the sums over blocks."""
     known = {id(block): block for block in [*live, *(b for pool in allocator.pools for b in pool.at.values())]}
     spans = sorted((block.address, block.address + block.size) for block in known.values())
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     for block in known.values():
         after = block.next
         if after is not None:
