@@ -1,0 +1,58 @@
+"""What one dispatched op costs: flops, bytes moved, CUDA kernels. The figures that cost.py turns into seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# Views by meaning, whatever their schema says, and ops that touch no data.
+_NO_KERNEL = {"detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "resize_", "empty", "empty_like",
+              "empty_strided", "new_empty", "new_empty_strided", "device"}
+# Ops that read rows of their first argument, not all of it: they move what they write, twice.
+_GATHERS = {"embedding", "index_select", "gather", "index"}
+# A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements (ATen/native/cuda/MultiTensorApply.cuh).
+_TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
+
+
+@cache
+def describe(func: OpOverload) -> tuple[str, bool, bool, Callable[..., int] | None]:
+    """Name, whether it launches nothing, whether it gathers, and its flop formula."""
+    short = func._schema.name.partition("::")[2]
+    silent = func.is_view or short in _NO_KERNEL
+    return str(func), silent, short in _GATHERS, flop_registry.get(func._overloadpacket)
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an op's arguments or result: at most a list in a tuple deep."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors(value)
+
+
+def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, str, int]:
+    """Flops, bytes read and written, dtype of the main operand, kernels of one call."""
+    _, silent, gathers, formula = describe(func)
+    if silent:
+        return 0, 0, "", 0
+    written = list(tensors((out,)))
+    read = list(tensors(args))
+    main = next((t for t in read if t.is_floating_point()), (read or written or [None])[0])
+    moved = written if gathers else read
+    nbytes = sum(t.numel() * t.itemsize for t in moved) + sum(t.numel() * t.itemsize for t in written)
+    flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+    kernels = _launches(args[0]) if args and isinstance(args[0], (tuple, list)) and "_foreach" in func._schema.name else 1
+    return int(flops), nbytes, "" if main is None else str(main.dtype)[6:], kernels
+
+
+def _launches(group: list[torch.Tensor]) -> int:
+    chunks = sum(-(-t.numel() // _CHUNK) for t in group)
+    return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
