@@ -48,7 +48,8 @@ def parse_args(
         description: what `--help` shows above the flags.
 
     Raises:
-        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, what a dataclass refuses.
+        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, what a dataclass
+        refuses.
     """
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)

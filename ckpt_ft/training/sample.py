@@ -1,8 +1,8 @@
 """The built-in language-model sample: a corpus, a tokenizer and a small model that every machine can make offline.
 
 The corpus is questions and answers from the docstrings of Python's own standard library; the tokenizer is a byte-level
-BPE trained on it; the model is a Llama of one million random parameters. `make_sample` makes them once, as a jsonl file
-and a model directory that are read like any others.
+BPE trained on it; the model is a Llama of one million random parameters. `make_sample` makes them once, as a jsonl
+file and a model directory that are read like any others.
 """
 
 from __future__ import annotations
