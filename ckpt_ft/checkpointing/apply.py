@@ -1,0 +1,305 @@
+"""Installs a policy on a model: `apply_policy(model, policy) -> AppliedPolicy`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from ..policy import Policy
+from .blocks import Blocks, find_blocks, submodules
+from .recompute import Checkpointed
+from .segments import Segment, SegmentMember
+from .selective import Selection
+
+_APPLIED = "_ckpt_ft_applied"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Installed(Protocol):
+    """What an engine gives back: `remove()` restores exactly, `describe()` gives rows for `explain()`."""
+
+    def remove(self) -> None: ...
+
+    def describe(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Region:
+    """One checkpoint: the module that is re-run and the blocks in it."""
+
+    name: str
+    module: nn.Module
+    blocks: tuple[str, ...]
+
+
+class AppliedPolicy:
+    """A policy as it stands on a model.
+
+    Attributes:
+        policy: the policy.
+        model: the model that `apply_policy` was given.
+        covered: qualified names of the modules that are re-run in backward.
+        uncovered: names of the blocks outside of every checkpoint.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self.policy = policy
+        self.model = model
+        self.found = Blocks()
+        self.regions: list[Region] = []
+        self.installed: list[Checkpointed] = []
+        self.engines: list[tuple[str, Installed]] = []
+        self.selections: list[Selection] = []
+        self.hooks: list[Any] = []
+        self.switched_off: list[nn.Module] = []
+        self.compile_budget: float | None = None
+
+    @property
+    def covered(self) -> list[str]:
+        return [region.name for region in self.regions]
+
+    @property
+    def uncovered(self) -> list[str]:
+        inside = {block for region in self.regions for block in region.blocks}
+        return [name for name in self.found.blocks if name not in inside]
+
+    def explain(self) -> str:
+        """A table: which modules, how many of them are re-run, what is kept inside them, and what the engines do."""
+        from .explain import table
+
+        return table(self)
+
+    def remove(self) -> None:
+        """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
+        for hook in self.hooks:
+            hook.remove()
+        for _, engine in reversed(self.engines):
+            engine.remove()
+        for region in reversed(self.installed):
+            region.remove()
+        for module in self.switched_off:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+        if self.compile_budget is not None:
+            _set_compile_budget(self.compile_budget)
+        self.hooks, self.engines, self.installed, self.switched_off, self.compile_budget = [], [], [], [], None
+        self.model.__dict__.pop(_APPLIED, None)
+
+    def never_fired(self) -> list[str]:
+        """Op groups of `save:` that kept nothing so far in any region."""
+        fired = {group for selection in self.selections for group in selection.fired}
+        return [group for group in self.policy.save if group.partition("/")[0] not in fired]
+
+    def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the model: after the first forward with gradients every op group should have fired."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.hooks.pop().remove()
+        for group in self.never_fired():
+            reason = "; its attention runs as plain matmuls (attn_implementation 'eager')?" if group == "attention" else ""
+            warnings.warn(f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}", stacklevel=2)
+
+
+def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> AppliedPolicy:
+    """Install `policy` on `model`, in place; a policy that is on it already is replaced.
+
+    `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated blocks,
+    on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is switched
+    off as long as the policy stands.
+
+    Returns:
+        AppliedPolicy: what is covered, `explain()`, `remove()`.
+
+    Raises:
+        UserError: the policy is malformed, or matches nothing in this model.
+    """
+    policy = Policy.parse(policy)
+    if policy.auto:
+        raise UserError("policy 'auto' must be chosen first: run plan(...) and apply the policy it picked")
+    remove_policy(model)
+    applied = AppliedPolicy(model, policy)
+    try:
+        _install(applied)
+    except BaseException:
+        applied.remove()
+        raise
+    setattr(model, _APPLIED, applied)
+    return applied
+
+
+def remove_policy(model: nn.Module) -> None:
+    """Take off every policy that stands on `model` or on a part of it."""
+    for module in model.modules():
+        if _APPLIED in module.__dict__:
+            module.__dict__[_APPLIED].remove()
+
+
+def applied_policy(model: nn.Module) -> AppliedPolicy | None:
+    """The policy that stands on `model` or on a part of it, if any."""
+    return next((module.__dict__[_APPLIED] for module in model.modules() if _APPLIED in module.__dict__), None)
+
+
+def _install(applied: AppliedPolicy) -> None:
+    policy, model = applied.policy, applied.model
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+            applied.switched_off.append(module)
+    if policy.checkpoints or policy.pointwise or policy.offload:
+        applied.found = find_blocks(model)
+    if policy.checkpoints:
+        _install_checkpoints(applied)
+    _install_engines(applied)
+    if policy.budget is not None:
+        applied.compile_budget = _set_compile_budget(policy.budget)
+
+
+def _install_checkpoints(applied: AppliedPolicy) -> None:
+    policy = applied.policy
+    runs = _regions(applied)
+    for run in runs:
+        segment = Segment() if policy.scope in ("segments", "sqrt") and len(run) > 1 else None
+        for region in run:
+            selection = _selection(policy, region.module)
+            if selection is not None:
+                applied.selections.append(selection)
+            if segment is None:
+                wrapper = Checkpointed(region.module, selection)
+            else:
+                wrapper = SegmentMember(region.module, selection, segment, last=region is run[-1])
+            wrapper.install()
+            applied.installed.append(wrapper)
+            applied.regions.append(region)
+    for module in _outermost_pretrained(applied.model):
+        applied.hooks.append(module.register_forward_pre_hook(_without_kv_cache, with_kwargs=True))
+    if policy.save:
+        applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
+
+
+def _regions(applied: AppliedPolicy) -> list[list[Region]]:
+    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks."""
+    policy, found = applied.policy, applied.found
+    blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
+    n = policy.n or 1
+    if policy.scope == "full":
+        return [[block] for block in blocks]
+    if policy.scope == "every":
+        return [[block] for block in blocks[::n]]
+    if policy.scope == "first":
+        return [[block] for block in blocks[:n]]
+    if policy.scope == "segments":
+        return _split(blocks, n)
+    if policy.scope == "sqrt":
+        return _split(blocks, max(1, round(len(blocks) ** 0.5)))
+    if policy.scope == "stages":
+        return [[region] for region in _stage_regions(applied)]
+    return [[region] for region in _member_regions(applied)]
+
+
+def _split(blocks: list[Region], n: int) -> list[list[Region]]:
+    """`n` runs of consecutive blocks whose lengths differ by at most one."""
+    n = min(n, len(blocks))
+    ends = [len(blocks) * i // n for i in range(n + 1)]
+    return [blocks[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _stage_regions(applied: AppliedPolicy) -> list[Region]:
+    policy, stages = applied.policy, applied.found.stages
+    kind = type(applied.model).__name__
+    if not stages:
+        raise UserError(f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks")
+    if not policy.members:
+        return [Region(stage.name, stage.module, tuple(stage.blocks)) for stage in stages]
+    for member in policy.members:
+        if int(member) > len(stages):
+            raise UserError(f"policy '{policy}': {kind} has no stage {member}; it has {len(stages)}, counted from 1")
+    chosen = [stages[int(member) - 1] for member in policy.members]
+    return [Region(name, block, (name,)) for stage in chosen for name, block in stage.blocks.items()]
+
+
+def _member_regions(applied: AppliedPolicy) -> list[Region]:
+    regions: dict[str, Region] = {}
+    for member in applied.policy.members:
+        inside = {
+            path: Region(path, module, (name,))
+            for name, block in applied.found.blocks.items()
+            for path, module in submodules(name, block, member).items()
+        }
+        if not inside:
+            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in applied.found.blocks.values()))
+            raise UserError(
+                f"policy '{applied.policy}': no {member} submodule in the blocks of {type(applied.model).__name__} ({kinds}); "
+                "full and save:... work on whole blocks"
+            )
+        regions.update(inside)
+    return list(regions.values())
+
+
+def _selection(policy: Policy, module: nn.Module) -> Selection | None:
+    """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ."""
+    experts = {getattr(inner, key, None) for inner in module.modules() for key in _EXPERT_COUNTS}
+    counts = frozenset(count for count in experts if isinstance(count, int) and count > 1)
+    save = (*policy.save, "router") if counts and "router" not in policy.save else policy.save
+    return Selection(save, counts) if save else None
+
+
+def _install_engines(applied: AppliedPolicy) -> None:
+    policy, model = applied.policy, applied.model
+    if policy.pointwise:
+        from . import pointwise
+
+        open_blocks = {name: applied.found.blocks[name] for name in applied.uncovered}
+        applied.engines.append(("pointwise", pointwise.install(model, open_blocks)))
+    if policy.head:
+        from . import head
+
+        applied.engines.append(("head", head.install(model)))
+    if policy.offload:
+        from . import offload
+
+        applied.engines.append(("offload", offload.install(model, applied.found.blocks)))
+
+
+def _outermost_pretrained(module: nn.Module) -> Iterable[nn.Module]:
+    """The outermost transformers models in `module` that can return a KV cache."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if kind is not None and isinstance(module, kind):
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            yield module
+        return
+    for child in module.children():
+        yield from _outermost_pretrained(child)
+
+
+def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook: no KV cache while training; generation keeps it."""
+    if not (module.training and torch.is_grad_enabled()):
+        return None
+    if kwargs.get("past_key_values") is not None:
+        raise UserError(
+            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run would "
+            "append to them twice; train without a checkpointing policy, or with 'pointwise'"
+        )
+    return args, {**kwargs, "use_cache": False}
+
+
+def _set_compile_budget(budget: float) -> float:
+    """Set torch.compile's activation memory budget and return the one before."""
+    import torch._functorch.config as config
+
+    before: float = config.activation_memory_budget
+    config.activation_memory_budget = budget
+    return before
+
+
+def kinds(modules: Iterable[nn.Module]) -> dict[str, int]:
+    """How many modules there are of each class."""
+    return dict(Counter(type(module).__name__ for module in modules))
