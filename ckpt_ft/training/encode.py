@@ -137,8 +137,8 @@ def _chat_segments(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase
         after = _render(tokenizer, messages[: turn + 1], index)
         if not (whole.startswith(before) and whole.startswith(after)):
             raise UserError(
-                f"row {index + 1}: the chat template renders turn {turn + 1} differently once later turns follow, so its "
-                "tokens cannot be told apart; give one assistant turn per row, the last"
+                f"row {index + 1}: the chat template renders turn {turn + 1} differently once later turns follow, so "
+                "its tokens cannot be told apart; give one assistant turn per row, the last"
             )
         segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
         at = len(after)

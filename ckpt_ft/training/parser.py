@@ -81,10 +81,10 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: {_one_line(str(error))}") from error
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path} is not valid YAML: {_one_line(str(error))}") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")

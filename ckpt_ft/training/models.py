@@ -1,0 +1,132 @@
+"""A causal language model and its tokenizer from flags named as TRL names them: full fine-tuning, LoRA, QLoRA."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class ModelArguments:
+    """Which model, in which precision, and what of it is trained.
+
+    Raises:
+        UserError: quantised weights without LoRA, or a rank that is no rank.
+    """
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub id or local directory; without it, the built-in model and sample."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Of the weights.", "choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "sdpa, eager, flash_attention_2, flex_attention, ..."}
+    )
+    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of the weights."})
+    lora_r: int = field(default=16, metadata={"help": "LoRA rank."})
+    lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "LoRA dropout."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules that get an adapter; all-linear for every linear layer but the head."}
+    )
+    use_dora: bool = field(default=False, metadata={"help": "DoRA instead of LoRA."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: the frozen weights in 4 bits (bitsandbytes)."})
+    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "4-bit type.", "choices": ["fp4", "nf4"]})
+    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the quantisation constants too."})
+
+    def __post_init__(self) -> None:
+        if self.load_in_4bit and not self.use_peft:
+            raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
+        if self.use_peft and self.lora_r < 1:
+            raise UserError(f"--lora_r {self.lora_r}: a LoRA rank is at least 1")
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, padding with its end token where it has no padding of its own.
+
+    Raises:
+        UserError: the model has none that can be read from here.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model {args.model_name_or_path}: no tokenizer can be loaded: {_reason(error)}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(args: ModelArguments) -> PreTrainedModel:
+    """The model in train mode; with `use_peft` its weights are frozen, in 4 bits when asked, and adapters added.
+
+    Raises:
+        UserError: the model cannot be read from here, or bitsandbytes is missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kwargs: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype}
+    if args.attn_implementation is not None:
+        kwargs["attn_implementation"] = args.attn_implementation
+    if args.load_in_4bit:
+        kwargs |= {"quantization_config": _quantization(args), "device_map": _this_device()}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **kwargs)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"model {args.model_name_or_path} cannot be loaded: {_reason(error)}") from error
+    return _with_adapters(model, args) if args.use_peft else model
+
+
+def _with_adapters(model: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model
+
+    targets = args.lora_target_modules
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        use_dora=args.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"--lora_target_modules {' '.join(targets or ['(none given)'])}: {_reason(error)}") from error
+
+
+def _quantization(args: ModelArguments) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    compute = torch.bfloat16 if args.dtype in ("auto", "float32") else getattr(torch, args.dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _this_device() -> dict[str, Any]:
+    """Quantised weights are made where they stay: the whole model on this process's device."""
+    from accelerate import PartialState
+
+    return {"": PartialState().device}
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,66 @@
+"""What a person is told when training runs out of memory: what held the peak, and what would need less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from ..errors import WorkFailed
+from ..policy import Policy
+
+if TYPE_CHECKING:
+    from .callback import ACCallback
+
+# From what keeps most to what keeps least: each drops something that the one before it keeps.
+LADDER = ("none", "pointwise", "save:attention+matmul", "save:attention", "full", "full,head", "full,offload,head")
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, Exception) and should_reduce_batch_size(error)
+    )
+
+
+def cheaper_policies(policy: Policy | None) -> list[str]:
+    """Policies of `LADDER` that keep less than `policy`, mildest first.
+
+    One that is not on the ladder stands before the first rung that keeps no more than it: a partial scope before
+    `full`.
+    """
+    text = "none" if policy is None else str(policy)
+    if text in LADDER:
+        return list(LADDER[LADDER.index(text) + 1 :])
+    assert policy is not None
+    rung = LADDER.index("full" if policy.checkpoints else "save:attention+matmul")
+    return [step for step in LADDER[rung:] if policy.head <= ("head" in step)]
+
+
+@contextmanager
+def advise_on_oom(memory: ACCallback) -> Iterator[None]:
+    """Turn running out of memory into a `WorkFailed` that names the holders of the peak and cheaper settings.
+
+    Checkpoints written before are left as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise WorkFailed(_advice(memory, error)) from error
+
+
+def _advice(memory: ACCallback, error: Exception) -> str:
+    lines = [f"out of memory: {' '.join(str(error).split())}"]
+    holders = memory.peak_holders()
+    if holders:
+        lines += ["What held the peak:", *(f"  {holder}" for holder in holders)]
+    lines.append("What needs less memory, mildest first:")
+    lines += [f"  --ac_policy {policy}" for policy in cheaper_policies(memory.policy)]
+    lines.append("  a smaller --per_device_train_batch_size with more --gradient_accumulation_steps")
+    lines.append("Checkpoints written so far are whole: --resume_from_checkpoint latest goes on from the last one.")
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""Fine-tune a causal language model: all weights, LoRA or QLoRA, under an activation-checkpointing policy.
+
+    accelerate launch recipes/llm.py
+        the built-in model on the built-in sample, offline, in about a minute on a CPU
+
+    accelerate launch recipes/llm.py --config recipes/llm/qwen2.5_0.5b_full.yaml --ac_policy save:attention+matmul
+        a real model; what is on the command line wins over the file
+
+    accelerate launch recipes/llm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft --ac_policy full
+        LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
+
+Flags: those of ModelArguments, DataArguments and ACArguments, and every one of transformers.TrainingArguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Trainer, TrainingArguments, set_seed
+
+from ckpt_ft.errors import UserError, run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.card import write_model_card
+from ckpt_ft.training.checkpoints import check_output_dir, resume_path
+from ckpt_ft.training.data import DataArguments, load_rows
+from ckpt_ft.training.encode import PadCollator, encode_rows
+from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.sample import make_sample
+
+# What runs when no model is named.
+BUILT_IN = {
+    "output_dir": "out/llm",
+    "max_length": 128,
+    "max_steps": 60,
+    "per_device_train_batch_size": 16,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 5,
+    "logging_steps": 5,
+}
+
+
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, TrainingArguments]:
+    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    model_args, data_args, ac_args, training_args = parse_args(
+        (ModelArguments, DataArguments, ACArguments, TrainingArguments),
+        argv,
+        builtin=BUILT_IN,
+        unless="model_name_or_path",
+        description=__doc__,
+    )
+    check_output_dir(training_args.output_dir)
+    check_conflicts(training_args, ac_args.policy)
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args.output_dir)
+    return model_args, data_args, ac_args, training_args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    model_args, data_args, ac_args, training_args = parse(argv)
+    set_seed(training_args.seed)
+
+    # 1. Model and tokenizer
+    if model_args.model_name_or_path is None:
+        with training_args.main_process_first(desc="making the built-in sample"):
+            model_args.model_name_or_path, corpus = make_sample()
+        data_args.dataset_name = data_args.dataset_name or corpus
+    tokenizer = load_tokenizer(model_args)
+
+    # 2. Data: one process tokenizes, the others read its cache
+    with training_args.main_process_first(desc="tokenizing"):
+        train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
+        train_dataset = encode_rows(train_rows, tokenizer, data_args)
+        eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
+
+    model = load_model(model_args)
+    check_context(model, data_args.max_length)
+
+    # 3. Training: the policy and the memory report are one callback
+    memory = ACCallback(ac_args)
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        data_collator=PadCollator(tokenizer.pad_token_id),
+        callbacks=[memory],
+    )
+    with advise_on_oom(memory):
+        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # 4. What is left behind: weights or adapter, metrics, a card with the memory table
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    if eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+
+
+def check_context(model: Any, max_length: int) -> None:
+    """A sequence past the last position is an index error deep in the model, or silently worse numbers."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and max_length > context:
+        raise UserError(f"--max_length {max_length}: the model has {context} positions; give at most that")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,50 @@
+"""What every test runs under: no network, one thread, caches of its own, and no GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """One thread and one seed, so that a test's numbers do not depend on those before it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Built-in samples and tokenized data of this run, shared by its workers and thrown away with its directory."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def sample(_caches: None) -> tuple[Path, Path]:
+    """The built-in language-model sample: its model directory and its jsonl file."""
+    from ckpt_ft.training.sample import make_sample
+
+    model, corpus = make_sample()
+    return Path(model), Path(corpus)

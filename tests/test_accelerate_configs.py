@@ -1,0 +1,40 @@
+"""Every launch configuration is read by accelerate's own loader and says what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+EXPECTED = {
+    "cpu": (DistributedType.NO, True),
+    "single_gpu": (DistributedType.NO, False),
+    "multi_gpu": (DistributedType.MULTI_GPU, False),
+    "fsdp2": (DistributedType.FSDP, False),
+    "deepspeed_zero2": (DistributedType.DEEPSPEED, False),
+    "deepspeed_zero3": (DistributedType.DEEPSPEED, False),
+}
+
+
+def test_there_are_exactly_these() -> None:
+    assert {path.stem for path in CONFIGS.glob("*")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_accelerate_reads_it(name: str) -> None:
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert (config.distributed_type, config.use_cpu) == EXPECTED[name]
+    assert config.num_machines == 1
+
+
+def test_sharding_is_as_named_and_leaves_checkpointing_to_the_policy() -> None:
+    fsdp = load_config_from_file(str(CONFIGS / "fsdp2.yaml")).fsdp_config
+    assert fsdp["fsdp_version"] == 2
+    assert fsdp["fsdp_activation_checkpointing"] is False
+    for stage in (2, 3):
+        assert (
+            load_config_from_file(str(CONFIGS / f"deepspeed_zero{stage}.yaml")).deepspeed_config["zero_stage"] == stage
+        )
