@@ -112,8 +112,8 @@ def drawn_shapes(count: int | None = None, resolution: int = 64, seed: int = 0, 
     """A data set of `drawings(count, seed)` without its first `skip`.
 
     A training set (`count=n`) and a test set (`count=n + m, skip=n`) of one seed never overlap. Columns: `image` (PIL,
-    RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`), and `colour`, `position`, `size`,
-    `background` as strings.
+    RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`), and `colour`, `position`,
+    `size`, `background` as strings.
 
     Raises:
         UserError: `count` is out of range, nothing is left after `skip`, or `resolution` is below 8.
