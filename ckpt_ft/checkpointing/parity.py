@@ -1,0 +1,251 @@
+"""Proof that a policy changes no number: loss, every gradient, every buffer and the random state after one step.
+
+Compared bit for bit where a policy re-runs what ran before; to 1e-6 relative where it computes in another order
+(`pointwise`, `head`). What differs is traced back to the classic trap that makes it differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ..errors import UserError
+from ..policy import Policy
+from . import rng
+from .apply import applied_policy, apply_policy, remove_policy
+
+REORDERED_TOLERANCE = 1e-6  # relative; sums in another order differ by rounding
+Install = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity: what it was without and with the policy, and how far apart (relative)."""
+
+    what: str
+    plain: str
+    policy: str
+    difference: float
+    same: bool
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The outcome of `check_parity`; `ok` when nothing differs."""
+
+    policy: str
+    rows: list[Row]
+    causes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.same for row in self.rows)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        table = Table("quantity", "without", "with", "relative difference", "", title=f"parity of policy {self.policy}")
+        for row in self.rows:
+            table.add_row(row.what, row.plain, row.policy, f"{row.difference:.1e}" if row.difference else "0", "same" if row.same else "DIFFERS")
+        console.print(table)
+        for line in (*self.causes, *self.notes):
+            console.print(line, soft_wrap=True)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def check_parity(
+    model: nn.Module,
+    batch: Any,
+    policy: str | dict[str, Any] | Policy | Install,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Parity:
+    """Run one step of `model` on `batch` without and with `policy` from the same state and compare all it leaves behind.
+
+    Parameters, gradients, buffers, random state and any policy of the model are afterwards what they were.
+
+    Args:
+        model: on any device, in train or eval mode as it stands.
+        batch: a mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor as the only one.
+        policy: a policy, or a function that turns on checkpointing of another kind; that one is given a deep copy.
+        loss: scalar of (model, batch); by default the output's `loss`, or the mean square of its first float tensor.
+        seed: of the random state that both steps start from.
+
+    Raises:
+        UserError: the policy is malformed or matches nothing; the step's loss needs no gradient.
+    """
+    loss = loss or default_loss
+    before = applied_policy(model)
+    started = rng.snapshot(_device(model))
+    remove_policy(model)
+    applied = apply_policy(model, "none")
+    try:
+        plain = _step(model, batch, loss, seed)
+        noise = _step(model, batch, loss, seed)
+        if callable(policy):
+            name, tolerance = getattr(policy, "__name__", "given"), 0.0
+            other = copy.deepcopy(model)
+            policy(other)
+        else:
+            parsed = Policy.parse(policy)
+            name, tolerance = str(parsed), REORDERED_TOLERANCE if parsed.pointwise or parsed.head else 0.0
+            other, applied = model, apply_policy(model, parsed)
+        with_policy = _step(other, batch, loss, seed)
+    finally:
+        applied.remove()
+        started.restore()
+        if before is not None:
+            apply_policy(before.model, before.policy)
+    return _compare(model, name, plain, noise, with_policy, tolerance)
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The output's `loss`, or the mean square of its first floating-point tensor."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    given = getattr(out, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given
+    leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
+    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().square().mean()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random: rng.Snapshot
+
+
+def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> _Outcome:
+    """One forward and backward from `seed`; the model's own gradients and buffers are put back."""
+    own = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(seed)
+    try:
+        value = loss(model, batch)
+        if not value.requires_grad:
+            raise UserError("the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels")
+        value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        after = {name: b.detach().clone() for name, b in model.named_buffers()}
+        return _Outcome(value.detach(), gradients, after, rng.snapshot(_device(model)))
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = own[name]
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(buffers[name])
+
+
+def _compare(model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, other: _Outcome, tolerance: float) -> Parity:
+    shared = plain.gradients.keys() & other.gradients.keys()
+
+    def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
+        return max(((_relative(mine[key], theirs[key]), key) for key in mine.keys() & theirs.keys()), default=(0.0, ""))
+
+    loss, floor = _relative(plain.loss, other.loss), _relative(plain.loss, noise.loss)
+    gradient, at = worst(plain.gradients, other.gradients)
+    buffer, which = worst(plain.buffers, other.buffers)
+    random = plain.random == other.random
+    rows = [
+        Row("loss", f"{plain.loss:.9g}", f"{other.loss:.9g}", loss, loss <= max(tolerance, floor)),
+        Row(
+            "parameters that received a gradient",
+            str(len(plain.gradients)),
+            str(len(other.gradients)),
+            0.0,
+            plain.gradients.keys() == other.gradients.keys(),
+        ),
+        Row(
+            f"gradients (worst: {at})" if gradient else "gradients",
+            f"{len(shared)} tensors",
+            f"{len(shared)} tensors",
+            gradient,
+            gradient <= max(tolerance, worst(plain.gradients, noise.gradients)[0]),
+        ),
+        Row(
+            f"buffers (worst: {which})" if buffer else "buffers",
+            f"{len(plain.buffers)} tensors",
+            f"{len(other.buffers)} tensors",
+            buffer,
+            buffer <= worst(plain.buffers, noise.buffers)[0],
+        ),
+        Row("random state after the step", "", "", 0.0, random or plain.random != noise.random),
+    ]
+    return Parity(name, rows, _causes(model, rows, plain, other), _notes(model, plain, noise))
+
+
+def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome) -> list[str]:
+    """The classic trap behind each difference."""
+    loss, received, gradients, buffers, random = rows
+    causes = []
+    missing = [name for name in plain.gradients if name not in other.gradients]
+    if missing:
+        causes.append(
+            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A reentrant checkpoint whose "
+            "inputs need no gradient trains nothing, and so looks fast, and so does no_grad inside a region; use use_reentrant=False"
+        )
+    if not buffers.same:
+        what = buffers.what.partition("worst: ")[2].rstrip(")")
+        norm = what.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+        causes.append(
+            f"BatchNorm twice: its running statistics ({what}) were updated in forward and again in recomputation"
+            if norm
+            else f"a buffer ({what}) was written in forward and again in recomputation"
+        )
+    if loss.same and not gradients.same:
+        if _has_dropout(model):
+            causes.append(
+                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other random numbers than forward; "
+                "preserve the random state"
+            )
+        else:
+            causes.append("the loss is right and gradients are not: a region's second run differs from its first; does it read state from outside?")
+    if not loss.same:
+        causes.append("the loss itself differs: forward computes something else under this policy")
+    if not random.same:
+        causes.append("the random state after the step differs: recomputation moved the generator, so later steps draw other numbers")
+    return causes
+
+
+def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in plain.gradients]
+    notes = []
+    if idle:
+        notes.append(f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or without the policy")
+    if any(not torch.equal(plain.gradients[key], noise.gradients[key]) for key in plain.gradients):
+        notes.append("note: two steps without any policy differ from each other here; differences up to theirs count as the same")
+    return notes
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the largest value; infinite where one is not finite and the other is."""
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    difference = float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
+    return difference if difference == difference else 0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    rates = (getattr(module, name, 0.0) for module in model.modules() for name in ("p", "dropout", "attention_dropout", "drop_prob"))
+    return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
