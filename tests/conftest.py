@@ -23,11 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
+def _same_start() -> None:
     """One thread and one seed, so that a test's numbers do not depend on those before it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,5 @@ def test_sharding_is_as_named_and_leaves_checkpointing_to_the_policy() -> None:
     assert fsdp["fsdp_version"] == 2
     assert fsdp["fsdp_activation_checkpointing"] is False
     for stage in (2, 3):
-        assert (
-            load_config_from_file(str(CONFIGS / f"deepspeed_zero{stage}.yaml")).deepspeed_config["zero_stage"] == stage
-        )
+        config = load_config_from_file(str(CONFIGS / f"deepspeed_zero{stage}.yaml"))
+        assert config.deepspeed_config["zero_stage"] == stage

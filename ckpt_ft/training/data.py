@@ -138,4 +138,5 @@ def _find_bad_line(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "it has no rows" if "corresponds to no data" in text else text
