@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,8 @@ from .trace import Op, StepTrace, Storage
 if TYPE_CHECKING:
     from .gpus import GPU
 
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
+After = Callable[["Tracker", Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
 
 class _Seen(weakref.ref):  # type: ignore[type-arg]
@@ -49,6 +50,7 @@ class Tracker(TorchDispatchMode):
         optimizer: marks state that exists already; new state of any torch optimizer is found when it steps.
         limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError, as a card of that size would.
         rules: what to call instead of an op, by overload (cuda.py).
+        after: what to call once an op's results are recorded, by overload (cuda.py).
         ops: record `Op`s too; a long real run has no use for them.
     """
 
@@ -58,11 +60,12 @@ class Tracker(TorchDispatchMode):
         optimizer: Optimizer | None = None,
         *,
         limit: int | None = None,
-        rules: dict[Any, Rule] | None = None,
+        rules: Mapping[Any, Rule] | None = None,
+        after: Mapping[Any, After] | None = None,
         ops: bool = True,
     ) -> None:
         super().__init__()
-        self.model, self.limit, self.rules, self.record_ops = model, limit, rules or {}, ops
+        self.limit, self.rules, self.after, self.record_ops = limit, rules or {}, after or {}, ops
         self.allocated = 0  # bytes, unrounded, right now
         self.peak = 0  # the most that `allocated` has been since `restart`
         self.notes: list[str] = []
@@ -131,6 +134,15 @@ class Tracker(TorchDispatchMode):
         """Record the end of what `allocate` recorded."""
         self._events.append(~index)
         self.allocated -= self._storages[index].nbytes
+
+    def scratch(self, nbytes: int, op: str) -> None:
+        """Record memory that a kernel takes and gives back while it runs."""
+        self.free(self.allocate(nbytes, "temporary", op))
+
+    @property
+    def phase(self) -> str:
+        """Where the step is: "forward", "backward" or "optimizer"."""
+        return self._phase
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """The op whose storage `tensor` lives in, "" if unknown."""
@@ -285,6 +297,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "profiler":  # record_function: no tensor, no work
+            return func(*args, **kwargs)
         self._locate()
         for tensor in tensors(args):
             if tensor.untyped_storage()._cdata not in self._live:
@@ -296,6 +310,8 @@ class Tracker(TorchDispatchMode):
         name = describe(func)[0]
         for tensor in tensors((out,)):
             self._follow(tensor, category, name)
+        if func in self.after:
+            self.after[func](self, func, args, kwargs, out)
         if self.record_ops:
             flops, nbytes, dtype, kernels = measure(func, args, kwargs, out)
             self._ops.append(Op(name, flops, nbytes, dtype, self._phase, self._module(), at, kernels))

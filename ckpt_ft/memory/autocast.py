@@ -1,0 +1,147 @@
+"""torch.autocast("cuda") on tensors that only look like CUDA's.
+
+The traced tensors are fake CPU ones, so CPU autocast is what casts them, and its op lists differ from CUDA's: CUDA computes
+softmax, norms, exp, pow and sums in float32 where the CPU does not touch them. While a step is traced, kernels for the
+AutocastCPU key take CUDA's side (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Ops
+that both lists treat alike keep their C++ kernels and with them the cache of cast weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+KEY = "AutocastCPU"
+_WITHOUT_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+
+# On CUDA in the lower precision; CPU autocast does not know them.
+LOWER = (
+    "_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "lstm_cell",
+    "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
+)  # fmt: skip
+# On CUDA in float32; CPU autocast does not know them.
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "rms_norm", "cosine_similarity", "nuclear_norm", "nuclear_norm.dim", "pdist", "renorm", "logsumexp", "dist",
+    "linalg_matrix_norm", "linalg_vector_norm", "frobenius_norm.dim", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+)  # fmt: skip
+# On CUDA their output is float32 unless a dtype was asked for: the op converts while it reads, no cast is stored.
+FLOAT32_OUTPUT = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
+# On CUDA in the widest type among the inputs.
+WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot")
+# CPU autocast casts these; CUDA's leaves them alone.
+UNTOUCHED = (
+    "cat", "stack", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "reflection_pad1d", "reflection_pad2d", "cross_entropy_loss", "polar",
+    "view_as_complex", "index_copy", "_native_multi_head_attention", "_addmm_activation",
+)  # fmt: skip
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _is_castable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _is_castable(value):
+        return value.to(dtype)
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, dtype) for item in value]
+    return value
+
+
+def _to_lower(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+            return op(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _to_float32(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+            return op(*_cast(args, torch.float32), **{k: _cast(v, torch.float32) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _with_float32_output(op: Any) -> Callable[..., Any]:
+    arguments = [argument.name for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        if given.get("dtype") is None and _is_castable(args[0]):
+            given["dtype"] = torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+            return op(**given)
+
+    return kernel
+
+
+def _to_widest(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        wide = any(_is_castable(value) and value.dtype == torch.float32 for value in (*args, *kwargs.values()))
+        dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+            return op(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _as_it_is(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+_TREATMENTS = ((LOWER, _to_lower), (FLOAT32, _to_float32), (FLOAT32_OUTPUT, _with_float32_output), (WIDEST, _to_widest),
+               (UNTOUCHED, _as_it_is))  # fmt: skip
+
+
+def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(op, kernel for the AutocastCPU key) of every op that CUDA's autocast treats otherwise."""
+    for names, treatment in _TREATMENTS:
+        for name in names:
+            yield name, treatment(_overload(name))
+
+
+@contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """torch.autocast("cuda"), its default float16 and what asks for its state, for tensors that are on the CPU."""
+    autocast = torch.amp.autocast_mode.autocast
+    init, enabled, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def as_cuda(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or dtype_of("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_dtype(device_type: str) -> torch.dtype:
+        return dtype_of("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(autocast, "__init__", as_cuda))
+        stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
+        stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
+        yield

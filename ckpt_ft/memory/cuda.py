@@ -1,0 +1,198 @@
+"""What CUDA does where the CPU differs: the rules under which fake CPU tensors are traced for a GPU.
+
+Three tables, one comment and one source per row (paths are PyTorch's):
+  composite: ops that choose their kernel, and with it what autograd saves, by device; replaced above autograd;
+  rules:     ops whose results differ on CUDA; replaced below autograd;
+  after:     memory that an op takes besides its results: scratch that it frees again, and workspaces that stay.
+Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py; rounding to
+512-byte blocks is the allocator's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import GradScaler
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._foreach_utils import _has_foreach_support
+
+from . import autocast, cudnn, sdpa
+from .tracker import After, Rule, Tracker
+
+aten = torch.ops.aten
+
+
+# -- composite: above autograd ----------------------------------------------------------------------------------------
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """A fused kernel that keeps a bool mask; the CPU multiplies by a mask of input's dtype. [native/Dropout.cpp]"""
+    if not train or p == 0 or not input.numel():
+        return input
+    return aten.native_dropout(input, p, train)[0] if p < 1 else input * torch.zeros_like(input)
+
+
+def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """float16 in, float32 out is one kernel: no float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
+    if input.dtype == torch.float16 and dtype == torch.float32:
+        return op(input, dim, True)
+    return op(input if dtype is None else input.to(dtype), dim, False)
+
+
+def composite(arch: int) -> dict[str, Callable[..., Any]]:
+    """Kernels for the AutogradCPU key."""
+    return {
+        "dropout": dropout,
+        "softmax.int": partial(softmax, aten._softmax),
+        "log_softmax.int": partial(softmax, aten._log_softmax),
+        "scaled_dot_product_attention": partial(sdpa.attention, arch=arch),
+    }
+
+
+# -- rules: below autograd --------------------------------------------------------------------------------------------
+
+
+def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mean and rstd are float32 whatever the input (acc_type); GroupNorm's are not. [native/cuda/layer_norm_kernel.cu]"""
+    out, mean, rstd = func(*args, **kwargs)
+    return out, _as_float32(mean), _as_float32(rstd)
+
+
+def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One kernel that saves rstd in float32; elsewhere it is composed of five. [native/cuda/layer_norm_kernel.cu]"""
+    input, shape = args[:2]
+    statistics = list(input.shape[: input.dim() - len(shape)]) + [1] * len(shape)
+    return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
+
+
+def _as_float32(statistics: Tensor) -> Tensor:
+    return statistics if statistics.dtype == torch.float32 else torch.empty_like(statistics, dtype=torch.float32)
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten._fused_rms_norm.default: fused_rms_norm,
+}
+
+
+# -- after: scratch and workspaces ------------------------------------------------------------------------------------
+
+
+def cublas_workspace(arch: int) -> int:
+    """Bytes that each thread's cuBLAS handle is given; cuBLASLt shares them. [cuda/CublasHandlePool.cpp]"""
+    return 32 * 2**20 if arch == 90 else 2 * 4096 * 2**10 + 8 * 16 * 2**10
+
+
+def matmul(arch: int) -> After:
+    """The first matmul of a thread allocates its workspace, for good; autograd's thread is another than the main one."""
+    given: set[bool] = set()
+
+    def workspace(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        in_autograd = tracker.phase == "backward"
+        if in_autograd not in given:
+            given.add(in_autograd)
+            tracker.allocate(cublas_workspace(arch), "workspace", str(func))
+
+    return workspace
+
+
+def softmax_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    """grad * output, the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu, softmax_backward_cuda_out]"""
+    tracker.scratch(args[0].numel() * args[0].itemsize, str(func))
+
+
+def efficient_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Delta per row, and a float32 accumulator of the query's gradient where that is half.
+
+    In float32 delta is not computed by the kernel but as (grad_out * out).sum(-1).
+    [native/transformers/cuda/attention_backward.cu; mem_eff_attention/kernel_backward.h]
+    """
+    grad, query = args[0], args[1]
+    batch, heads, length, head = query.shape
+    delta = batch * heads * length * 4
+    if query.dtype == torch.float32:
+        tracker.scratch(grad.numel() * 4 + delta, str(func))
+    else:
+        accumulator = batch * heads * _up(length, 64) * _up(head, 64 if head <= 64 else 128) * 4
+        tracker.scratch(delta + accumulator, str(func))
+
+
+def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """float32 query gradient and row sums, rows in 128s; one key and value gradient per query head when heads are shared.
+
+    [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    rows, width = batch * heads * _up(length, 128), _up(head, 32)
+    expanded = 2 * batch * heads * key.size(2) * head * query.itemsize if key.size(1) != heads else 0
+    tracker.scratch(rows * 4 + rows * width * 4 + expanded, str(func))
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def after(arch: int) -> dict[Any, After]:
+    """What to record once an op's results are."""
+    workspace = matmul(arch)
+    matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
+    convolution = cudnn.workspace(arch)
+    return {
+        **{op.default: workspace for op in matmuls},
+        aten._softmax_backward_data.default: softmax_backward,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        aten.convolution.default: convolution,
+        aten.convolution_backward.default: convolution,
+    }
+
+
+# -- while a step is traced -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def behave_like(arch: int) -> Iterator[None]:
+    """Make this process's CPU tensors take CUDA's side wherever PyTorch asks for the device above dispatch."""
+    library = torch.library.Library("aten", "IMPL")
+    foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        for op, kernel in composite(arch).items():
+            library.impl(op, kernel, "AutogradCPU")
+        # A backend kernel makes autograd treat it as one op, as on CUDA; below, RULES answers for it.
+        library.impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm, "CPU")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the point
+            for op, kernel in autocast.kernels():
+                library.impl(op, kernel, autocast.KEY, allow_override=True)
+        stack.enter_context(autocast.cuda_means_cpu())
+        # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
+        stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
+        yield
+
+
+@contextmanager
+def fakes_are_tensors() -> Iterator[None]:
+    """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity: a step that counts."""
+    lists = [function.__globals__["_foreach_supported_types"] for function in (_default_to_fused_or_foreach, _has_foreach_support)]
+    for types in lists:
+        types.append(FakeTensor)
+
+    def step(self: GradScaler, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    try:
+        with patch.object(GradScaler, "_maybe_opt_step", step):
+            yield
+    finally:
+        for types in lists:
+            types.remove(FakeTensor)

@@ -1,0 +1,186 @@
+"""trace_step: runs a user's training step on fake tensors and records it. No GPU, no weights, no data.
+
+Fake CPU tensors stand in for everything (torch/_subclasses/fake_tensor.py): shapes, dtypes and storages without bytes.
+For a GPU the rules of cuda.py are laid over them; for "cpu" the CPU's own kernels decide.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+from ..errors import UserError
+from . import cuda
+from .opinfo import tensors
+from .tracker import Tracker
+from .trace import StepTrace
+
+if TYPE_CHECKING:
+    from .gpus import GPU
+
+aten = torch.ops.aten
+
+
+def trace_step(
+    model: nn.Module,
+    step: Callable[[nn.Module, Any], Any],
+    *,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    device: str | GPU = "t4",
+    warmup_steps: int = 1,
+) -> StepTrace:
+    """Trace `step(model, optimizer)` as it would run on `device`, after `warmup_steps` calls of it.
+
+    Args:
+        model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never changed;
+            dtypes, ties and requires_grad are kept.
+        step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over are
+            taken as fake ones on the device.
+        make_optimizer: builds the optimizer from the model; without it `step` gets None.
+        device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
+        warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
+
+    Raises:
+        UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
+    """
+    name, gpu = _resolve(device)
+    with ExitStack() as stack:
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_quiet())
+        stack.enter_context(cuda.fakes_are_tensors())
+        if gpu is not None:
+            stack.enter_context(cuda.behave_like(sm(gpu)))
+        stack.enter_context(fake_mode)
+        stack.enter_context(_faked(model))
+        tracker = FakeTracker(fake_mode, model, gpu)
+        stack.callback(tracker.let_go)
+        stack.enter_context(tracker)
+        try:
+            optimizer = make_optimizer(model) if make_optimizer else None
+            for _ in range(warmup_steps + 1):
+                gc.collect()
+                tracker.start_step()
+                step(model, optimizer)
+            return tracker.trace(name, None if isinstance(device, str) else gpu)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"the step calls {error.func}, whose result depends on data that a trace does not have; "
+                "compute it outside the step and close over it"
+            ) from error
+
+
+def sm(gpu: GPU) -> int:
+    """Compute capability as one number: 75 for (7, 5)."""
+    return 10 * gpu.arch[0] + gpu.arch[1]
+
+
+def _resolve(device: str | GPU) -> tuple[str, GPU | None]:
+    if device == "cpu":
+        return "cpu", None
+    if isinstance(device, str):
+        from .gpus import find_gpu
+
+        gpu = find_gpu(device)
+        return gpu.name, gpu
+    return device.name, device
+
+
+class FakeTracker(Tracker):
+    """A Tracker of fake tensors that stands between the step and FakeTensorMode.
+
+    Real tensors are taken as fake ones; requests for another device are answered on the fake one; and 0-dim tensors made
+    from Python numbers are left out on a GPU: they live on the host, as Adam's step counts do.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
+        super().__init__(model, rules=cuda.RULES if gpu else {}, after=cuda.after(sm(gpu)) if gpu else {})
+        self.fake_mode, self.gpu = fake_mode, gpu
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
+        kwargs = kwargs or {}
+        if any(type(tensor) is not FakeTensor for tensor in tensors(args)):
+            if func is aten.lift_fresh.default:  # torch.tensor(...): a constant that FakeTensorMode keeps the value of
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            args = self._faked(args)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+                func, kwargs = aten.alias.default, {}
+            else:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and type(value) is not FakeTensor:
+            known = self._fakes.get(id(value))
+            if known is None:
+                fake = self.fake_mode.from_tensor(value) if value.device.type == "cpu" else fake_like(value)
+                known = self._fakes[id(value)] = value, fake
+            return known[1]
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._faked(item) for item in value)
+        return value
+
+    def let_go(self) -> None:
+        """Take fake gradients off the real tensors that the step closed over."""
+        for real, _ in self._fakes.values():
+            if type(real.grad) is FakeTensor:
+                real.grad = None
+        self._fakes.clear()
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype; call it under FakeTensorMode."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def _faked(model: nn.Module) -> Iterator[None]:
+    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
+    fakes: dict[int, Tensor] = {}
+    restore: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return type(value)(fake(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in fakes:
+            new = fake_like(value)
+            fakes[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
+        return fakes[id(value)]
+
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers, module.__dict__):
+                for key, value in list(table.items()):
+                    new = fake(value)
+                    if new is not value:
+                        restore.append((table, key, value))
+                        table[key] = new
+        yield
+    finally:
+        for table, key, value in restore:
+            table[key] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,112 @@
+"""Which kernel F.scaled_dot_product_attention runs on a GPU, and the call that saves what that kernel saves.
+
+Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (who may run) and .../attention.cpp (what is prepared), and
+honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags read here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Call:
+    """One call of scaled_dot_product_attention: query (B, H, L, E), key and value (B, H or fewer, S, E)."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool
+    ) -> None:
+        self.query, self.key, self.value, self.mask = query, key, value, mask
+        self.dropout, self.causal = dropout, causal
+        self.trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        self.head, self.value_head = query.size(-1), value.size(-1)
+        self.grouped = gqa and key.dim() == 4 and key.size(-3) != query.size(-3)
+        same_heads = query.dim() == 4 and query.size(-3) == key.size(-3) == value.size(-3)
+        last_dims_dense = all(t.stride(-1) == 1 for t in (query, key, value))
+        self.regular = query.dim() == 4 and last_dims_dense and (same_heads or self.grouped) and 0 not in query.shape
+
+    def fits_flash(self, arch: int) -> bool:
+        """check_flash_attention_hardware_support and its neighbours: sm80 up, half precision, no mask, heads to 256."""
+        small_smem = arch in (86, 89, 120, 121)
+        heads = self.head == self.value_head and self.head <= 256
+        if small_smem and self.trains and self.head > 192:
+            heads = heads and self.head > 224 and not self.dropout
+        square = not self.causal or self.query.size(-2) == self.key.size(-2)
+        return self.regular and arch >= 80 and self.query.dtype in HALF and self.mask is None and heads and square
+
+    def fits_cudnn(self, arch: int) -> bool:
+        """check_cudnn_*: sm80 up, half precision, head sizes in eights up to 128 (256 on Hopper and data-centre Blackwell)."""
+        limit = 256 if arch in (90, 100) else 128
+        heads = max(self.head, self.value_head) <= limit and self.head % 8 == 0 and self.value_head % 8 == 0
+        long = self.query.size(-2) > 1 and self.key.size(-2) > 1
+        return self.regular and arch >= 80 and self.query.dtype in HALF and heads and long
+
+    def fits_efficient(self, arch: int) -> bool:
+        """check_mem_efficient_*: bfloat16 from sm80, no grouped heads, heads aligned for the matrix units."""
+        dtypes = (*HALF, torch.float32) if arch >= 80 else (torch.float16, torch.float32)
+        dtype = self.query.dtype
+        alignment = 8 if dtype in HALF and arch >= 75 else 4 if arch >= 80 or dtype in HALF else 1  # minimum_gemm_alignment
+        aligned = self.head % alignment == 0 and self.value_head % alignment == 0
+        return self.regular and not self.grouped and dtype in dtypes and aligned
+
+
+def choose(call: Call, arch: int) -> str:
+    """"cudnn", "flash", "efficient" or "math" on compute capability `arch` (75 for 7.5). [select_sdp_backend]"""
+    flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
+    cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
+    if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15 up
+        return "cudnn"
+    if flash:
+        return "flash"
+    if torch._C._get_mem_efficient_sdp_enabled() and call.fits_efficient(arch):
+        return "efficient"
+    if cudnn and not torch._C._get_math_sdp_enabled():
+        return "cudnn"
+    return "math"
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    arch: int,
+) -> Tensor:
+    """scaled_dot_product_attention as compute capability `arch` runs it."""
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = choose(call, arch)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask: an additive one is made
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if kernel == "math":
+        math = aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    if kernel == "flash":
+        head = query.size(-1)
+        if head % 8:  # pad_last_dim<8>
+            query, key, value = (torch.nn.functional.pad(t, (0, 8 - head % 8)) for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :head]
+    if attn_mask is not None:
+        attn_mask = _expanded(attn_mask, query, key, aligned=kernel == "efficient")
+    if kernel == "efficient":
+        efficient = aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, call.trains, dropout_p, is_causal, scale=scale)[0]
+    cudnn = aten._scaled_dot_product_cudnn_attention
+    return cudnn(query, key, value, attn_mask, call.trains, dropout_p, is_causal, False, scale=scale)[0]
+
+
+def _expanded(mask: Tensor, query: Tensor, key: Tensor, aligned: bool) -> Tensor:
+    """The mask for all heads, its rows padded to 16 elements in memory where the kernel loads them so. [preprocess_mask]"""
+    if aligned and mask.size(-1) % 16:
+        length = mask.size(-1)
+        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
