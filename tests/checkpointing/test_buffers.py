@@ -1,0 +1,313 @@
+"""Buffers under checkpointing are as without: BatchNorm counts a batch once, spectral norm iterates once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from vision_models import UNet, assert_same, batches
+
+from ckpt_ft import apply_policy
+
+Layer = Callable[[], nn.Module]
+POLICIES = ["full", "every:2", "segments:2", "save:conv", "save:aten.native_batch_norm"]
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module, conv: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv = conv or nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Three blocks; `shared` runs each of them twice."""
+
+    def __init__(self, norm: Layer, conv: Layer | None = None, shared: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(norm(), conv() if conv else None) for _ in range(3)])
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks, *self.blocks] if self.shared else self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def make(norm: Layer, **kwargs: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(norm, **kwargs)
+
+
+def after_steps(model: nn.Module, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Losses, accumulated gradients and buffers after `steps` micro-batches, each unlike the one before."""
+    found = {}
+    for step in range(steps):
+        x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(step)) * (step + 1)
+        loss = model(x)
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+    found |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+
+
+NORMS: dict[str, Layer] = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "batch, momentum=None": lambda: nn.BatchNorm2d(4, momentum=None),
+    "batch, no statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+    "batch, no weights": lambda: nn.BatchNorm2d(4, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # group norm is no batch norm
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_three_micro_batches(norm: str, policy: str) -> None:
+    plain, model = make(NORMS[norm]), make(NORMS[norm])
+    apply_policy(model, policy)
+    assert_same(after_steps(model), after_steps(plain))
+
+
+def test_plain_checkpoint_counts_twice_and_a_policy_once() -> None:
+    model = make(NORMS["batch"])
+    model.forward = lambda x: checkpoint(model.blocks[0], x, use_reentrant=False).square().mean()  # type: ignore[method-assign]
+    after_steps(model)
+    assert model.blocks[0].norm.num_batches_tracked == 6
+    model = make(NORMS["batch"])
+    apply_policy(model, "full")
+    after_steps(model)
+    assert [block.norm.num_batches_tracked.item() for block in model.blocks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_block_that_runs_twice_counts_twice(policy: str) -> None:
+    plain, model = make(NORMS["batch"], shared=True), make(NORMS["batch"], shared=True)
+    apply_policy(model, policy)
+    expected = after_steps(plain)
+    assert expected["buffer blocks.0.norm.num_batches_tracked"] == 6
+    assert_same(after_steps(model), expected)
+
+
+def test_frozen_statistics_and_the_step_that_thaws_them() -> None:
+    plain, model = make(NORMS["batch"]), make(NORMS["batch"])
+    apply_policy(model, "full")
+    for net in (plain, model):
+        net.blocks[0].norm.eval()
+        net.blocks[1].norm.requires_grad_(False)
+    expected = after_steps(plain)
+    assert expected["buffer blocks.0.norm.num_batches_tracked"] == 0
+    assert_same(after_steps(model), expected)
+    plain.train()
+    model.train()
+    assert_same(after_steps(model), after_steps(plain))
+    assert model.blocks[0].norm.num_batches_tracked == 3
+
+
+def test_eval_mode_with_gradients_writes_nothing() -> None:
+    model = make(NORMS["batch"]).eval()
+    apply_policy(model, "full")
+    before = copy.deepcopy(model.state_dict())
+    after_steps(model)
+    assert_same(dict(model.state_dict()), before)
+
+
+SPECTRAL: dict[str, Layer] = {
+    "parametrization": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)),
+    "hook": lambda: nn.utils.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:conv"])
+@pytest.mark.parametrize("kind", SPECTRAL)
+def test_spectral_norm_iterates_once(kind: str, policy: str) -> None:
+    """The power iteration changes the weight that the region computes with: twice would change loss and gradients."""
+    plain, model = make(NORMS["batch"], conv=SPECTRAL[kind]), make(NORMS["batch"], conv=SPECTRAL[kind])
+    apply_policy(model, policy)
+    assert_same(after_steps(model), after_steps(plain))
+
+
+class Counting(nn.Module):
+    """A norm of one's own: its buffers have names of their own, one is put in place anew on each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return F.batch_norm(x, self.level, self.spread, training=True) / self.calls
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_module_of_ones_own(policy: str) -> None:
+    plain, model = make(Counting), make(Counting)
+    apply_policy(model, policy)
+    assert_same(after_steps(model), after_steps(plain))
+    assert model.blocks[0].norm.calls == 3
+
+
+def test_the_buffers_stay_the_same_objects() -> None:
+    """What others hold of them (DDP's broadcast, an average of weights) stays valid."""
+    model = make(NORMS["batch"])
+    apply_policy(model, "full")
+    before = {name: (id(buffer), buffer.data_ptr()) for name, buffer in model.named_buffers()}
+    after_steps(model)
+    assert {name: (id(buffer), buffer.data_ptr()) for name, buffer in model.named_buffers()} == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_counts_once_too(copied: Callable[[Net], Net]) -> None:
+    plain, model = make(NORMS["batch"]), make(NORMS["batch"])
+    apply_policy(model, "full")
+    after_steps(plain)
+    after_steps(model)  # what is learned about the buffers goes with the copy
+    assert_same(after_steps(copied(model)), after_steps(copied(plain)))
+
+
+def test_under_autocast() -> None:
+    plain, model = make(NORMS["batch"]), make(NORMS["batch"])
+    apply_policy(model, "full")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = after_steps(model), after_steps(plain)
+    assert_same(found, expected)
+
+
+class Clones(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("training", "copies"), [(True, 3 * 3 * 2), (False, 0)])
+def test_only_what_is_written_is_copied(training: bool, copies: int) -> None:
+    """Three buffers of three norms, before the first run and before the second; a constant buffer never."""
+    model = make(NORMS["batch"]).train(training)
+    for block in model.blocks:
+        block.register_buffer("constant", torch.zeros(1000))
+    apply_policy(model, "full")
+    after_steps(model, steps=1)
+    with Clones() as clones:
+        after_steps(model, steps=1)
+    in_report = len(list(model.buffers()))  # after_steps itself
+    assert clones.count["aten.clone.default"] - in_report == copies
+    assert clones.count["aten.equal.default"] == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:conv"])
+def test_fake_tensors_copy_what_real_ones_copy(policy: str) -> None:
+    counts = []
+    for mode in (FakeTensorMode(), torch.enable_grad()):
+        with mode:
+            model = make(NORMS["batch"])
+            apply_policy(model, policy)
+            x = torch.randn(4, 4, 8, 8)
+            model(x).backward()
+            with Clones() as clones:
+                model(x).backward()
+        counts.append(clones.count["aten.clone.default"])
+    assert counts[0] == counts[1] > 0
+
+
+class SyncedNorm(nn.BatchNorm2d):
+    """BatchNorm over the images of all ranks by differentiable collectives (`nn.SyncBatchNorm` is for GPUs only)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.nn.functional import all_reduce
+
+        moments = torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))])
+        mean, square = all_reduce(moments) / dist.get_world_size()
+        variance = square - mean.square()
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance, self.momentum)
+        return (x - mean[:, None, None]) * (variance + self.eps).rsqrt()[:, None, None]
+
+
+def rank_of_two(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    collectives_in_both_runs()
+    results = [under_ddp(rank, policy) for policy in ("none", "stages", "full")]
+    for found in results[1:]:
+        assert_same(found, results[0])
+    torch.save(results[0], f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def collectives_in_both_runs() -> None:
+    plain, *others = (make(lambda: SyncedNorm(4)) for _ in range(4))
+    expected = after_steps(plain)
+    for model, policy in zip(others, ("full", "segments:2", "save:conv"), strict=True):
+        apply_policy(model, policy)
+        assert_same(after_steps(model), expected)
+    assert plain.blocks[0].norm.num_batches_tracked == 3
+
+
+def under_ddp(rank: int, policy: str) -> dict[str, torch.Tensor]:
+    """Averaged gradients and buffers after two steps; DDP broadcasts rank 0's statistics at each forward."""
+    torch.manual_seed(0)
+    model = UNet()
+    apply_policy(model, policy)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for step in range(2):
+        torch.manual_seed(step)
+        ddp(**batches(4, size=2)[2 * rank + step]).loss.backward()
+    gradients = {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**gradients, **dict(model.named_buffers())}
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """What a rank asserts fails here; what only both together can show is asserted below."""
+    spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one if name.startswith("grad"))
+    assert one["mid_block.blocks.0.norm1.num_batches_tracked"] == 2
+    statistics = "mid_block.blocks.0.norm1.running_mean"
+    assert not torch.equal(one[statistics], other[statistics])  # each rank saw its own images
+
+
+def sync_batch_norm_rank(rank: int, directory: str) -> None:
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{directory}/store", 2)
+    dist.init_process_group("nccl", rank=rank, world_size=2, store=store)
+    plain, model = (nn.SyncBatchNorm.convert_sync_batchnorm(make(NORMS["batch"])).cuda() for _ in range(2))
+    apply_policy(model, "full")
+    for step in range(3):
+        x = torch.randn(4, 4, 8, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(10 * rank + step))
+        plain(x).backward()
+        model(x).backward()
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="SyncBatchNorm takes CUDA tensors only; needs two GPUs")
+def test_sync_batch_norm(tmp_path: Path) -> None:
+    spawn(sync_batch_norm_rank, (str(tmp_path),), nprocs=2)
