@@ -234,12 +234,13 @@ def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the largest value; infinite where one is not finite and the other is."""
+    """Largest difference relative to the largest value; NaN in the same places is no difference, elsewhere an infinite one."""
     if torch.equal(a, b):
         return 0.0
-    a, b = a.double(), b.double()
-    difference = float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
-    return difference if difference == difference else 0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def _has_dropout(model: nn.Module) -> bool:
