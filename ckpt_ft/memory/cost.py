@@ -1,6 +1,6 @@
 """Seconds of a step on a GPU: a roofline for each kernel on the device's clock, the time to issue it on the host's.
 
-A kernel takes as long as its arithmetic or its memory traffic needs, whichever is longer (roofline: Williams et al. 2009).
+A kernel takes what its arithmetic or its memory traffic needs, whichever is longer (roofline: Williams et al. 2009).
 Large matmuls reach the rates in gpus.py; small ones do not fill the last wave of SMs. The device starts a kernel when
 the host has issued it and the one before has ended, so that a step of many small kernels takes the host's time.
 

@@ -90,7 +90,7 @@ def test_twice_the_gpu_is_never_slower():
 
 
 def resnet_step(checkpointed: int, per_block: bool = True) -> list[Op]:
-    """Forward and backward of ResNet-50 on 32 x 3 x 224 x 224, the last `checkpointed` of its four stages recomputed."""
+    """Forward and backward of ResNet-50 on 32 x 3 x 224 x 224, the last `checkpointed` of its stages recomputed."""
     model = ResNetForImageClassification(ResNetConfig(num_labels=1000)).train()
     stages = list(model.resnet.encoder.stages)[4 - checkpointed :]
     for unit in [layer for stage in stages for layer in stage.layers] if per_block else stages:
