@@ -1,0 +1,129 @@
+"""`pointwise`: outputs of norms, activations, gated products and dropout are not kept for backward but rebuilt in it.
+
+No block is run twice and no dispatch mode is active. What stands in memory between forward and backward is what the
+dear operators (matmuls, attention, convolutions) made and the residual stream; see discard.py for how, regions.py for
+what.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+
+from .discard import Pass, unpack
+from .regions import (
+    CastInput,
+    Forward,
+    GatedProduct,
+    ModuleRegion,
+    Products,
+    gated_names,
+    has_products,
+    is_activation,
+    is_dropout,
+    is_norm,
+    local,
+    takes_casts,
+)
+
+
+class Watched(Forward):
+    """The model's forward with the saved-tensor hooks around it."""
+
+    def __init__(self, module: nn.Module, notes_kept: bool) -> None:
+        super().__init__(module)
+        self.notes_kept = notes_kept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _say_compiled()
+            return self.forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or local.running is not None:
+            return self.forward(*args, **kwargs)
+        local.running = running = Pass(self.notes_kept)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
+                return self.forward(*args, **kwargs)
+        finally:
+            local.running = None
+            running.kept = None
+
+
+class Installed:
+    """What `install` did to a model."""
+
+    def __init__(self, forwards: list[Forward], rows: list[dict[str, Any]]) -> None:
+        self.forwards, self.rows = forwards, rows
+
+    def remove(self) -> None:
+        """Give every module the forward it had."""
+        for forward in reversed(self.forwards):
+            forward.remove()
+        self.forwards = []
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One row per module class: how many, what is dropped and what is kept instead."""
+        return self.rows
+
+
+def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> Installed:
+    """Discard the outputs of the cheap regions in `modules`, which lie inside of `model`, in every forward of `model`.
+
+    Raises UserError when there is no such region. Under torch.compile the model runs as it is: the compiler's own
+    partitioner recomputes such outputs already.
+    """
+    chosen = {id(m): m for top in modules.values() for m in top.modules()}
+    rows: Counter[tuple[str, str, str]] = Counter()
+    forwards: list[Forward] = []
+    forward: Forward
+    for module in chosen.values():
+        if is_norm(module) or is_activation(module) or is_dropout(module):
+            forward, dropped, kept = ModuleRegion(module, model), "output", "input"
+        elif (names := gated_names(module)) is not None:
+            forward, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
+        elif has_products(module):
+            forward, dropped, kept = Products(module), "products and residual sums", "their operands"
+        else:
+            continue
+        forwards.append(forward)
+        rows[type(module).__name__, dropped, kept] += 1
+    if not forwards:
+        raise UserError(
+            f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout to treat in "
+            f"{', '.join(modules) or 'it'}; leave 'pointwise' out of the policy"
+        )
+    forwards += [CastInput(module) for module in model.modules() if takes_casts(module)]
+    notes_kept = any(f.needs_free_input for f in forwards if isinstance(f, ModuleRegion))
+    forwards.append(Watched(model, notes_kept))
+    described = [
+        {"term": "pointwise", "module": module, "count": count, "dropped": dropped, "kept": kept}
+        for (module, dropped, kept), count in sorted(rows.items())
+    ]
+    return Installed(forwards, described)
+
+
+def _say_compiled() -> None:
+    from torch._dynamo.comptime import comptime
+
+    comptime(_warn_compiled)
+
+
+def _warn_compiled(context: Any) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "policy 'pointwise' under torch.compile: the compiler's own partitioner decides what is recomputed; "
+            "'pointwise' does nothing here",
+            stacklevel=2,
+        )
+
+
+_warned = False
