@@ -7,9 +7,11 @@ For a GPU the rules of cuda.py are laid over them; for "cpu" the CPU's own kerne
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ..errors import UserError
 from . import cuda
+from .balanced import Balanced
+from .memo import CPU, Memo
 from .opinfo import tensors
 from .tracker import Tracker
 from .trace import StepTrace
@@ -54,6 +58,7 @@ def trace_step(
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(_quiet())
         stack.enter_context(cuda.fakes_are_tensors())
+        stack.enter_context(_unnoticed())
         if gpu is not None:
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
@@ -94,30 +99,54 @@ def _resolve(device: str | GPU) -> tuple[str, GPU | None]:
 class FakeTracker(Tracker):
     """A Tracker of fake tensors that stands between the step and FakeTensorMode.
 
-    Real tensors are taken as fake ones; requests for another device are answered on the fake one; and 0-dim tensors made
-    from Python numbers are left out on a GPU: they live on the host, as Adam's step counts do.
+    Real tensors are taken as fake ones; requests for another device are answered on the fake one; what depends on data is
+    answered by balanced.py. On a GPU, pinned memory and 0-dim tensors made from Python numbers (Adam's step counts) are
+    the host's and left out.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
-        super().__init__(model, rules=cuda.RULES if gpu else {}, after=cuda.after(sm(gpu)) if gpu else {})
+        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
         self.fake_mode, self.gpu = fake_mode, gpu
+        self.balanced = Balanced(self)
+        self.rules = {**self.balanced.answers, **(cuda.RULES if gpu else {})}
+        self._memo = Memo(fake_mode)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
         kwargs = kwargs or {}
-        if any(type(tensor) is not FakeTensor for tensor in tensors(args)):
-            if func is aten.lift_fresh.default:  # torch.tensor(...): a constant that FakeTensorMode keeps the value of
-                return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
             args = self._faked(args)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
                 func, kwargs = aten.alias.default, {}
             else:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
+                kwargs = {**kwargs, "device": CPU}
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
+        pinned = kwargs.pop("pin_memory", False)
+        if func in self.balanced.answers:
+            return super()._call(func, args, kwargs)
+        key = self._memo.key(func, args, kwargs)
+        known = self._memo.get(key, args) if key is not None else None
+        if known is None:
+            known = super()._call(func, args, kwargs)
+            if key is not None:
+                self._memo.remember(key, func, args, *known)
+        out = known[0]
+        self.balanced.observe(func, args, out)
+        if self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
+            self.ignore(out)
+        return known
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
+        if pinned or func is aten.lift_fresh.default:
+            return True
+        operands = list(tensors(args))
+        return bool(operands) and all(self.is_ignored(operand) for operand in operands)
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, Tensor) and type(value) is not FakeTensor:
@@ -174,13 +203,27 @@ def _faked(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _unnoticed() -> Iterator[None]:
+    """transformers builds attention masks for fake tensors that it skips for real ones: let it see real ones."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import import_utils
+
+    with patch.object(import_utils, "is_fake_tensor", lambda x: False):
+        yield
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
     enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # collections look at what the step makes, not at what was there
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()

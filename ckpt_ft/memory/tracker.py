@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
-        live, storages = list(self._live.values()), self._storages
+        live, storages = [seen for seen in self._live.values() if seen.index >= 0], self._storages
         self._clear()
         for seen in live:
             storage = storages[seen.index]
@@ -144,10 +144,20 @@ class Tracker(TorchDispatchMode):
         """Where the step is: "forward", "backward" or "optimizer"."""
         return self._phase
 
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor out of the record: it is not on the device."""
+        storage = tensor.untyped_storage()
+        seen = self._live[storage._cdata] = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, -1, self._zone
+
+    def is_ignored(self, tensor: torch.Tensor) -> bool:
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return seen is not None and seen.index < 0
+
     def made_by(self, tensor: torch.Tensor) -> str:
         """The op whose storage `tensor` lives in, "" if unknown."""
         seen = self._live.get(tensor.untyped_storage()._cdata)
-        return "" if seen is None else self._storages[seen.index].op
+        return "" if seen is None or seen.index < 0 else self._storages[seen.index].op
 
     # -- storages ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Tracker(TorchDispatchMode):
         address, nbytes = storage._cdata, storage.nbytes()
         seen = self._live.get(address)
         if seen is not None:
-            if self._storages[seen.index].nbytes == nbytes:
+            if seen.index < 0 or self._storages[seen.index].nbytes == nbytes:
                 return
             self._freed(seen)  # resized: CUDA allocates anew and frees the old
         if not nbytes:
@@ -191,6 +201,8 @@ class Tracker(TorchDispatchMode):
         if self._live.get(seen.address) is not seen:
             return
         del self._live[seen.address]
+        if seen.index < 0:
+            return
         self._locate(dispatching=False)
         storage = self._storages[seen.index]
         if storage.category == "activations" and seen.zone == self._zone:
@@ -202,7 +214,7 @@ class Tracker(TorchDispatchMode):
         seen = self._live.get(tensor.untyped_storage()._cdata)
         if seen is None:
             self._follow(tensor, category, "", resident=not self._events)
-        else:
+        elif seen.index >= 0:
             self._storages[seen.index].category = category
 
     def _mark_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -300,22 +312,34 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "profiler":  # record_function: no tensor, no work
             return func(*args, **kwargs)
         self._locate()
+        live = self._live
         for tensor in tensors(args):
-            if tensor.untyped_storage()._cdata not in self._live:
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
-        rule = self.rules.get(func)
-        out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
         at = len(self._events)
-        category = "activations" if self._phase == "forward" or self._recompute else "temporary"
+        out, (flops, nbytes, dtype, kernels) = self._call(func, args, kwargs)
         name = describe(func)[0]
-        for tensor in tensors((out,)):
-            self._follow(tensor, category, name)
+        category = "activations" if self._phase == "forward" or self._recompute else "temporary"
+        if isinstance(out, torch.Tensor):
+            self._follow(out, category, name)
+        else:
+            for tensor in tensors((out,)):
+                self._follow(tensor, category, name)
         if func in self.after:
             self.after[func](self, func, args, kwargs, out)
         if self.record_ops:
-            flops, nbytes, dtype, kernels = measure(func, args, kwargs, out)
             self._ops.append(Op(name, flops, nbytes, dtype, self._phase, self._module(), at, kernels))
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
+        """The op's result and what it costs (see opinfo.measure)."""
+        rule = self.rules.get(func)
+        out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        return out, measure(func, args, kwargs, out) if self.record_ops else (0, 0, "", 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 
     def _meet(self, tensor: torch.Tensor) -> None:
         """A tensor that was made elsewhere: it was there all along if this is the first step, else it came just now."""

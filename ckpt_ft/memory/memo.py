@@ -1,0 +1,118 @@
+"""Remembers what an op returns for given shapes, so that a fake op met before costs microseconds.
+
+FakeTensorMode has a cache of its own; most of its time goes into being right under symbolic shapes and many devices. In a
+trace there is one device and no symbols, and what an op returns depends on its arguments' shapes, strides and dtypes only:
+new tensors, views of an argument, or the argument itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+CPU = torch.device("cpu")
+_CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::_local_scalar_dense"}
+
+
+class Uncacheable(Exception):
+    """The call's result cannot be told from the shapes alone."""
+
+
+class Memo:
+    """Results of fake ops by op and arguments."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.fake_mode = fake_mode
+        self._known: dict[Any, tuple[Any, Any]] = {}  # key -> recipe, what `remember` was told
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hashable description of a call, or None where the result depends on more than that."""
+        parts: list[Any] = [func]
+        try:
+            _describe(args, parts)
+            for name, value in kwargs.items():
+                parts.append(name)
+                _describe((value,), parts)
+        except Uncacheable:
+            return None
+        key = tuple(parts)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
+        """The result of a call met before, freshly made, and what was remembered with it."""
+        known = self._known.get(key)
+        if known is None:
+            return None
+        return self._make(known[0], args), known[1]
+
+    def remember(self, key: Any, func: Any, args: tuple[Any, ...], out: Any, more: Any) -> None:
+        """Keep how to make `out` again; does nothing if that is more than shapes can tell."""
+        if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
+            return
+        try:
+            self._known[key] = _recipe(out, args), more
+        except Uncacheable:
+            return
+
+    def _make(self, recipe: Any, args: tuple[Any, ...]) -> Any:
+        kind = recipe[0]
+        if kind == "argument":
+            return args[recipe[1]]
+        if kind == "sequence":
+            return recipe[1](self._make(item, args) for item in recipe[2])
+        if kind == "none":
+            return None
+        _, source, shape, stride, offset, dtype = recipe
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if source is None else torch.empty(
+                0, dtype=dtype, device="meta"
+            )
+            if source is not None:
+                meta.set_(args[source].untyped_storage(), offset, shape, stride)
+        return FakeTensor(self.fake_mode, meta, CPU)
+
+
+def _describe(values: Any, parts: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None:
+                raise Uncacheable
+            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            _describe(value, parts)
+        elif isinstance(value, Tensor):
+            raise Uncacheable
+        else:
+            parts += (kind, value)  # the type too: 1, 1.0 and True are equal
+
+
+def _recipe(out: Any, args: tuple[Any, ...]) -> Any:
+    if out is None:
+        return ("none",)
+    if isinstance(out, (tuple, list)):
+        return "sequence", type(out), [_recipe(item, args) for item in out]
+    if type(out) is not FakeTensor or out.constant is not None or out.fake_device != CPU or out.layout is not torch.strided:
+        raise Uncacheable
+    storage = out.untyped_storage()
+    for at, value in enumerate(args):
+        if out is value:
+            return "argument", at
+        if type(value) is FakeTensor and value.untyped_storage()._cdata == storage._cdata:
+            return "tensor", at, out.shape, out.stride(), out.storage_offset(), out.dtype
+        if isinstance(value, (list, tuple)) and any(
+            type(item) is FakeTensor and item.untyped_storage()._cdata == storage._cdata for item in value
+        ):
+            raise Uncacheable
+    span = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True)) if out.numel() else 0
+    if out.storage_offset() or storage.nbytes() != span * out.itemsize or out.is_conj() or out.is_neg():
+        raise Uncacheable
+    return "tensor", None, out.shape, out.stride(), 0, out.dtype
