@@ -6,26 +6,23 @@ resolution, cropped to a square and perhaps mirrored, with Pillow.
 
 from __future__ import annotations
 
-import io
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..errors import UserError
 from .diffusion_arguments import ImageArguments
+from .images import readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-_SHOWN = 3  # bad images named in an error
 
 
 def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
@@ -49,7 +46,7 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
-    return _readable(rows, source, skip=args.skip_bad_images)
+    return readable(rows, source, skip=args.skip_bad_images)
 
 
 def _hub_dataset(args: ImageArguments) -> Dataset:
@@ -112,44 +109,6 @@ def _is_caption(text: Any) -> bool:
 
 def _first(rows: Dataset, args: ImageArguments) -> Dataset:
     return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
-
-
-def _readable(rows: Dataset, source: str, skip: bool) -> Dataset:
-    """`rows` whose images decode to their end; without `skip`, a bad one is an error."""
-    problems = {row: problem for row, image in enumerate(rows["image"]) if (problem := _problem(image, row))}
-    if problems and not skip:
-        named = "; ".join(list(problems.values())[:_SHOWN])
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
-    for problem in problems.values():
-        print(f"skipped: {problem}", flush=True)
-    if len(problems) == len(rows):
-        raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
-    return rows.select([row for row in range(len(rows)) if row not in problems]) if problems else rows
-
-
-def _problem(image: Mapping[str, Any] | None, row: int) -> str | None:
-    """Why the image cannot be used, with its name; None when it can."""
-    if image is None or (image["bytes"] is None and not image["path"]):
-        return f"row {row + 1} has no image"
-    name = image["path"] or f"the image of row {row + 1}"
-    if image["bytes"] is None and not Path(image["path"]).is_file():
-        return f"{name} does not exist"
-    if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
-        return f"{name} is empty (0 bytes)"
-    try:
-        open_image(image)
-    except UnidentifiedImageError:
-        return f"{name} is no image that Pillow can read"
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's decoders raise
-        return f"{name} cannot be read ({_one_line(error)})"
-    return None
-
-
-def open_image(image: Mapping[str, Any]) -> Image.Image:
-    """The RGB picture of an undecoded `image` cell, turned as its EXIF data says."""
-    with Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])) as opened:
-        return ImageOps.exif_transpose(opened).convert("RGB")
 
 
 def frame(image: Image.Image, resolution: int, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
-from .captioned import frame, open_image
+from .captioned import frame
 from .diffusion_arguments import ImageArguments
+from .images import open_image
 
 if TYPE_CHECKING:
     from datasets import Dataset
