@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class Settings:
         seq_length: tokens of a sequence (language models).
         resolution: pixels of an image's side; 0 for the model's own.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
-        attn_implementation: sdpa or eager.
+        attn_implementation: sdpa or eager; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
     """
 
@@ -54,14 +55,14 @@ class Settings:
     seq_length: int = 1024
     resolution: int = 0
     max_grad_norm: float = 1.0
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = ""
     load_in_4bit: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--mixed-precision", self.mixed_precision, MIXED_PRECISION)
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("--attn-implementation", self.attn_implementation, ("sdpa", "eager"))
+        _one_of("--attn-implementation", self.attn_implementation, ("", "sdpa", "eager"))
         if self.seq_length < 2:
             raise UserError(f"--seq-length {self.seq_length}: a sequence has at least 2 tokens")
         if self.lora_r < 0:
@@ -178,23 +179,35 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
+    """The config from the Hub, or from the Hub's cache on this machine where it cannot be reached."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
 
-    error: Exception | None = None
+    offline = not _hub_answers()
+    reason = "the Hub cannot be reached" if offline else "the Hub has no config of that name"
     for candidate in ("config.json", "unet/config.json", "transformer/config.json"):
         try:
-            return _read_json(Path(hf_hub_download(name, candidate)))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as this:
-            error = error or this
-            if not isinstance(this, HfHubHTTPError):  # nothing else will be found either
-                break
-    close = difflib.get_close_matches(name, known, n=1)
-    reason = " ".join(str(error).split())[:160]
-    raise UserError(
-        f"no model '{name}': no such file or directory, and the Hub did not give its config ({reason})"
-        + (f"; did you mean '{close[0]}'?" if close else f"; known offline: {', '.join(known)}")
-    ) from error
+            return _read_json(Path(hf_hub_download(name, candidate, local_files_only=offline)))
+        except HfHubHTTPError as error:
+            reason = " ".join(str(error).split())[:160]
+        except (HFValidationError, OSError):  # no such name; not in the cache
+            continue
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean '{close[0]}'?" if close else f"known without it: {', '.join(known)}"
+    raise UserError(f"no model '{name}': no such file or directory, and {reason}; {hint}")
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached; asked once, because its own client retries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -256,7 +269,7 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
-            model = auto.from_config(parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation)
+            model = auto.from_config(parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None)
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {' '.join(str(error).split())[:200]}") from error
     return model.train()
