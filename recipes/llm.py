@@ -35,12 +35,13 @@ from ckpt_ft.training.sample import make_sample
 BUILT_IN = {
     "output_dir": "out/llm",
     "max_length": 128,
-    "max_steps": 60,
-    "per_device_train_batch_size": 16,
+    "packing": True,
+    "max_steps": 100,
+    "per_device_train_batch_size": 8,
     "learning_rate": 3e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 5,
-    "logging_steps": 5,
+    "logging_steps": 10,
 }
 
 

@@ -159,8 +159,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], index: int,
 def pack(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
     """Join rows into sequences of at most `max_length` tokens, longest first, each into the fullest one it fits in.
 
-    `position_ids` start again with every row; attention that is given neither mask nor KV cache (eager, SDPA and flash alike in
-    transformers) reads the borders from them.
+    `position_ids` start again with every row; in transformers, attention that is given neither mask nor KV cache
+    (eager, SDPA and flash alike) reads the borders from them.
     """
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> packs that have as many

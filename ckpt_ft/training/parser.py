@@ -99,6 +99,8 @@ def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]
             raise UserError(f"{source}: {_unknown(f'--{key}', parser).replace('--', '')}")
         if isinstance(value, dict):
             tokens.append(f"--{key}={json.dumps(value)}")
+        elif value is True and parser._option_string_actions[f"--{key}"].const is True:
+            tokens.append(f"--{key}")  # what a bare flag means is not always what the word "True" means (--fsdp)
         elif isinstance(value, list):
             tokens += [f"--{key}", *map(str, value)]
         elif value is not None:

@@ -1,0 +1,27 @@
+"""The recipes as modules (they are scripts, not a package), and the flags that keep a run small."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def llm(sample: tuple[Path, Path]) -> ModuleType:
+    """recipes/llm.py, with its built-in sample made."""
+    spec = importlib.util.spec_from_file_location("recipes_llm", ROOT / "recipes" / "llm.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,191 @@
+"""recipes/llm.py run for real, in this process, on the built-in sample."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Trainer
+
+from ckpt_ft.errors import UserError, run
+
+SMALL = [
+    "--use_cpu",
+    "--max_steps",
+    "4",
+    "--max_length",
+    "64",
+    "--per_device_train_batch_size",
+    "2",
+    "--logging_steps",
+    "1",
+]
+QUIET = ["--disable_tqdm", "true", "--ac_report", "none"]
+
+
+def history(out: Path, key: str = "loss") -> list[float]:
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry[key] for entry in state["log_history"] if key in entry]
+
+
+def train(llm: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:
+    llm.main([*SMALL, *(QUIET if quiet else []), "--output_dir", str(out), *flags])
+    return out
+
+
+def test_the_built_in_run_learns(llm: ModuleType, tmp_path: Path) -> None:
+    out = train(
+        llm, tmp_path / "out", "--max_steps", "30", "--per_device_train_batch_size", "8", "--max_length", "128"
+    )
+    losses = history(out)
+    assert losses[0] > 7.5  # ln 2048 = 7.62: the untrained model knows nothing
+    assert sum(losses[-5:]) / 5 < 6.4
+
+
+def test_a_policy_changes_no_loss(llm: ModuleType, tmp_path: Path) -> None:
+    flags = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--lora_target_modules", "all-linear"]
+    plain = history(train(llm, tmp_path / "plain", *flags))
+    assert len(plain) == 4
+    for policy in ("full", "save:attention+matmul"):
+        assert history(train(llm, tmp_path / policy, *flags, "--ac_policy", policy, "--ac_check")) == plain
+
+
+def test_weights_and_adapters_load(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
+    full = AutoModelForCausalLM.from_pretrained(train(llm, tmp_path / "full", "--ac_policy", "full"))
+    base = AutoModelForCausalLM.from_pretrained(sample[0])
+    assert full.state_dict().keys() == base.state_dict().keys()
+    assert not torch.equal(full.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+
+    out = train(
+        llm, tmp_path / "lora", "--ac_policy", "full", "--use_peft", "--lora_target_modules", "q_proj", "v_proj"
+    )
+    adapted = PeftModel.from_pretrained(base, out)
+    trained = [name for name, value in adapted.state_dict().items() if "lora_B" in name and value.abs().max() > 0]
+    assert len(trained) == 8  # q_proj and v_proj of four layers
+
+
+def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"Row {i} is text."}) + "\n" for i in range(20)))
+    flags = ["--dataset_name", str(data), "--eval_strategy", "steps", "--eval_steps", "2", "--test_split_size", "0.25"]
+    out = train(llm, tmp_path / "out", *flags, "--ac_policy", "every:2")
+    assert len(history(out, "eval_loss")) >= 2
+    assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 8
+    assert "library_name: transformers" in (out / "README.md").read_text()
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: Path) -> None:
+    flags = ["--save_steps", "2", "--ac_policy", "save:attention"]
+    losses = history(train(llm, tmp_path / "whole", *flags))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()  # as a run killed while it wrote leaves it
+    assert history(train(llm, tmp_path / "cut", *flags, "--resume_from_checkpoint", "latest")) == losses
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ac_policy", "save:atention"], "did you mean 'attention'?"),
+        (["--ac_policy", "stages"], "no stages"),
+        (["--ac_policy", "full", "--gradient_checkpointing", "true"], "are both on"),
+        (["--ac_policy", "full", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "use_reentrant=True"),
+        (
+            ["--ac_policy", "full", "--fsdp", "--fsdp_config", '{"activation_checkpointing": true}'],
+            "FSDP's own",
+        ),
+        (["--max_length", "0"], "--max_length 0"),
+        (["--max_length", "4096"], "the model has 512 positions"),
+        (["--dataset_name", "{tmp}/columns.csv"], "the dataset has the columns body"),
+        (["--dataset_name", "{tmp}/empty.jsonl"], "the file is empty"),
+        (["--dataset_name", "{tmp}/corrupt.jsonl"], "line 2 is not valid JSON"),
+        (["--dataset_name", "{tmp}/gone.jsonl"], "no such file"),
+        (["--output_dir", "{tmp}/columns.csv"], "is a file"),
+        (["--resume_from_checkpoint", "{tmp}"], "no complete checkpoint"),
+        (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
+        (["--model_name_or_path", "{tmp}/nothing", "--dataset_name", "x.txt"], "no tokenizer can be loaded"),
+        (["--load_in_4bit"], "add --use_peft for QLoRA"),
+        (["--load_in_4bit", "--use_peft"], "pip install bitsandbytes"),
+        (["--use_peft", "--lora_r", "0"], "--lora_r 0"),
+        (["--use_peft", "--lora_target_modules", "nothing"], "--lora_target_modules nothing"),
+        (["--learning_rat", "1"], "did you mean '--learning_rate'?"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_bad_input_is_one_line_and_exit_2(
+    llm: ModuleType, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "columns.csv").write_text("body,other\nx,y\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "corrupt.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    before = sorted(path.name for path in tmp_path.iterdir())
+    argv = [
+        *SMALL,
+        *QUIET,
+        "--output_dir",
+        str(tmp_path / "out"),
+        *(flag.replace("{tmp}", str(tmp_path)) for flag in flags),
+    ]
+    with pytest.raises(SystemExit) as caught:
+        run(lambda: llm.main(argv))
+    assert caught.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == before
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_a_dataset_is_asked_for_with_a_model(llm: ModuleType, sample: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--dataset_name is missing"):
+        llm.main([*SMALL, *QUIET, "--output_dir", str(tmp_path), "--model_name_or_path", str(sample[0])])
+
+
+def test_out_of_memory_says_what_to_try_and_keeps_the_checkpoint(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Trainer.training_step
+
+    def third_fails(self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
+        if self.state.global_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", third_fails)
+    with pytest.raises(SystemExit) as caught:
+        run(
+            lambda: train(
+                llm, tmp_path / "out", "--save_steps", "2", "--ac_policy", "save:attention+matmul", quiet=False
+            )
+        )
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "error: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB" in said
+    assert "What held the peak:\n" in said
+    assert "--ac_policy full\n" in said
+    assert "--ac_policy pointwise" not in said  # keeps no less than what ran
+    assert "Traceback" not in said
+    monkeypatch.undo()
+    flags = ["--save_steps", "2", "--ac_policy", "full", "--resume_from_checkpoint", "latest"]
+    assert len(history(train(llm, tmp_path / "out", *flags))) == 4
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "recipes" / "llm").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_configs_parse_and_carry_their_command(llm: ModuleType, root: Path, path: Path) -> None:
+    model_args, data_args, ac_args, training_args = llm.parse(["--config", str(path), "--use_cpu"])
+    assert model_args.model_name_or_path.count("/") == data_args.dataset_name.count("/") == 1
+    assert ac_args.policy is not None
+    assert training_args.bf16
+    header = "".join(line[1:] for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+    command = re.sub(r"\\\s+", "", header[header.index("accelerate launch") :]).split()
+    assert command[2:] == [
+        "--config_file", "accelerate_configs/single_gpu.yaml",
+        "recipes/llm.py",
+        "--config", str(path.relative_to(root)),
+    ]  # fmt: skip
