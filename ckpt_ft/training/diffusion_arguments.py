@@ -89,7 +89,7 @@ class ImageArguments:
             raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 1")
         if self.cache_latents and self.is_random:
             raise UserError(
-                "--cache_latents encodes every image once, but --no_center_crop and --random_flip draw anew each time; "
+                "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "
                 "drop one or the other"
             )
         if self.cache_latents is None:

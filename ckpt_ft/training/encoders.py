@@ -14,6 +14,25 @@ if TYPE_CHECKING:
     from diffusers import DDPMScheduler, UNet2DConditionModel
 
 
+class Tokenize:
+    """Captions into `input_ids` (and `input_ids_2` of the second tokenizer), padded to full length.
+
+    Apart from the encoders, so that processes that load data hold no models.
+    """
+
+    def __init__(self, tokenizers: list[Any]) -> None:
+        self.tokenizers = tokenizers
+
+    def __call__(self, caption: str | list[str]) -> dict[str, Tensor]:
+        """Tensors (length) for one caption, (B, length) for a list."""
+        ids = {}
+        for name, tokenizer in zip(("input_ids", "input_ids_2"), self.tokenizers, strict=False):
+            length = tokenizer.model_max_length
+            tokens = tokenizer(caption, padding="max_length", max_length=length, truncation=True)
+            ids[name] = torch.tensor(tokens.input_ids)
+        return ids
+
+
 class Encoders:
     """VAE, tokenizers and text encoders of a pipeline: one text encoder for SD 1.x and 2.x, two for SDXL.
 
@@ -31,7 +50,7 @@ class Encoders:
         classes: list[tuple[str, type[Any]]] = [("", CLIPTextModel)]
         if sdxl:
             classes.append(("_2", CLIPTextModelWithProjection))
-        self.tokenizers = [load_part(CLIPTokenizer, args, f"tokenizer{suffix}") for suffix, _ in classes]
+        self.tokenize = Tokenize([load_part(CLIPTokenizer, args, f"tokenizer{suffix}") for suffix, _ in classes])
         self.text_encoders = [
             load_part(cls, args, f"text_encoder{suffix}", variant=args.variant, dtype=dtype) for suffix, cls in classes
         ]
@@ -46,16 +65,6 @@ class Encoders:
     def modules(self) -> list[nn.Module]:
         return [self.vae, *self.text_encoders]
 
-    def tokenize(self, caption: str | list[str]) -> dict[str, Tensor]:
-        """`input_ids` (and `input_ids_2`), padded to full length: (length) of one caption, (B, length) of a list."""
-        ids = {}
-        for suffix, tokenizer in zip(("", "_2"), self.tokenizers, strict=False):
-            tokens = tokenizer(
-                caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True
-            ).input_ids
-            ids[f"input_ids{suffix}"] = torch.tensor(tokens)
-        return ids
-
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.
@@ -68,7 +77,7 @@ class Encoders:
 
     @torch.no_grad()
     def encode_text(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`prompt_embeds` (B, length, width); for SDXL of both encoders side by side, plus `pooled_embeds` (B, width)."""
+        """`prompt_embeds` (B, length, width); for SDXL of both encoders, plus `pooled_embeds` (B, width)."""
         if not self.sdxl:
             return {"prompt_embeds": self.text_encoders[0](ids["input_ids"].to(self.device))[0]}
         outputs = [

@@ -127,7 +127,7 @@ def written(
 
 
 def _flush(directory: Path) -> None:
-    """Have everything in `directory` on the disk, not only in the page cache, before its name says that it is whole."""
+    """Have everything in `directory` on the disk, not only in the page cache, before a name calls it whole."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

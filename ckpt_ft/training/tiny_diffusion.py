@@ -139,6 +139,7 @@ def _tokenizer() -> CLIPTokenizer:
 
 
 def _text_encoder(class_name: str) -> nn.Module:
+    """Random, and frozen for ever: words and places are drawn far apart, and the layers change them little."""
     import transformers
 
     config = transformers.CLIPTextConfig(
@@ -152,5 +153,10 @@ def _text_encoder(class_name: str) -> nn.Module:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
+        initializer_factor=0.1,
     )
-    return getattr(transformers, class_name)(config).eval()
+    encoder = getattr(transformers, class_name)(config).eval()
+    for name, weight in encoder.named_parameters():
+        if name.endswith("_embedding.weight"):
+            nn.init.normal_(weight, std=1.0 if "token" in name else 0.5)
+    return encoder

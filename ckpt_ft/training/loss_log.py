@@ -1,0 +1,52 @@
+"""The loss of every optimizer step, averaged over micro-batches and ranks: in `losses.jsonl` and at the trackers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+NAME = "losses.jsonl"
+
+
+class LossLog:
+    """Writes a line `{"step", "loss", "lr"}` per step. What a resumed run will repeat is cut off when it starts.
+
+    Args:
+        step: the steps made before; lines after it are those of a run that went on past the checkpoint.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: str, step: int) -> None:
+        self.accelerator = accelerator
+        self.path = Path(output_dir) / NAME
+        self._losses: list[Tensor] = []
+        if accelerator.is_main_process:
+            kept = [line for line in read_losses(output_dir) if line["step"] <= step]
+            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def add(self, loss: Tensor) -> None:
+        """The loss of one micro-batch; nothing waits for the device here."""
+        self._losses.append(loss.detach())
+
+    def step(self, step: int, learning_rate: float) -> float:
+        """The mean loss since the last call, over all ranks, written and tracked. Called on every rank."""
+        loss = self.accelerator.gather(torch.stack(self._losses).mean()).mean().item()
+        self._losses.clear()
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "loss": loss, "lr": learning_rate}) + "\n")
+        self.accelerator.log({"train_loss": loss, "lr": learning_rate}, step=step)
+        return loss
+
+
+def read_losses(output_dir: str) -> list[dict[str, float]]:
+    """The lines of a run's log, without a last one that a killed run left unfinished; [] when there is none."""
+    path = Path(output_dir) / NAME
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

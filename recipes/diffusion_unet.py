@@ -1,0 +1,217 @@
+"""Fine-tune the U-Net of a Stable Diffusion 1.x, 2.x or XL pipeline, whole or by LoRA, under a checkpointing policy.
+
+    accelerate launch recipes/diffusion_unet.py
+        a tiny pipeline on drawn shapes, offline, on a CPU; what it learned is in out/diffusion_unet/samples.png
+
+    accelerate launch recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir IMAGES
+        a real one on a folder of images with metadata.jsonl; what is on the command line wins over the file
+
+Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils.memory import clear_device_cache
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.captioned import load_captioned
+from ckpt_ft.training.checkpoints import resume_path
+from ckpt_ft.training.diffusion import (
+    averaged,
+    denoising_loss,
+    drop_prompts,
+    make_optimizer,
+    noisy_inputs,
+    prepare_unet,
+    save_only_what_is_trained,
+    save_result,
+)
+from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.encoders import Encoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.latents import EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.loop_checkpoints import load_checkpoint, open_output_dir, save_checkpoint, written
+from ckpt_ft.training.loss_log import LossLog
+from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.sample import cache_dir
+from ckpt_ft.training.tiny_diffusion import tiny_pipeline_dir
+from ckpt_ft.training.validation import Validation
+
+# What runs when no pipeline is named.
+BUILT_IN = {
+    "train_batch_size": 32,
+    "max_train_steps": 700,
+    "learning_rate": 1e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 50,
+    "proportion_empty_prompts": 0.1,
+    "use_ema": True,
+    "validation_steps": 175,
+    "validation_inference_steps": 20,
+    "validation_guidance_scale": 3.0,
+    "validation_prompt": [
+        "a large red circle at the top left on white",
+        "a large orange square at the top on black",
+        "a large yellow triangle at the top right on white",
+        "a medium green star at the left on black",
+        "a large cyan cross at the centre on white",
+        "a medium blue ring at the right on black",
+        "a large purple diamond at the bottom left on white",
+        "a large pink heart at the bottom on black",
+    ],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    model_args, image_args, args, ac_args = parse_args(
+        (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
+        argv,
+        builtin=BUILT_IN,
+        unless="pretrained_model_name_or_path",
+        description=__doc__,
+    )
+    checkpoint = resume_path(args.resume_from_checkpoint, args.output_dir)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision,
+        log_with=None if args.report_to == "none" else args.report_to.split(","),
+        project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
+    )
+    open_output_dir(accelerator, args.output_dir, resuming=checkpoint is not None)
+    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
+    set_seed(args.seed)
+    frozen_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
+
+    # 1. The pipeline: its U-Net's configuration says what it is before any weights are read
+    if model_args.pretrained_model_name_or_path is None:
+        with accelerator.main_process_first():
+            model_args.pretrained_model_name_or_path = tiny_pipeline_dir()
+    config = unet_config(model_args)
+    sdxl = config["addition_embed_type"] == "text_time"
+    encoders = Encoders(model_args, sdxl, accelerator.device, frozen_dtype)
+    vae_config = encoders.vae.config
+    resolution = image_args.resolution or config["sample_size"] * 2 ** (len(vae_config.block_out_channels) - 1)
+
+    # 2. Images and captions: encoded once, after which VAE and text encoders leave the device
+    with accelerator.main_process_first():
+        rows = load_captioned(image_args, resolution)
+    samples = FramedImages(rows, encoders, resolution, image_args, args.seed)
+    empty_prompt = {name: value.to(accelerator.device) for name, value in encoders.encode_prompts([""]).items()}
+    validation = Validation(model_args, args, encoders, resolution, Path(args.output_dir, "samples"))
+    if image_args.cache_latents:
+        samples = cache_latents(
+            samples, encoders, cache_dir() / "latents", args.train_batch_size,
+            accelerator.process_index, accelerator.num_processes,
+        )  # fmt: skip
+        accelerator.wait_for_everyone()
+        encoders.vae.to("cpu")  # validations bring it back
+        encoders = None
+        clear_device_cache(garbage_collection=True)
+
+    # 3. The U-Net, under the policy
+    unet = load_unet(model_args)
+    parameters = prepare_unet(unet, model_args, frozen_dtype)
+    unet.to(accelerator.device)
+    applied = None if ac_args.policy is None else apply_policy(unet, ac_args.policy)
+    noise_scheduler = load_scheduler(model_args)
+
+    # 4. Optimizer, schedule, moving average, and what of all this a checkpoint holds
+    per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
+    max_train_steps = args.max_train_steps or args.num_train_epochs * -(-len(samples) // per_step)
+    optimizer = make_optimizer(parameters, args, args.learning_rate * (per_step if args.scale_lr else 1))
+    lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, args.lr_warmup_steps, max_train_steps)
+    ema = EMAModel(parameters) if args.use_ema else None
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    accelerator.register_for_checkpointing(*(part for part in (lr_scheduler, ema) if part is not None))
+    save_only_what_is_trained(accelerator, model_args)
+    # Each rank draws noise of its own; what of it has been drawn is in the checkpoint.
+    set_seed(args.seed, device_specific=True)
+    step, samples_seen = (0, 0) if checkpoint is None else load_checkpoint(accelerator, checkpoint)
+    if ema is not None:
+        ema.to(accelerator.device)
+
+    # 5. Batches, endless, from where the checkpoint stopped; not `prepare`d, because they are already this rank's
+    order = EndlessBatches(
+        len(samples), args.train_batch_size, args.seed, accelerator.process_index, accelerator.num_processes,
+        start=samples_seen // (args.train_batch_size * accelerator.num_processes),
+    )  # fmt: skip
+    loader = DataLoader(
+        samples,
+        batch_sampler=order,
+        num_workers=image_args.dataloader_num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # a loader draws a seed when it starts: not from the RNG that draws the noise
+    )
+    if args.report_to != "none":
+        accelerator.init_trackers(args.tracker_project_name, {**vars(model_args), **vars(args)})
+    losses = LossLog(accelerator, args.output_dir, step)
+    if validation.prompts and step == 0 and accelerator.is_main_process:
+        validation.run(accelerator.unwrap_model(unet), accelerator, step)
+
+    # 6. The loop
+    progress = tqdm(total=max_train_steps, initial=step, disable=not accelerator.is_main_process, desc="steps")
+    for batch in loader if step < max_train_steps else ():
+        with accelerator.accumulate(unet):
+            if encoders is None:
+                encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
+            else:
+                encoded = encoders.encode(batch)
+            drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
+            latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
+            inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
+            prediction = unet(**inputs).sample
+            loss = denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma)
+            accelerator.backward(loss)
+            losses.add(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+
+        lr_scheduler.step()
+        if ema is not None:
+            ema.step(parameters)
+        step += 1
+        progress.update()
+        progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
+        if step % args.checkpointing_steps == 0:
+            save_checkpoint(accelerator, args.output_dir, step, step * per_step, args.checkpoints_total_limit)
+        if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
+            if accelerator.is_main_process:
+                with averaged(ema, parameters):
+                    validation.run(accelerator.unwrap_model(unet), accelerator, step)
+            accelerator.wait_for_everyone()
+        if step == max_train_steps:
+            break
+    progress.close()
+
+    # 7. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
+    if applied is not None:
+        applied.remove()
+    with averaged(ema, parameters):
+        trained = accelerator.unwrap_model(unet)
+        written(
+            accelerator, Path(args.output_dir), "the result",
+            lambda: save_result(trained, validation.vae, model_args, args.output_dir), main_only=True,
+        )  # fmt: skip
+    if validation.prompts and accelerator.is_main_process:
+        validation.write_sheet(Path(args.output_dir, "samples.png"))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main)
