@@ -70,36 +70,52 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def load_model(args: ModelArguments) -> PreTrainedModel:
-    """The model in train mode; with `use_peft` its weights are frozen, in 4 bits when asked, and adapters added.
+    """The causal language model in train mode; with `use_peft` its weights are frozen, in 4 bits when asked, and
+    adapters added.
 
     Raises:
         UserError: the model cannot be read from here, or bitsandbytes is missing.
     """
     from transformers import AutoModelForCausalLM
 
-    kwargs: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype}
+    model = load_pretrained(args, AutoModelForCausalLM)
+    return with_adapters(model, args, task_type="CAUSAL_LM") if args.use_peft else model
+
+
+def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedModel:
+    """`auto.from_pretrained` of the model that is named, as `args` say; `more` goes to it as well.
+
+    Raises:
+        UserError: the model cannot be read from here, or bitsandbytes is missing.
+    """
+    kwargs: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype, **more}
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
     if args.load_in_4bit:
         kwargs |= {"quantization_config": _quantization(args), "device_map": _this_device()}
     try:
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **kwargs)
+        return auto.from_pretrained(args.model_name_or_path, **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"model {args.model_name_or_path} cannot be loaded: {_reason(error)}") from error
-    return _with_adapters(model, args) if args.use_peft else model
 
 
-def _with_adapters(model: PreTrainedModel, args: ModelArguments) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
+    """`model` frozen, with LoRA adapters; `more` goes to `LoraConfig`, `target_modules` for when `args` name none.
+
+    Raises:
+        UserError: the model has no modules of the names that are to get an adapter.
+    """
     from peft import LoraConfig, get_peft_model
 
-    targets = args.lora_target_modules
+    default = more.pop("target_modules", None)
+    targets = args.lora_target_modules or default
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         use_dora=args.use_dora,
-        task_type="CAUSAL_LM",
+        **more,
     )
     try:
         return get_peft_model(model, config)
