@@ -3,8 +3,9 @@
 Follows c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes; small (up to 1 MiB) and large requests apart;
 segments of 2 MiB, 20 MiB, or the request rounded to 2 MiB; best fit, ties to the lowest address; split, merge; on
 failure cached segments are given back and the allocation tried again. Its functions' names stand in brackets. New
-segments are taken to lie at rising addresses, which CUDA does not promise; that only decides between free blocks of
-one size.
+segments are taken to lie below the ones before them, as Linux maps memory top down; it decides between free blocks of
+one size. CUDA does not promise it, but published peaks of reserved memory come out to the byte this way and up to 6 %
+off the other way round (benchmarks/accuracy.py).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class CachingAllocator:
 
     def __post_init__(self) -> None:
         self._small, self._large = self.pools = (Pool(small=True), Pool(small=False))
-        self._next_address = 0
+        self._lowest_address = 1 << 62
         self._no_split = self.settings.max_split_size or 1 << 62
 
     def malloc(self, nbytes: int) -> Block | None:
@@ -202,9 +203,8 @@ class CachingAllocator:
         return self.capacity is None or self.reserved + nbytes <= self.capacity
 
     def _addresses(self, nbytes: int, align: int) -> int:
-        address = -(-self._next_address // align) * align
-        self._next_address = address + nbytes
-        return address
+        self._lowest_address = (self._lowest_address - nbytes) // align * align
+        return self._lowest_address
 
     def _merge_neighbours(self, block: Block) -> None:
         """Join a block that is in no pool with its free neighbours of the same mapping (try_merge_blocks)."""
