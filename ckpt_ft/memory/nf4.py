@@ -1,0 +1,89 @@
+"""A linear layer held in NF4, in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
+
+Two weights in a byte, one float32 scale (absmax) for every 64 of them, no double quantisation. Forward and backward each
+make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit). The
+sixteen levels are QLoRA's (Dettmers et al. 2023, appendix E).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BLOCK = 64
+LEVELS = (
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302, 0.2461123,
+    0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+)  # fmt: skip
+
+
+@torch.library.custom_op("ckpt_ft::dequantize_nf4", mutates_args=())
+def dequantize(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    """The (out_features, in_features) weight in `dtype`; `packed` is (n / 2, 1) uint8, `absmax` (n / 64,) float32."""
+    codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1, BLOCK)
+    return (levels[codes.long()] * absmax[:, None]).to(dtype).view(out_features, -1)
+
+
+@dequantize.register_fake
+def _(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(out_features, 2 * packed.numel() // out_features, dtype=dtype)
+
+
+class _Matmul(torch.autograd.Function):
+    """x @ weight.T; the gradient goes to x alone, the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: NF4Linear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.dequantized(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return torch.matmul(grad, ctx.layer.dequantized(grad.dtype)), None, None
+
+
+class NF4Linear(nn.Linear):
+    """`nn.Linear` with a frozen 4-bit weight; the size of the weight must divide by 64."""
+
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.compute_dtype = linear.in_features, linear.out_features, compute_dtype
+        weight, device = linear.weight, linear.weight.device
+        blocks = weight.detach().float().view(-1, BLOCK)
+        levels = torch.tensor(LEVELS, device=device)
+        absmax = blocks.abs().amax(1)
+        middles = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / absmax[:, None], middles).to(torch.uint8).view(-1, 2)
+        self.weight = nn.Parameter((codes[:, :1] << 4) | codes[:, 1:], requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("absmax", absmax)
+        self.register_buffer("levels", levels)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight as a new (out_features, in_features) tensor."""
+        return dequantize(self.weight, self.absmax, self.levels, self.out_features, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features) in x's dtype, computed in `compute_dtype`."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        out = _Matmul.apply(x.to(self.compute_dtype), bias, self).to(x.dtype)
+        return out.clone()  # PEFT clones what a 4-bit layer returns (peft/tuners/lora/bnb.py)
+
+
+def to_nf4(model: nn.Module, compute_dtype: torch.dtype = torch.float16, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
+    """Hold every linear layer of `model` in NF4, but for modules named in `skip`; the rest goes to float32, frozen.
+
+    As bitsandbytes' 4-bit loading and peft.prepare_model_for_kbit_training leave it. Works on "meta" too.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
