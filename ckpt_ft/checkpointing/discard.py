@@ -1,10 +1,11 @@
 """The engine of `pointwise`: outputs of cheap regions are discarded after forward and rebuilt once when backward asks.
 
 A *region* is a cheap call (a norm, an activation, a product). While it runs, a saved-tensor hook puts a `Discarded`
-handle in place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a later
-node (a matmul, a convolution, another region) saves a tensor on that storage, it gets a handle as well. What is kept is
-the region's inputs, which are handles themselves where another region made them. The first handle that backward opens
-re-runs the region once and fills all of them; autograd drops a handle when its node is done, and the tensor with it.
+handle in place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a
+later node (a matmul, a convolution, another region) saves a tensor on that storage, it gets a handle as well. What is
+kept is the region's inputs, which are handles themselves where another region made them. The first handle that
+backward opens re-runs the region once and fills all of them; autograd drops a handle, and so the tensor, when its node
+is done.
 
 The graph stays the one that the plain forward builds, so gradients come from the same kernels in the same order: there
 is no custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in
@@ -27,8 +28,8 @@ import torch
 from . import rng
 
 _CLAIM = "_ckpt_ft_claim"
-# A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that short
-# in Python's stack and in the memory that the chain fills at once; beyond it the output is kept.
+# A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
+# short in Python's stack and in the memory that the chain fills at once; beyond it the output is kept.
 MAX_CHAIN = 32
 _rebuilding = threading.RLock()  # backward has one thread per device
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

@@ -20,7 +20,6 @@ from ckpt_ft.errors import UserError
 from .discard import Pass, unpack
 from .regions import (
     CastInput,
-    Forward,
     GatedProduct,
     ModuleRegion,
     Products,
@@ -32,9 +31,10 @@ from .regions import (
     local,
     takes_casts,
 )
+from .standin import Installed, StandIn
 
 
-class Watched(Forward):
+class Watched(StandIn):
     """The model's forward with the saved-tensor hooks around it."""
 
     def __init__(self, module: nn.Module, notes_kept: bool) -> None:
@@ -56,23 +56,6 @@ class Watched(Forward):
             running.kept = None
 
 
-class Installed:
-    """What `install` did to a model."""
-
-    def __init__(self, forwards: list[Forward], rows: list[dict[str, Any]]) -> None:
-        self.forwards, self.rows = forwards, rows
-
-    def remove(self) -> None:
-        """Give every module the forward it had."""
-        for forward in reversed(self.forwards):
-            forward.remove()
-        self.forwards = []
-
-    def describe(self) -> list[dict[str, Any]]:
-        """One row per module class: how many, what is dropped and what is kept instead."""
-        return self.rows
-
-
 def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> Installed:
     """Discard the outputs of the cheap regions in `modules`, which lie inside of `model`, in every forward of `model`.
 
@@ -81,32 +64,32 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> Installed:
     """
     chosen = {id(m): m for top in modules.values() for m in top.modules()}
     rows: Counter[tuple[str, str, str]] = Counter()
-    forwards: list[Forward] = []
-    forward: Forward
+    stand_ins: list[StandIn] = []
+    stand_in: StandIn
     for module in chosen.values():
         if is_norm(module) or is_activation(module) or is_dropout(module):
-            forward, dropped, kept = ModuleRegion(module, model), "output", "input"
+            stand_in, dropped, kept = ModuleRegion(module, model), "output", "input"
         elif (names := gated_names(module)) is not None:
-            forward, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
+            stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
         elif has_products(module):
-            forward, dropped, kept = Products(module), "products and residual sums", "their operands"
+            stand_in, dropped, kept = Products(module), "products and residual sums", "their operands"
         else:
             continue
-        forwards.append(forward)
+        stand_ins.append(stand_in)
         rows[type(module).__name__, dropped, kept] += 1
-    if not forwards:
+    if not stand_ins:
         raise UserError(
             f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout to treat in "
             f"{', '.join(modules) or 'it'}; leave 'pointwise' out of the policy"
         )
-    forwards += [CastInput(module) for module in model.modules() if takes_casts(module)]
-    notes_kept = any(f.needs_free_input for f in forwards if isinstance(f, ModuleRegion))
-    forwards.append(Watched(model, notes_kept))
+    stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
+    notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleRegion))
+    stand_ins.append(Watched(model, notes_kept))
     described = [
         {"term": "pointwise", "module": module, "count": count, "dropped": dropped, "kept": kept}
         for (module, dropped, kept), count in sorted(rows.items())
     ]
-    return Installed(forwards, described)
+    return Installed(stand_ins, described)
 
 
 def _say_compiled() -> None:

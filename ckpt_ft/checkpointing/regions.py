@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .discard import Pass, Saved, claim_on
+from .standin import StandIn
 
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
 # Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
@@ -44,38 +45,15 @@ class _Local(threading.local):
 local = _Local()
 
 
-class Forward:
-    """Stands in for `module.forward` as an instance attribute; copies and pickles with its model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.forward = module.forward
-        self.previous = module.__dict__.get("forward")
-        module.forward = self  # type: ignore[assignment]
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:  # what inspect.signature reads
-        return self.forward
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.module).__name__})"
-
-    def remove(self) -> None:
-        """Give the module the forward it had."""
-        if self.previous is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.previous
-
-    def active(self) -> Pass | None:
-        """The pass to act in; None where nothing is to be discarded (no gradients, inside of a region, compiled)."""
-        if torch.compiler.is_compiling():
-            return None
-        running = local.running
-        return running if running is not None and running.frame is None and torch.is_grad_enabled() else None
+def running_pass() -> Pass | None:
+    """The pass to act in; None where nothing is to be discarded (no gradients, inside of a region, compiled)."""
+    if torch.compiler.is_compiling():
+        return None
+    running = local.running
+    return running if running is not None and running.frame is None and torch.is_grad_enabled() else None
 
 
-class ModuleRegion(Forward):
+class ModuleRegion(StandIn):
     """A norm, activation or dropout as a region."""
 
     def __init__(self, module: nn.Module, root: nn.Module) -> None:
@@ -86,7 +64,7 @@ class ModuleRegion(Forward):
         self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = self.active()
+        running = running_pass()
         if running is None or (self.needs_free_input and not self._gains(running, *args)):
             return self.forward(*args, **kwargs)
         return running.run(self, args, kwargs)
@@ -105,7 +83,7 @@ class ModuleRegion(Forward):
         return module.training, tensors
 
     def again(self, state: tuple[bool, list[Saved]], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The module's forward in the mode of the first call, on copies of its buffers: statistics are updated once."""
+        """The module's forward in its first mode, on copies of its buffers: statistics are updated once."""
         module, (training, tensors) = self.module, state
         if tensors:
             self._check(tensors)
@@ -140,13 +118,13 @@ def _gather(module: nn.Module, root: nn.Module) -> None:
         owners[-1].unshard()  # the innermost; what it gathers, its own backward reshards
 
 
-class CastInput(Forward):
+class CastInput(StandIn):
     """A linear or convolution layer: under autocast, its copy of a discarded input is discarded as well."""
 
     def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_any_autocast_enabled():
             return self.forward(value, *args, **kwargs)
-        running = self.active()
+        running = running_pass()
         if running is not None and isinstance(value, torch.Tensor) and value.dtype is torch.float32:
             kind = value.device.type
             claim = claim_on(value) if torch.is_autocast_enabled(kind) else None
@@ -176,7 +154,7 @@ class OperatorRegion:
 
 
 def _product_gains(running: Pass, a: Any, b: Any) -> bool:
-    """Autograd keeps a factor when the other one needs a gradient; so, or if it is free, the product can be dropped."""
+    """Autograd keeps a factor when the other one needs a gradient; then, or if it is free, the product can go."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     return (b.requires_grad or running.is_free(a)) and (a.requires_grad or running.is_free(b))
@@ -202,7 +180,7 @@ _OPERATORS: dict[Callable[..., Any], tuple[OperatorRegion, Callable[..., bool]]]
 }
 
 
-class GatedProduct(Forward):
+class GatedProduct(StandIn):
     """A gated MLP whose forward is `down(activation(gate(x)) * up(x))`: the product is discarded, gate and up kept."""
 
     def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
@@ -210,7 +188,7 @@ class GatedProduct(Forward):
         self.down, self.activation, self.gate, self.up = names
 
     def __call__(self, value: torch.Tensor) -> Any:
-        running = self.active()
+        running = running_pass()
         if running is None:
             return self.forward(value)
         layers = self.module._modules
@@ -242,11 +220,11 @@ class _Mode(TorchFunctionMode):
         return running.run(region, args, kwargs) if gains(running, *args) else func(*args, **kwargs)
 
 
-class Products(Forward):
+class Products(StandIn):
     """A module some of whose own operators are regions; the mode that finds them is on in its forward only."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = self.active()
+        running = running_pass()
         if running is None:
             return self.forward(*args, **kwargs)
         with _Mode(running):

@@ -1,0 +1,52 @@
+"""What the engines put in place of a module's forward, and what they give back to `apply_policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+class StandIn:
+    """Stands in for `module.forward` as an instance attribute: no wrapper, so state-dict keys stay as they are.
+
+    It holds the module and its bound forward as attributes, so a deep copy or a pickle of a model gets stand-ins of
+    its own. Subclasses define `__call__`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.previous = module.__dict__.get("forward")
+        module.forward = self  # type: ignore[assignment]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:  # what inspect.signature reads
+        return self.forward
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.module).__name__})"
+
+    def remove(self) -> None:
+        """Give the module the forward it had."""
+        if self.previous is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.previous
+
+
+class Installed:
+    """What an engine did to a model."""
+
+    def __init__(self, stand_ins: Sequence[StandIn], rows: list[dict[str, Any]]) -> None:
+        self.stand_ins, self.rows = list(stand_ins), rows
+
+    def remove(self) -> None:
+        """Give every module the forward it had; a second call does nothing."""
+        while self.stand_ins:
+            self.stand_ins.pop().remove()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Rows for `explain()`: module class, how many, what is dropped and what is kept instead."""
+        return self.rows
