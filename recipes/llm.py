@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_context(model, data_args.max_length)
 
     # 3. Training: the policy and the memory report are one callback
-    memory = ACCallback(ac_args)
     trainer = Trainer(
         model=model,
         args=training_args,
@@ -89,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         data_collator=PadCollator(tokenizer.pad_token_id),
-        callbacks=[memory],
     )
+    memory = ACCallback(ac_args).attach(trainer)
     with advise_on_oom(memory):
         result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 

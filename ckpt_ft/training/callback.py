@@ -7,24 +7,29 @@ trainer.train()
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from ..checkpointing.apply import AppliedPolicy, apply_policy
 from ..errors import UserError, WorkFailed
+from ..memory.meters import CpuMeter
+from ..memory.profiler import MemoryProfiler
+from ..memory.report import MemoryReport
 from ..policy import Policy
+from ..units import format_bytes
 from .arguments import ACArguments
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
-    from ..memory.report import MemoryReport
 
 
 class ACCallback(TrainerCallback):
-    """Applies a policy when training begins, measures memory while it runs, and takes the policy off at the end.
+    """Applies a policy when training begins, measures while it runs, takes the policy off and reports at the end.
 
     Args:
         policy: a policy, or `ACArguments` for all settings; None only measures.
@@ -32,7 +37,7 @@ class ACCallback(TrainerCallback):
     Attributes:
         policy: the policy, None when the model is left as it is.
         applied: what stands on the model while it trains.
-        report: the MemoryReport, once training has ended.
+        report: the MemoryReport of all ranks, once training has ended; None with `ac_report="none"`.
 
     Raises:
         UserError: (when training begins) the policy matches nothing, or other checkpointing is on at the same time.
@@ -45,39 +50,105 @@ class ACCallback(TrainerCallback):
         self.settings = policy
         self.policy = policy.policy
         self.applied: AppliedPolicy | None = None
+        self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
+        self._accelerator: Accelerator | None = None
+        self._scalars: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> ACCallback:
         """Add this callback to `trainer`, before its trackers' callbacks, so that these get the `memory/...` scalars.
 
         Given as `Trainer(callbacks=[...])` it would come after them: everything else works the same.
         """
+        self._accelerator = trainer.accelerator
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.close()
+        model = kwargs["model"]
         check_conflicts(args, self.policy)
         if self.policy is not None:
             if self.settings.ac_check:
-                self._check(kwargs["model"], kwargs["train_dataloader"])
-            self.applied = apply_policy(kwargs["model"], self.policy)
+                self._check(model, kwargs["train_dataloader"])
+            self.applied = apply_policy(model, self.policy)
+        if self.settings.reports:
+            from accelerate import Accelerator
+
+            self.profiler = MemoryProfiler(
+                self._accelerator or Accelerator(),
+                model,
+                kwargs["optimizer"],
+                total_steps=state.max_steps - state.global_step,
+                snapshot=Path(args.output_dir) / "oom_snapshot.pickle",
+            )
+            self.profiler.__enter__()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.profiler is not None:
+            self.profiler.begin_step()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.profiler is not None:
+            self._scalars = self.profiler.step() or self._scalars
+
+    def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is not None and "loss" in logs:
+            logs.update(self._scalars)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.profiler is not None:
+            self.report = self.profiler.report(
+                policy=None if self.policy is None else str(self.policy),
+                model=type(kwargs["model"]).__name__,
+                per_device_batch_size=args.per_device_train_batch_size,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+            )
+            self.report.print()
+            self._write(args.output_dir)
+        self.close()
+
+    def close(self) -> None:
+        """Stop measuring and take the policy off; for a script that goes on after training has failed."""
+        if self.profiler is not None:
+            self.profiler.__exit__(None, None, None)
+            self.profiler = None
         if self.applied is not None:
             self.applied.remove()
             self.applied = None
 
-    def peak_holders(self) -> list[str]:
-        return []
+    def peak_holders(self, n: int = 5) -> list[str]:
+        """What held this process's highest peak so far, the largest first; empty before a step has been measured."""
+        meter = None if self.profiler is None else self.profiler.meter
+        if not isinstance(meter, CpuMeter) or meter.fullest is None:
+            return []
+        return [
+            f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in meter.fullest.holders(n)
+        ]
+
+    def _write(self, output_dir: str) -> None:
+        """The kinds of report that were asked for, on the main process; without matplotlib there is no picture."""
+        assert self.report is not None
+        if not self.report.main:
+            return
+        base = Path(output_dir) / "memory_report"
+        base.parent.mkdir(parents=True, exist_ok=True)
+        if "json" in self.settings.reports:
+            self.report.to_json(base.with_suffix(".json"))
+        if "md" in self.settings.reports:
+            self.report.to_markdown(base.with_suffix(".md"))
+        if "png" in self.settings.reports and importlib.util.find_spec("matplotlib"):
+            self.report.plot(base.with_suffix(".png"))
 
     def _check(self, model: Any, dataloader: Any) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""
         from ..checkpointing.parity import check_parity
 
+        assert self.policy is not None
         rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), dataloader.batch_size or 1))]
         batch = {key: value.to(model.device) for key, value in dataloader.collate_fn(rows).items()}
         parity = check_parity(model, batch, self.policy)
@@ -90,18 +161,18 @@ def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
     """Raises UserError when `policy` would meet other activation checkpointing: every block would be re-run twice."""
     if policy is None:
         return
-    # transformers renamed the argument in 5.23 and keeps the old name, which it sets alike, until v6.
-    old, new = "gradient_checkpointing", "activation_checkpointing"
-    kwargs = getattr(args, f"{new}_kwargs", None) or getattr(args, f"{old}_kwargs", None) or {}
+    # Renamed in transformers 5.23, which keeps the old name alike until v6.
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    kwargs = getattr(args, f"{name}_kwargs")
     if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         raise UserError(
             "use_reentrant=True: reentrant checkpointing trains nothing behind inputs without gradients, as in LoRA; "
-            f"policy '{policy}' is always non-reentrant: drop {old}_kwargs"
+            f"policy '{policy}' is always non-reentrant: drop {name}_kwargs"
         )
-    if getattr(args, new, False) or getattr(args, old, False):
+    if getattr(args, name):
         raise UserError(
-            f"policy '{policy}' and {old} are both on: blocks would be re-run twice; "
-            f"pass {old}=False (TRL's configs turn it on by default), or drop the policy"
+            f"policy '{policy}' and {name} are both on: blocks would be re-run twice; "
+            f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
         )
     if _fsdp_checkpoints(args):
         raise UserError(

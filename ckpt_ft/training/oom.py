@@ -44,7 +44,7 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 def advise_on_oom(memory: ACCallback) -> Iterator[None]:
     """Turn running out of memory into a `WorkFailed` that names the holders of the peak and cheaper settings.
 
-    Checkpoints written before are left as they are.
+    Checkpoints written before are left as they are; `memory` is closed.
     """
     try:
         yield
@@ -52,6 +52,8 @@ def advise_on_oom(memory: ACCallback) -> Iterator[None]:
         if not is_oom(error):
             raise
         raise WorkFailed(_advice(memory, error)) from error
+    finally:
+        memory.close()
 
 
 def _advice(memory: ACCallback, error: Exception) -> str:

@@ -1,0 +1,28 @@
+"""Run a recipe under FSDP2 on CPU ranks: `torchrun ... fsdp_on_cpu.py recipes/llm.py FLAGS`.
+
+accelerate turns FSDP on for ranks with an accelerator only, although FSDP2 itself runs on gloo; here CPU ranks are passed
+off as GPU ranks where it looks.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from typing import Any
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+_start = PartialState.__init__
+
+
+def _as_if_on_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
+    _start(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+
+if __name__ == "__main__":
+    PartialState.__init__ = _as_if_on_gpus  # type: ignore[method-assign]
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

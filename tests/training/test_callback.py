@@ -1,0 +1,158 @@
+"""ACCallback in scripts that know nothing of it: a stock Trainer, TRL's SFTTrainer, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.oom import LADDER, cheaper_policies
+
+ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)]} for i in range(16)]).map(
+    lambda row: {"labels": row["input_ids"]}
+)
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            attention_dropout=0.1,
+        )
+    )
+
+
+def arguments(out: Path, **kwargs: Any) -> TrainingArguments:
+    fields = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    return TrainingArguments(str(out), use_cpu=True, disable_tqdm=True, **(fields | kwargs))
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_stock_script_gains_a_policy_in_three_lines(tmp_path: Path) -> None:
+    plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
+    plain.train()
+
+    from ckpt_ft.training.callback import ACCallback
+
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path / "policy"), train_dataset=ROWS)
+    callback = ACCallback("full").attach(trainer)
+    trainer.train()
+
+    assert len(losses(trainer)) == 3
+    assert losses(trainer) == losses(plain)
+    assert callback.report is not None
+    assert trainer.model.state_dict().keys() == plain.model.state_dict().keys()
+    assert not any("forward" in vars(module) for module in trainer.model.modules())  # the policy is off again
+
+
+def test_blocks_are_rerun_while_training_and_not_before_or_after(tmp_path: Path) -> None:
+    model = tiny()
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS)
+    ACCallback(ACArguments(ac_policy="every:2", ac_report="none")).attach(trainer)
+    runs = 0
+
+    def count(module: torch.nn.Module, inputs: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(count)
+    trainer.train()
+    assert runs == 3 * (3 + 2)  # three steps; of three blocks the first and the third are run twice
+    runs = 0
+    trainer.evaluate(ROWS.select(range(4)))
+    assert runs == 3
+
+
+def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Path, capsys: Any) -> None:
+    plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
+    plain.train()
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path / "checked"), train_dataset=ROWS)
+    ACCallback(ACArguments(ac_policy="full", ac_check=True, ac_report="none")).attach(trainer)
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert "parity of policy full" in capsys.readouterr().out
+
+
+def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt_ft.checkpointing import parity
+
+    row = parity.Row("loss", "1", "2", 1.0, same=False)
+    monkeypatch.setattr(parity, "check_parity", lambda *args: parity.Parity("full", [row]))
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    ACCallback(ACArguments(ac_policy="full", ac_check=True)).attach(trainer)
+    with pytest.raises(WorkFailed, match="policy full changes the numbers of a step"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("checkpointing", [{"gradient_checkpointing": True}, {"activation_checkpointing": True}])
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_a_policy_beside_the_trainers_own_checkpointing_is_refused(tmp_path: Path, checkpointing: Any) -> None:
+    args = arguments(tmp_path, **checkpointing)
+    check_conflicts(args, None)
+    trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
+    ACCallback("full").attach(trainer)
+    with pytest.raises(
+        UserError, match="policy 'full' and activation_checkpointing are both on: blocks would be re-run"
+    ):
+        trainer.train()
+
+
+def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path)
+    check_conflicts(args, ACArguments(ac_policy="full").policy)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with pytest.raises(UserError, match="set fsdp_activation_checkpointing to false"):
+        check_conflicts(args, ACArguments(ac_policy="full").policy)
+
+
+def test_cheaper_policies_keep_less() -> None:
+    assert cheaper_policies(None) == list(LADDER[1:])
+    assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]
+    assert cheaper_policies(ACArguments(ac_policy="every:2").policy)[0] == "full"
+    assert cheaper_policies(ACArguments(ac_policy="every:2,head").policy) == ["full,head", "full,offload,head"]
+    assert cheaper_policies(ACArguments(ac_policy="full,offload,head").policy) == []
+    for policy in LADDER:
+        assert str(ACArguments(ac_policy=policy).policy) == policy
+
+
+def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple[Path, Path]) -> None:
+    trl = pytest.importorskip("trl")
+    from peft import LoraConfig
+
+    rows = Dataset.from_list([{"prompt": "What is a list? ", "completion": "A sequence."}] * 8)
+
+    def train(name: str, policy: str | None) -> list[float]:
+        fields = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        config = trl.SFTConfig(str(tmp_path / name), activation_checkpointing=False, bf16=False, **fields)
+        lora = LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        trainer = trl.SFTTrainer(str(sample[0]), args=config, train_dataset=rows, peft_config=lora)
+        if policy is not None:
+            ACCallback(policy).attach(trainer)
+        trainer.train()
+        return losses(trainer)
+
+    plain = train("plain", None)
+    assert len(plain) == 2
+    assert train("policy", "save:attention+matmul") == plain
