@@ -1,11 +1,11 @@
 """`head`: the loss head of a language model in chunks of tokens that are recomputed, so that logits never exist whole.
 
 With a vocabulary of 150 000 the logits, their fp32 copy, its log-softmax and their gradients are the peak of a LoRA
-step, and no policy on blocks lowers it. Here, in training with labels, the output layer returns `Logits`, which remember
-its input and what the model does to them on the way to the loss (scaling, soft-capping, a cast, the shift by one);
-`cross_entropy` over them runs chunk by chunk under `torch.utils.checkpoint`. The idea is that of Liger-Kernel's fused
-linear cross entropy (Hsu et al. 2024, arXiv:2410.10989), without a kernel. The model's own forward is what runs, so
-what stands between output layer and loss stays right.
+step, and no policy on blocks lowers it. Here, in training with labels, the output layer returns `Logits`, which
+remember its input and what the model does to them on the way to the loss (scaling, soft-capping, a cast, the shift by
+one); `cross_entropy` over them runs chunk by chunk under `torch.utils.checkpoint`. The idea is that of Liger-Kernel's
+fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989), without a kernel. The model's own forward is what runs,
+so what stands between output layer and loss stays right.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _find(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def _width(layer: nn.Module) -> int:
     width = getattr(layer, "out_features", None)
-    return width if isinstance(width, int) else layer.weight.shape[0]  # type: ignore[union-attr,return-value]
+    return width if isinstance(width, int) else len(layer.weight)  # type: ignore[arg-type]
 
 
 def _without_logits(output: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,16 +166,16 @@ def cross_entropy(
 
     The hidden states are split, not sliced: a split has one backward node, which writes their gradient once.
     """
-    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none" or target.ndim != 1 or size_average is not None or reduce is not None:
-        return F.cross_entropy(input.whole("cross_entropy without a sum"), target, reduction=reduction, **options)
+        return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     rows = max(1, CHUNK_BYTES // (4 * input.width))
     hidden, targets = input.hidden.split(rows), target.split(rows)
     if len(hidden) == 1:
-        return F.cross_entropy(input.rows(input.hidden), target, reduction=reduction, **options)
+        return loss(input.rows(input.hidden), target, reduction=reduction)
 
     def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(input.rows(hidden), target, reduction="sum", **options)
+        return loss(input.rows(hidden), target, reduction="sum")
 
     random = any(isinstance(m, torch.nn.Dropout) and m.p for m in _modules(input.layer))
     total = torch.stack(

@@ -1,0 +1,238 @@
+"""`offload`: what backward still needs is parked in pinned host memory and fetched a block ahead of its use.
+
+Saved-tensor hooks around the model's forward send every large saved storage to the host, once, however many nodes save
+a view of it: with checkpointing that is the blocks' inputs, with `pointwise` what is left after it, with `save:` the
+kept outputs, which come through `keep`. Copies run on a stream of their own beside the compute stream. When backward
+opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
+arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import MIB, format_bytes
+
+from .standin import Installed, StandIn
+
+MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
+_PARKED = "_ckpt_ft_parked"
+
+
+class _Local(threading.local):
+    running: Parking | None = None
+
+
+_local = _Local()
+
+
+class Usage:
+    """Host bytes that parked tensors take, in all passes of one model together."""
+
+    def __init__(self, max_host_bytes: int | None) -> None:
+        self.max_host_bytes = max_host_bytes
+        self.host_bytes = self.peak_host_bytes = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve host bytes; False where the cap does not allow it."""
+        if self.max_host_bytes is not None and self.host_bytes + nbytes > self.max_host_bytes:
+            return False
+        self.host_bytes += nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Free what `take` reserved."""
+        self.host_bytes -= nbytes
+
+
+class Parked:
+    """One storage's bytes on the host, until the nodes that saved it are done."""
+
+    def __init__(self, flat: torch.Tensor, block: int, parking: Parking) -> None:
+        self.block, self.parking = block, parking
+        self.device: torch.Tensor | None = None
+        self.ready: torch.Event | None = None
+        pinned = flat.device.type == "cuda" or isinstance(flat, FakeTensor)  # a trace leaves pinned memory out
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
+        self.side = side = parking.side_stream(flat.device)
+        self.flat_device = flat.device
+        if side is None:
+            self.host.copy_(flat)
+        else:
+            side.wait_stream(torch.cuda.current_stream(flat.device))
+            with torch.cuda.stream(side):
+                self.host.copy_(flat, non_blocking=True)
+            flat.record_stream(side)
+        weakref.finalize(self, parking.usage.give_back, flat.nbytes)
+
+    def fetch(self) -> None:
+        """Start the copy back."""
+        if self.device is not None:
+            return
+        self.device = torch.empty_like(self.host, device=self.flat_device)
+        if self.side is None:
+            self.device.copy_(self.host)
+            return
+        self.side.wait_stream(torch.cuda.current_stream(self.flat_device))
+        with torch.cuda.stream(self.side):
+            self.device.copy_(self.host, non_blocking=True)
+            self.ready = self.side.record_event()
+
+    def get(self) -> torch.Tensor:
+        """The bytes on the device, as a flat tensor; the block before is fetched meanwhile."""
+        self.fetch()
+        self.parking.fetch_block(self.block - 1)
+        if self.ready is not None:
+            torch.cuda.current_stream(self.flat_device).wait_event(self.ready)
+            self.ready = None
+        assert self.device is not None
+        return self.device
+
+
+class Parking:
+    """One forward pass: what it parked, by block."""
+
+    def __init__(self, usage: Usage, min_bytes: int, resident: set[int]) -> None:
+        self.usage, self.min_bytes, self.resident = usage, min_bytes, resident
+        self.block = 0
+        self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
+        self.side: torch.cuda.Stream | None = None
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def side_stream(self, device: torch.device) -> Any:
+        """The stream that copies run on; None where they are made at once."""
+        if device.type != "cuda":
+            return None
+        if self.side is None:
+            self.side = torch.cuda.Stream(device)
+        return self.side
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The saved-tensor hook."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
+            return (tensor, tensor._version)
+        parked: Parked | None = None
+        known = getattr(storage, _PARKED, None)
+        if known is not None and known[1] == tensor._version:
+            parked = known[0]()
+        if parked is None:
+            if not self.usage.take(nbytes):
+                return (tensor, tensor._version)
+            flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), 0)
+            parked = Parked(flat, self.block, self)
+            self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
+            setattr(storage, _PARKED, (weakref.ref(parked), tensor._version))
+        return parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def fetch_block(self, block: int) -> None:
+        """Start the copies back of all that a block parked and that is still wanted."""
+        for reference in self.blocks.pop(block, ()):
+            if (parked := reference()) is not None:
+                parked.fetch()
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The other saved-tensor hook."""
+    if len(packed) == 2:
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
+            )
+        return tensor
+    parked, dtype, size, stride, offset = packed
+    return parked.get().view(dtype).as_strided(size, stride, offset)
+
+
+def keep(tensor: torch.Tensor) -> Any:
+    """For what is kept outside of autograd's hooks (outputs of `save:`): something that `give` makes `tensor` of."""
+    running = _local.running
+    return tensor if running is None else running.pack(tensor)
+
+
+def give(kept: Any) -> torch.Tensor:
+    """The tensor that `keep` was given."""
+    return kept if isinstance(kept, torch.Tensor) else unpack(kept)
+
+
+class Offloading(StandIn):
+    """The model's forward with the hooks around it."""
+
+    def __init__(self, module: nn.Module, usage: Usage, min_bytes: int) -> None:
+        super().__init__(module)
+        self.usage, self.min_bytes = usage, min_bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _local.running is not None:
+            return self.forward(*args, **kwargs)
+        _local.running = running = Parking(self.usage, self.min_bytes, _storages(self.module))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
+                return self.forward(*args, **kwargs)
+        finally:
+            _local.running = None
+            running.resident = set()
+
+
+class Block(StandIn):
+    """A block's forward: what it saves is fetched together."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = None if torch.compiler.is_compiling() else _local.running
+        if running is not None:
+            running.block += 1
+            running.resident |= _storages(self.module)  # FSDP has gathered them by now
+        return self.forward(*args, **kwargs)
+
+
+def install(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    *,
+    min_bytes: int = MIN_BYTES,
+    max_host_bytes: int | None = None,
+) -> Installed:
+    """Park saved storages of at least `min_bytes` on the host, `max_host_bytes` of them at most (the rest stays).
+
+    Install it last: it takes what the hooks of `pointwise` and checkpoints leave. Raises UserError for a cap that holds
+    nothing.
+    """
+    if max_host_bytes is not None and max_host_bytes < min_bytes:
+        raise UserError(
+            f"policy 'offload': a host cap of {format_bytes(max_host_bytes)} holds no tensor of the smallest size "
+            f"that is parked, {format_bytes(min_bytes)}; give a larger cap"
+        )
+    stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
+    usage = Usage(max_host_bytes)
+    stand_ins.append(Offloading(model, usage, min_bytes))
+    row = {
+        "term": "offload",
+        "module": type(model).__name__,
+        "count": 1,
+        "dropped": f"saved tensors of {format_bytes(min_bytes)} and more",
+        "kept": "in host memory" + ("" if max_host_bytes is None else f", {format_bytes(max_host_bytes)} at most"),
+    }
+    return Installed(stand_ins, [row])
+
+
+def _storages(module: nn.Module) -> set[int]:
+    """The storages of parameters and buffers, which stay where they are."""
+    found = {p.untyped_storage()._cdata for p in module.parameters()}
+    return found | {b.untyped_storage()._cdata for b in module.buffers()}
+
+
+def _flat_in(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage can be copied as a flat tensor of its dtype."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
