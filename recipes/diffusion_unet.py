@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     save_only_what_is_trained(accelerator, model_args)
     # Each rank draws noise of its own; what of it has been drawn is in the checkpoint.
     set_seed(args.seed, device_specific=True)
-    step, samples_seen = (0, 0) if checkpoint is None else load_checkpoint(accelerator, checkpoint)
+    identity = {"rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes}
+    step, samples_seen = (0, 0) if checkpoint is None else load_checkpoint(accelerator, checkpoint, identity)
     if ema is not None:
         ema.to(accelerator.device)
 
@@ -189,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         progress.update()
         progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
         if step % args.checkpointing_steps == 0:
-            save_checkpoint(accelerator, args.output_dir, step, step * per_step, args.checkpoints_total_limit)
+            samples_seen = step * per_step
+            save_checkpoint(accelerator, args.output_dir, step, samples_seen, identity, args.checkpoints_total_limit)
         if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
             if accelerator.is_main_process:
                 with averaged(ema, parameters):

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -47,11 +47,17 @@ def open_output_dir(accelerator: Accelerator, output_dir: str, resuming: bool) -
 
 
 def save_checkpoint(
-    accelerator: Accelerator, output_dir: str, step: int, samples_seen: int, total_limit: int | None = None
+    accelerator: Accelerator,
+    output_dir: str,
+    step: int,
+    samples_seen: int,
+    identity: dict[str, Any],
+    total_limit: int | None = None,
 ) -> None:
     """Write `checkpoint-{step}`: all that `accelerator` prepared or registered, and every rank's RNG states.
 
-    Called on every rank. Of complete checkpoints the newest `total_limit` are kept.
+    Called on every rank. `identity` is what a run must share with this one to resume from it (JSON values). Of all
+    complete checkpoints the newest `total_limit` are kept.
 
     Raises:
         WorkFailed: it could not be written, for instance because the disk is full; those before it are untouched.
@@ -60,7 +66,7 @@ def save_checkpoint(
     partial = root / f".{name}.partial"
 
     def publish() -> None:
-        state = {"global_step": step, "samples_seen": samples_seen}
+        state = {"global_step": step, "samples_seen": samples_seen, "identity": identity}
         (partial / MARK).write_text(json.dumps(state), encoding="utf-8")
         _flush(partial)
         _remove(root / name)  # there only after resuming from an older one
@@ -81,18 +87,25 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: str) -> tuple[int, int]:
+def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[str, Any]) -> tuple[int, int]:
     """Bring all that `accelerator` prepared or registered, and the RNGs, to where `checkpoint` was written.
 
     Returns:
         The optimizer steps made and the samples seen until then.
 
     Raises:
-        UserError: it belongs to another model or optimizer, or was not written by this module.
+        UserError: its `identity` is another, or it was not written by this module.
     """
+    state = json.loads((Path(checkpoint) / MARK).read_text(encoding="utf-8"))
+    theirs = state.get("identity", {})
+    for name, ours in identity.items():
+        if theirs.get(name) != ours:
+            raise UserError(
+                f"--resume_from_checkpoint {checkpoint} was written with {name} {theirs.get(name)}, this run has "
+                f"{ours}; resume with the flags that it was written with"
+            )
     try:
         accelerator.load_state(checkpoint)
-        state = json.loads((Path(checkpoint) / MARK).read_text(encoding="utf-8"))
         return state["global_step"], state["samples_seen"]
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
