@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 2. Images and captions: encoded once, after which VAE and text encoders leave the device
     with accelerator.main_process_first():
         rows = load_captioned(image_args, resolution)
-    samples = FramedImages(rows, encoders, resolution, image_args, args.seed)
+    samples = FramedImages(rows, encoders.tokenize, resolution, image_args, args.seed)
     empty_prompt = {name: value.to(accelerator.device) for name, value in encoders.encode_prompts([""]).items()}
     validation = Validation(model_args, args, encoders, resolution, Path(args.output_dir, "samples"))
     if image_args.cache_latents:

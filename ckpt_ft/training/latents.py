@@ -29,7 +29,7 @@ from .images import open_image
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from .encoders import Encoders
+    from .encoders import Encoders, Tokenize
 
 SHARD = 256
 Row = dict[str, Tensor]
@@ -42,9 +42,8 @@ class FramedImages(TorchDataset[Row]):
     So any process can make any row of any epoch, in any order: resuming needs no state of this dataset.
     """
 
-    def __init__(self, rows: Dataset, encoders: Encoders, resolution: int, args: ImageArguments, seed: int) -> None:
-        self.rows, self.resolution, self.args, self.seed = rows, resolution, args, seed
-        self.tokenize = encoders.tokenize
+    def __init__(self, rows: Dataset, tokenize: Tokenize, resolution: int, args: ImageArguments, seed: int) -> None:
+        self.rows, self.tokenize, self.resolution, self.args, self.seed = rows, tokenize, resolution, args, seed
 
     def __len__(self) -> int:
         return len(self.rows)
