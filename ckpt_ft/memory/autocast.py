@@ -144,4 +144,6 @@ def cuda_means_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(autocast, "__init__", as_cuda))
         stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
         stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
+        # GradScaler("cuda") switches itself off where there is no CUDA. [torch/amp/grad_scaler.py]
+        stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         yield

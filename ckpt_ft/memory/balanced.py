@@ -3,7 +3,8 @@
 A fake tensor has no values, so where a step asks for one, a stated case answers:
 - indices (topk, argmax, sort, one_hot) fall evenly on their classes: an expert sees tokens * top_k / experts of them;
 - other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
-- what asks "is there any NaN, padding, packing?" hears no: any() is False, all() is True, is-NaN is False;
+- what asks "is there any NaN, padding, packing?" hears no: any(), == and is-NaN are False, all() is True; but any() of a
+  mask that indices made is True;
 - any other number read is 1, an index 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.ne", "aten.logical_not")
+_NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
 _INDEX_MAKERS = {aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.sort.stable}
 _CARRIERS = {
-    aten.clone.default, aten._to_copy.default, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.cat.default,
+    aten.any.default, aten.any.dim, aten.clone.default, aten._to_copy.default, aten.index.Tensor,
+    aten.index_select.default, aten.gather.default, aten.cat.default,
 }  # fmt: skip
 
 
@@ -70,8 +72,8 @@ class Balanced:
             known = next((k for k in map(self._of, args) if k is not None and k.classes), None)
             if known is not None:
                 self._learn(out, density=1 / known.classes)
-        elif func in _CARRIERS and isinstance(args[0], Tensor):
-            known = self._of(args[0])
+        elif func in _CARRIERS:
+            known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
             if known is not None:
                 self._learn(out, known.classes, known.density)
 
@@ -98,7 +100,8 @@ class Balanced:
             return func(*args, **kwargs)
         if tensor.dtype == torch.bool:
             known = self._of(tensor)
-            value = not self.tracker.made_by(tensor).startswith(_NEGATIVE) or (known is not None and known.density < 1)
+            made_by = self.tracker.made_by(tensor)
+            value = not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
             self._note("a condition on data is taken as in a clean batch: nothing is NaN, padded or packed")
             return value
         known = self._of(tensor)

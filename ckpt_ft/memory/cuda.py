@@ -47,10 +47,26 @@ def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) 
     return op(input if dtype is None else input.to(dtype), dim, False)
 
 
+def to(
+    input: Tensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Everything is on the device already: only another dtype or memory format is a copy. [native/TensorConversions.cpp]"""
+    same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
+    return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
+
+
 def composite(arch: int) -> dict[str, Callable[..., Any]]:
     """Kernels for the AutogradCPU key."""
     return {
         "dropout": dropout,
+        "to.dtype_layout": to,
         "softmax.int": partial(softmax, aten._softmax),
         "log_softmax.int": partial(softmax, aten._log_softmax),
         "scaled_dot_product_attention": partial(sdpa.attention, arch=arch),
@@ -86,20 +102,29 @@ RULES: dict[Any, Rule] = {
 # -- after: scratch and workspaces ------------------------------------------------------------------------------------
 
 
+CUBLASLT_WORKSPACE = 2**20  # parseCUDABlasLtWorkspaceSize in cuda/CublasHandlePool.cpp
+
+
 def cublas_workspace(arch: int) -> int:
-    """Bytes that each thread's cuBLAS handle is given; cuBLASLt shares them. [cuda/CublasHandlePool.cpp]"""
+    """Bytes that each thread's cuBLAS handle is given, 32 MiB on Hopper. [cuda/CublasHandlePool.cpp]"""
     return 32 * 2**20 if arch == 90 else 2 * 4096 * 2**10 + 8 * 16 * 2**10
 
 
 def matmul(arch: int) -> After:
-    """The first matmul of a thread allocates its workspace, for good; autograd's thread is another than the main one."""
-    given: set[bool] = set()
+    """The first matmul of a thread allocates its cuBLAS workspace, for good; autograd's thread is another than the main one.
+
+    A matmul with a bias goes through cuBLASLt, which takes a workspace of 1 MiB of its own.
+    [cuda/CublasHandlePool.cpp; native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt]
+    """
+    given: set[tuple[bool, bool]] = set()
 
     def workspace(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         in_autograd = tracker.phase == "backward"
-        if in_autograd not in given:
-            given.add(in_autograd)
-            tracker.allocate(cublas_workspace(arch), "workspace", str(func))
+        fused_bias = func is aten.addmm.default and args[0].dim() == 1 and min(args[2].shape) > 1 and not kwargs
+        for uses_lt, nbytes in ((False, cublas_workspace(arch)), (True, CUBLASLT_WORKSPACE)):
+            if (in_autograd, uses_lt) not in given and (fused_bias or not uses_lt):
+                given.add((in_autograd, uses_lt))
+                tracker.allocate(nbytes, "workspace", str(func))
 
     return workspace
 
@@ -183,7 +208,10 @@ def behave_like(arch: int) -> Iterator[None]:
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
     """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity: a step that counts."""
-    lists = [function.__globals__["_foreach_supported_types"] for function in (_default_to_fused_or_foreach, _has_foreach_support)]
+    lists = [
+        function.__globals__["_foreach_supported_types"]
+        for function in (_default_to_fused_or_foreach, _has_foreach_support)
+    ]
     for types in lists:
         types.append(FakeTensor)
 

@@ -13,8 +13,21 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 # Views by meaning, whatever their schema says, and ops that touch no data.
-_NO_KERNEL = {"detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "resize_", "empty", "empty_like",
-              "empty_strided", "new_empty", "new_empty_strided", "device"}
+_NO_KERNEL = {
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+    "set_",
+    "resize_",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "device",
+}
 # Ops that read rows of their first argument, not all of it: they move what they write, twice.
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 # A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements (ATen/native/cuda/MultiTensorApply.cuh).
@@ -27,6 +40,13 @@ def describe(func: OpOverload) -> tuple[str, bool, bool, Callable[..., int] | No
     short = func._schema.name.partition("::")[2]
     silent = func.is_view or short in _NO_KERNEL
     return str(func), silent, short in _GATHERS, flop_registry.get(func._overloadpacket)
+
+
+@cache
+def causal_at(func: OpOverload) -> int | None:
+    """Where an attention op's `is_causal` stands among its arguments."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -49,7 +69,11 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     moved = written if gathers else read
     nbytes = sum(t.numel() * t.itemsize for t in moved) + sum(t.numel() * t.itemsize for t in written)
     flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
-    kernels = _launches(args[0]) if args and isinstance(args[0], (tuple, list)) and "_foreach" in func._schema.name else 1
+    if flops and causal_at(func) is not None and args[causal_at(func) :][:1] == (True,):
+        flops //= 2  # what the mask hides is not computed, and the formula counts it
+    kernels = (
+        _launches(args[0]) if args and isinstance(args[0], (tuple, list)) and "_foreach" in func._schema.name else 1
+    )
     return int(flops), nbytes, "" if main is None else str(main.dtype)[6:], kernels
 
 
