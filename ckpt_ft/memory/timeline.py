@@ -30,6 +30,18 @@ COLOURS = {
 }
 
 
+def holders(trace: StepTrace, n: int = 10) -> list[Holder]:
+    """The `n` largest holders of the peak with a model's repeated layers taken together, as "layers.*.mlp"."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for holder in trace.holders(len(trace.storages)):
+        module = ".".join("*" if part.isdecimal() else part for part in holder.module.split("."))
+        group = groups.setdefault((module, holder.op, holder.category), [0, 0])
+        group[0] += holder.nbytes
+        group[1] += holder.count
+    rows = [Holder(*key, nbytes, count) for key, (nbytes, count) in groups.items()]
+    return sorted(rows, key=lambda row: -row.nbytes)[:n]
+
+
 @dataclass
 class Timeline:
     """Bytes by category at moments of one step.
@@ -58,7 +70,7 @@ class Timeline:
         used = [name for name in CATEGORIES if any(rows[at][name] for at in moments)]
         series = {name: [rows[at][name] for at in moments] for name in used}
         marks = [(max(at - first, 0), name) for at, name in trace.marks if at >= trace.start and name in PHASES]
-        return cls(moments, series, marks, trace.peak_at - first, trace.holders(10), source)
+        return cls(moments, series, marks, trace.peak_at - first, holders(trace), source)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Timeline:
