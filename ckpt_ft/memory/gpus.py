@@ -72,12 +72,25 @@ def _gpu(
     bandwidth: float,
     rates: tuple[float, float, float, float, float],
     efficiency: tuple[float, float],
-    **more: float,
+    bandwidth_efficiency: float = 0.89,
 ) -> GPU:
     """A row of the table below: GiB, GB/s and TFLOP/s in, bytes and FLOP/s out."""
-    flops = [rate * 1e12 for rate in rates]
+    fp32, tf32, fp16, bf16, fp8 = (rate * 1e12 for rate in rates)
+    total, outside = round(memory * GIB), round(context * GIB)
     return GPU(
-        name, arch, sms, round(memory * GIB), round(context * GIB), bandwidth * 1e9, *flops, *efficiency, **more
+        name,
+        arch,
+        sms,
+        total,
+        outside,
+        bandwidth * 1e9,
+        fp32,
+        tf32,
+        fp16,
+        bf16,
+        fp8,
+        *efficiency,
+        bandwidth_efficiency,
     )
 
 

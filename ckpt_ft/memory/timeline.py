@@ -123,7 +123,7 @@ class Timeline:
 
     def _label_peak(self, axes: Axes, peak: int, unit: int) -> None:
         lines = [f"peak {format_bytes(peak)}"]
-        for holder in self.holders[:3]:
+        for holder in self.holders[:4]:
             what = " ".join(filter(None, (holder.category, holder.module, holder.op.removesuffix(".default"))))
             what = what if len(what) <= 60 else f"{what[:28]} … {what[-28:]}"
             lines.append(f"{format_bytes(holder.nbytes):>10}  {what}")
