@@ -25,6 +25,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
 from . import autocast, cudnn, sdpa
+from .fake_kernels import as_dtype
 from .tracker import After, Rule, Tracker
 
 aten = torch.ops.aten
@@ -79,7 +80,7 @@ def composite(arch: int) -> dict[str, Callable[..., Any]]:
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mean and rstd are float32 whatever the input (acc_type); GroupNorm's are not. [native/cuda/layer_norm_kernel.cu]"""
     out, mean, rstd = func(*args, **kwargs)
-    return out, _as_float32(mean), _as_float32(rstd)
+    return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
 def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,12 +90,15 @@ def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
 
 
-def _as_float32(statistics: Tensor) -> Tensor:
-    return statistics if statistics.dtype == torch.float32 else torch.empty_like(statistics, dtype=torch.float32)
+def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's: the batch's statistics in float32, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
+    out, mean, rstd = func(*args, **kwargs)
+    return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
 RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: layer_norm,
+    aten.native_batch_norm.default: batch_norm,
     aten._fused_rms_norm.default: fused_rms_norm,
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 from ..errors import UserError
-from . import cuda
+from . import cuda, fake_kernels
 from .balanced import Balanced
 from .memo import CPU, Memo
 from .opinfo import tensors
@@ -108,7 +108,7 @@ class FakeTracker(Tracker):
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
         self.fake_mode, self.gpu = fake_mode, gpu
         self.balanced = Balanced(self)
-        self.rules = {aten._grouped_mm.default: grouped_mm, **self.balanced.answers, **(cuda.RULES if gpu else {})}
+        self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
         self._memo = Memo(fake_mode)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
@@ -162,16 +162,6 @@ class FakeTracker(Tracker):
             if type(real.grad) is FakeTensor:
                 real.grad = None
         self._fakes.clear()
-
-
-def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """torch._grouped_mm in any dtype: the fake kernel knows bfloat16 only, though CUDA and the CPU compute the others too."""
-    a, b = args[:2]
-    groups = args[2].numel() if len(args) > 2 and args[2] is not None else 0
-    shape = [groups, a.size(0), b.size(1)] if a.dim() == b.dim() == 2 else [*a.shape[:-1], b.size(-1)]
-    if a.dim() == 3 and b.dim() == 2:
-        shape = [a.size(1), b.size(1)]
-    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=CPU)
 
 
 def fake_like(tensor: Tensor) -> Tensor:
