@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -191,3 +192,11 @@ def test_provenance_names_versions(monkeypatch):
     assert facts["command"] == "llm.py --output_dir 'my dir'"
     assert facts["policy"] == "full"
     assert {"python", "torch", "transformers", "accelerate"} <= facts["versions"].keys()
+
+
+def test_a_trace_draws_itself(tmp_path, monkeypatch):
+    assert small_trace().plot(tmp_path / "step.svg").read_text().startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'ckpt_ft\[plot\]'"):
+        small_trace().plot(tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()
