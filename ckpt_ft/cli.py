@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,12 @@ Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bf
 MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
 Lora = Annotated[int, typer.Option("--lora", help="LoRA rank; 0 trains all weights")]
-LoraTargets = Annotated[str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")]
-Attention = Annotated[str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")]
+LoraTargets = Annotated[
+    str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
+]
+Attention = Annotated[
+    str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
+]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
@@ -92,7 +95,9 @@ def estimate(
     seq_length: SeqLength = 1024,
     resolution: Resolution = 0,
     device: Device = "a100-80gb",
-    capacity: Annotated[str, typer.Option("--capacity", help="memory of the card, e.g. 24GiB; by default the device's")] = "",
+    capacity: Annotated[
+        str, typer.Option("--capacity", help="memory of the card, e.g. 24GiB; by default the device's")
+    ] = "",
     dtype: Dtype = "float32",
     mixed_precision: MixedPrecision = "no",
     optimizer: Optimizer = "adamw_fused",
@@ -108,7 +113,17 @@ def estimate(
     Policy.parse(policy)
     gpu = _gpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
-    settings = _settings(seq_length, resolution, dtype, mixed_precision, optimizer, lora, lora_targets, attn_implementation, load_in_4bit)
+    settings = _settings(
+        seq_length,
+        resolution,
+        dtype,
+        mixed_precision,
+        optimizer,
+        lora,
+        lora_targets,
+        attn_implementation,
+        load_in_4bit,
+    )
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings)
@@ -147,10 +162,17 @@ def explain(
         for name in dict.fromkeys(("none", policy)):
             progress(f"tracing a step under {name}")
             applied = apply_policy(workload.model, name)
-            kept[name] = trace_step(workload.model, workload.step(batch_size), device=gpu or "cpu").module_activations()
+            kept[name] = trace_step(
+                workload.model, workload.step(batch_size), device=gpu or "cpu"
+            ).module_activations()
         blocks = applied.found.blocks or apply_policy(workload.model, "full").found.blocks
     print(applied.explain())
-    table = Table("kind of block", "blocks", *(f"kept by one, {name}" for name in kept), title=f"activations kept for backward, batch {batch_size}")
+    table = Table(
+        "kind of block",
+        "blocks",
+        *(f"kept by one, {name}" for name in kept),
+        title=f"activations kept for backward, batch {batch_size}",
+    )
     for kind in dict.fromkeys(type(block).__name__ for block in blocks.values()):
         names = [name for name, block in blocks.items() if type(block).__name__ == kind]
         per_block = [format_bytes(_inside(activations, names) // len(names)) for activations in kept.values()]
@@ -232,7 +254,11 @@ def _estimate(workload: Any, policy: str, batch_size: int, gpu: Any, capacity: i
 
     applied = apply_policy(workload.model, policy)
     trace = trace_step(
-        workload.model, workload.step(batch_size), make_optimizer=workload.make_optimizer, device=gpu or "cpu", warmup_steps=1
+        workload.model,
+        workload.step(batch_size),
+        make_optimizer=workload.make_optimizer,
+        device=gpu or "cpu",
+        warmup_steps=1,
     )
     return Estimate(
         model=workload.name,
@@ -271,10 +297,13 @@ def _print_estimate(result: Estimate) -> None:
     console.print(main)
     holders = Table("module", "operator", "kind", "held", title="what holds the peak")
     for holder in result.holders:
-        holders.add_row(holder["module"] or "-", holder["op"] or "-", holder["category"], format_bytes(holder["nbytes"]))
+        holders.add_row(
+            holder["module"] or "-", holder["op"] or "-", holder["category"], format_bytes(holder["nbytes"])
+        )
     console.print(holders)
     if result.headroom is not None and result.capacity is not None:
-        verdict = f"fits, {format_bytes(result.headroom)} to spare" if result.headroom >= 0 else f"does not fit: {format_bytes(-result.headroom)} too much"
+        room = format_bytes(abs(result.headroom))
+        verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
         console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
     for note in result.notes:
         console.print(f"note: {note}")
@@ -285,7 +314,7 @@ def _inside(activations: dict[str, int], names: list[str]) -> int:
     return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
 
 
-class _progress:  # noqa: N801  used as a with-statement's noun
+class _progress:
     """A status line on stderr while something runs, silent where stderr is no terminal."""
 
     def __enter__(self) -> Any:
@@ -298,4 +327,4 @@ class _progress:  # noqa: N801  used as a with-statement's noun
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

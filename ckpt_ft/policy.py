@@ -119,7 +119,8 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
         entries = value.get(key, ())
         if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
             raise UserError(f"policy: '{key}' is a list of names, not {entries!r}")
-    return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+    return cls(**fields)
 
 
 def _from_string(cls: type[Policy], text: str) -> Policy:
@@ -135,7 +136,7 @@ def _from_string(cls: type[Policy], text: str) -> Policy:
             _add(fields, key, new, text)
     if fields.get("save") and fields.get("scope", "none") == "none":
         if "scope" in fields:
-            raise UserError(f"policy '{text}': 'none' checkpoints nothing, so 'save:' has nothing to act in; drop 'none'")
+            raise UserError(f"policy '{text}': 'none' checkpoints nothing for 'save:' to act in; drop 'none'")
         fields["scope"] = "full"
     try:
         return cls(**fields)
@@ -155,7 +156,7 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
         try:
             return {"budget": float(detail)}
         except ValueError:
-            raise UserError(f"policy '{text}': 'budget:{detail}' needs a number from 0 to 1, as in budget:0.5") from None
+            raise UserError(f"policy '{text}': 'budget:{detail}' needs a number from 0 to 1, as in 0.5") from None
     if detail:
         raise UserError(f"policy '{text}': '{name}' takes nothing after it; write '{name}'")
     return {"scope": name} if name in SCOPES else {name: True}
@@ -169,7 +170,11 @@ def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
     elif old == new:
         fields[key] = new
     else:
-        what = f"{key}s {old} and {new}" if key in ("scope", "budget") else f"'{fields['scope']}:{old}' and '{fields['scope']}:{new}'"
+        what = (
+            f"{key}s {old} and {new}"
+            if key in ("scope", "budget")
+            else f"'{fields['scope']}:{old}' and '{fields['scope']}:{new}'"
+        )
         raise UserError(f"policy '{text}': {what} contradict each other; keep one")
 
 
@@ -215,7 +220,8 @@ def _validate_group(group: str) -> None:
         raise UserError(f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up")
     if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
         raise UserError(
-            f"save: no op group '{group}'{_meant(group, OP_GROUPS)} ({', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm)"
+            f"save: no op group '{group}'{_meant(group, OP_GROUPS)} "
+            f"({', '.join(OP_GROUPS)}, matmul/2, or an op name such as aten.bmm)"
         )
 
 
@@ -228,7 +234,7 @@ def _validate_unions(policy: Policy) -> None:
     if policy.auto and others:
         raise UserError(f"'auto' chooses the whole policy; give it alone, without {', '.join(others)}")
     if policy.budget is not None:
-        if isinstance(policy.budget, bool) or not isinstance(policy.budget, (int, float)) or not 0 <= policy.budget <= 1:
+        if not (isinstance(policy.budget, (int, float)) and 0 <= policy.budget <= 1):
             raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
         if policy.checkpoints or policy.pointwise or policy.offload:
             raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
@@ -246,4 +252,3 @@ def _canonical_order(group: str) -> tuple[int, str]:
 def _meant(given: str, known: tuple[str, ...] | list[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
-

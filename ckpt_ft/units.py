@@ -7,7 +7,17 @@ import re
 from .errors import UserError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-_FACTORS = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_FACTORS = {
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -20,15 +30,17 @@ def parse_bytes(text: str | int) -> int:
     match = _QUANTITY.fullmatch(str(text))
     factor = _FACTORS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None or float(match[1]) * factor < 1:
-        raise UserError(f"'{text}' is not an amount of memory; write a positive number with a unit, as in 24GiB or 600MiB")
+        raise UserError(
+            f"'{text}' is not an amount of memory; write a positive number with a unit, as in 24GiB or 600MiB"
+        )
     return round(float(match[1]) * factor)
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: GiB with two decimals, MiB with one below 1 GiB, KiB below 1 MiB."""
+    """`nbytes` for people: GiB with two decimals, MiB with one below 1 GiB, KiB below 1 MiB, B below 1 KiB."""
     size = abs(nbytes)
     if size >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
     if size >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
-    return f"{nbytes / KIB:.1f} KiB"
+    return f"{nbytes / KIB:.1f} KiB" if size >= KIB else f"{nbytes} B"

@@ -48,7 +48,7 @@ class AppliedPolicy:
         policy: the policy.
         model: the model that `apply_policy` was given.
         covered: qualified names of the modules that are re-run in backward.
-        uncovered: names of the blocks outside of every checkpoint.
+        uncovered: names of the blocks in which nothing is re-run.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -99,13 +99,25 @@ class AppliedPolicy:
         return [group for group in self.policy.save if group.partition("/")[0] not in fired]
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the model: after the first forward with gradients every op group should have fired."""
+        """Forward hook of the model: after the first forward with gradients what was asked for should have happened."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.hooks.pop().remove()
         for group in self.never_fired():
-            reason = "; its attention runs as plain matmuls (attn_implementation 'eager')?" if group == "attention" else ""
-            warnings.warn(f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}", stacklevel=2)
+            reason = (
+                ": attention runs as plain matmuls here (attn_implementation 'eager'?)" if group == "attention" else ""
+            )
+            warnings.warn(
+                f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}",
+                stacklevel=2,
+            )
+        segments = {id(part.segment): part.segment for part in self.installed if isinstance(part, SegmentMember)}
+        if segments and not any(segment.joined for segment in segments.values()):
+            warnings.warn(
+                f"policy '{self.policy}': no block was given the output of the block before it (FSDP wraps them?), so each "
+                "block is a checkpoint of its own, as under 'full'",
+                stacklevel=2,
+            )
 
 
 def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> AppliedPolicy:
@@ -180,7 +192,7 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
             applied.regions.append(region)
     for module in _outermost_pretrained(applied.model):
         applied.hooks.append(module.register_forward_pre_hook(_without_kv_cache, with_kwargs=True))
-    if policy.save:
+    if policy.save or policy.scope in ("segments", "sqrt"):
         applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
 
 
@@ -215,7 +227,9 @@ def _stage_regions(applied: AppliedPolicy) -> list[Region]:
     policy, stages = applied.policy, applied.found.stages
     kind = type(applied.model).__name__
     if not stages:
-        raise UserError(f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks")
+        raise UserError(
+            f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks"
+        )
     if not policy.members:
         return [Region(stage.name, stage.module, tuple(stage.blocks)) for stage in stages]
     for member in policy.members:

@@ -27,8 +27,10 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 _PARALLEL = re.compile("expert|heads?$|branch", re.IGNORECASE)  # lists whose elements do not follow each other
 _LONE_STAGES = {"mid_block", "mid"}  # a U-Net's level that stands outside of the lists of levels
 _ATTENTION = re.compile(r"(attention|attn)(?!.*decoderlayer)", re.IGNORECASE)
-_MLP = re.compile(r"mlp|feed_?forward|ffn|densereludense|denseact|layerff|moe|expert|intermediate$|(?<!self)output$", re.IGNORECASE)
-_BARE_MLP = re.compile(r"(fc|linear|lin)_?[12]$|ffn(_output)?$")  # OPT, nn.TransformerEncoderLayer, ALBERT: no module of its own
+_MLP = re.compile(r"mlp|feed_?forward|ffn|layerff|moe|expert|intermediate$|(?<!self)output$", re.IGNORECASE)
+_BARE_MLP = re.compile(
+    r"(fc|linear|lin)_?[12]$|ffn(_output)?$"
+)  # OPT, nn.TransformerEncoderLayer, ALBERT: no module of its own
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     blocks = finder.blocks or dict(_bare_layers(model))
     if not blocks:
         raise UserError(
-            f"{type(model).__name__} holds no repeated blocks: a policy needs a ModuleList or Sequential of at least two like modules"
+            f"{type(model).__name__} holds no repeated blocks: a policy needs a ModuleList or Sequential of like modules"
         )
     return Blocks(blocks, finder.stages if len(finder.stages) > 1 else _sibling_sequentials(model, blocks))
 
@@ -75,7 +77,9 @@ def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]
     return found
 
 
-def _outermost(name: str, module: nn.Module, pattern: re.Pattern[str], skip: re.Pattern[str] | None) -> Iterator[Named]:
+def _outermost(
+    name: str, module: nn.Module, pattern: re.Pattern[str], skip: re.Pattern[str] | None
+) -> Iterator[Named]:
     for key, child in module.named_children():
         kind, path = type(child).__name__, f"{name}.{key}"
         if skip is not None and skip.search(kind):
@@ -141,7 +145,9 @@ class _Finder:
 
     def is_stage(self, module: nn.Module) -> bool:
         """Whether `module` only strings blocks together: it owns a list of them, and is no residual block itself."""
-        lists = [child for key, child in module.named_children() if isinstance(child, _LISTS) and not _PARALLEL.search(key)]
+        lists = [
+            child for key, child in module.named_children() if isinstance(child, _LISTS) and not _PARALLEL.search(key)
+        ]
         layers = [[element for element in child.children() if _has_parameters(element)] for child in lists]
         if any(self.is_layer(element) for elements in layers for element in elements):
             return True

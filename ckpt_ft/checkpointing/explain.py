@@ -29,7 +29,14 @@ def rows(applied: AppliedPolicy) -> list[dict[str, Any]]:
     table = []
     for kind, count in covered.items():
         total = blocks.get(kind, count)
-        table.append({"module": kind, "count": total, "re-run": count, "kept": inside if count == total else f"{inside}; others {kept_open}"})
+        table.append(
+            {
+                "module": kind,
+                "count": total,
+                "re-run": count,
+                "kept": inside if count == total else f"{inside}; others {kept_open}",
+            }
+        )
     for kind, count in open_blocks.items():
         if kind not in covered:
             table.append({"module": kind, "count": count, "re-run": 0, "kept": kept_open})
@@ -39,7 +46,13 @@ def rows(applied: AppliedPolicy) -> list[dict[str, Any]]:
 def table(applied: AppliedPolicy) -> str:
     """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    main = Table("module", "count", "re-run", "kept for backward", title=f"policy {applied.policy} on {type(applied.model).__name__}")
+    main = Table(
+        "module",
+        "count",
+        "re-run",
+        "kept for backward",
+        title=f"policy {applied.policy} on {type(applied.model).__name__}",
+    )
     for row in rows(applied):
         main.add_row(row["module"], str(row["count"]), str(row["re-run"]), row["kept"])
     console.print(main)
@@ -51,12 +64,14 @@ def table(applied: AppliedPolicy) -> str:
         console.print(extra)
     for line in _notes(applied):
         console.print(line)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def _notes(applied: AppliedPolicy) -> list[str]:
     total, open_blocks = len(applied.found.blocks), len(applied.uncovered)
-    notes = [f"{total - open_blocks} of {total} blocks are covered by a checkpoint"] if applied.policy.checkpoints else []
+    notes = (
+        [f"{total - open_blocks} of {total} blocks are re-run, whole or in part"] if applied.policy.checkpoints else []
+    )
     if applied.policy.scope in ("segments", "sqrt"):
         runs = len({id(wrapper.segment) for wrapper in applied.installed if hasattr(wrapper, "segment")})
         alone = sum(1 for wrapper in applied.installed if not hasattr(wrapper, "segment"))
@@ -74,7 +89,7 @@ def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
     kind = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
     if kind is None or not isinstance(model, kind) or "encoder" in model._modules:  # a VAE's re-runs whole levels
         return None
-    if not model._supports_gradient_checkpointing:  # type: ignore[truthy-function]
+    if not model._supports_gradient_checkpointing:
         return 0
     modules = dict(model.named_modules())
     return sum(1 for name in blocks if _diffusers_reruns(name, modules))

@@ -54,7 +54,7 @@ NAMES: dict[str, frozenset[str]] = {
     "router": frozenset({"aten.topk.default"}),
 }
 PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and custom attention forwards
-    "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(flash_?attn|flash_attention|flex_attention|attention|attn)", re.IGNORECASE),
+    "attention": re.compile(r"(?!aten\.)(?!.*(backward|bwd)).*(attention|attn)", re.IGNORECASE),
     "matmul": re.compile(r"(bitsandbytes\.gemm|torchao\..*(mm|linear)|.*grouped_mm)", re.IGNORECASE),
 }
 
@@ -72,7 +72,7 @@ def group_of(op: str) -> str | None:
 
 
 def check_op_name(name: str) -> None:
-    """Raise UserError unless this torch has the operator `name` (`aten.bmm`, `aten.bmm.default`) and its output is new memory."""
+    """Raise UserError unless this torch has the operator `name` (`aten.bmm.default`) and its output is new memory."""
     namespace, op, *overload = name.split(".")
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
@@ -83,5 +83,7 @@ def check_op_name(name: str) -> None:
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")
-    if any(getattr(packet, part)._schema.is_mutable for part in overload or packet.overloads() if not part.endswith("out")):
+    if any(
+        getattr(packet, part)._schema.is_mutable for part in overload or packet.overloads() if not part.endswith("out")
+    ):
         raise UserError(f"save: '{name}' writes into its input; there is no output of its own to keep")

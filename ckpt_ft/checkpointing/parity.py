@@ -52,13 +52,21 @@ class Parity:
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120, color_system=None)
-        table = Table("quantity", "without", "with", "relative difference", "", title=f"parity of policy {self.policy}")
+        table = Table(
+            "quantity", "without", "with", "relative difference", "", title=f"parity of policy {self.policy}"
+        )
         for row in self.rows:
-            table.add_row(row.what, row.plain, row.policy, f"{row.difference:.1e}" if row.difference else "0", "same" if row.same else "DIFFERS")
+            table.add_row(
+                row.what,
+                row.plain,
+                row.policy,
+                f"{row.difference:.1e}" if row.difference else "0",
+                "same" if row.same else "DIFFERS",
+            )
         console.print(table)
         for line in (*self.causes, *self.notes):
             console.print(line, soft_wrap=True)
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def check_parity(
@@ -139,7 +147,9 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.T
     try:
         value = loss(model, batch)
         if not value.requires_grad:
-            raise UserError("the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels")
+            raise UserError(
+                "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
+            )
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         after = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -152,11 +162,15 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.T
                 b.copy_(buffers[name])
 
 
-def _compare(model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, other: _Outcome, tolerance: float) -> Parity:
+def _compare(
+    model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, other: _Outcome, tolerance: float
+) -> Parity:
     shared = plain.gradients.keys() & other.gradients.keys()
 
     def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-        return max(((_relative(mine[key], theirs[key]), key) for key in mine.keys() & theirs.keys()), default=(0.0, ""))
+        return max(
+            ((_relative(mine[key], theirs[key]), key) for key in mine.keys() & theirs.keys()), default=(0.0, "")
+        )
 
     loss, floor = _relative(plain.loss, other.loss), _relative(plain.loss, noise.loss)
     gradient, at = worst(plain.gradients, other.gradients)
@@ -192,13 +206,14 @@ def _compare(model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, othe
 
 def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome) -> list[str]:
     """The classic trap behind each difference."""
-    loss, received, gradients, buffers, random = rows
+    loss, _, gradients, buffers, random = rows
     causes = []
     missing = [name for name in plain.gradients if name not in other.gradients]
     if missing:
         causes.append(
-            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A reentrant checkpoint whose "
-            "inputs need no gradient trains nothing, and so looks fast, and so does no_grad inside a region; use use_reentrant=False"
+            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A reentrant "
+            "checkpoint whose inputs need no gradient trains nothing, and so looks fast, and so does no_grad inside a "
+            "region; use use_reentrant=False"
         )
     if not buffers.same:
         what = buffers.what.partition("worst: ")[2].rstrip(")")
@@ -211,15 +226,20 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
     if loss.same and not gradients.same:
         if _has_dropout(model):
             causes.append(
-                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other random numbers than forward; "
-                "preserve the random state"
+                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other random numbers "
+                "than forward; preserve the random state"
             )
         else:
-            causes.append("the loss is right and gradients are not: a region's second run differs from its first; does it read state from outside?")
+            causes.append(
+                "the loss is right and gradients are not: a region's second run differs from its first; "
+                "does it read state from outside?"
+            )
     if not loss.same:
         causes.append("the loss itself differs: forward computes something else under this policy")
     if not random.same:
-        causes.append("the random state after the step differs: recomputation moved the generator, so later steps draw other numbers")
+        causes.append(
+            "the random state after the step differs: recomputation moved the generator, so later steps draw other numbers"
+        )
     return causes
 
 
@@ -227,14 +247,19 @@ def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in plain.gradients]
     notes = []
     if idle:
-        notes.append(f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or without the policy")
+        notes.append(
+            f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or without "
+            "the policy"
+        )
     if any(not torch.equal(plain.gradients[key], noise.gradients[key]) for key in plain.gradients):
-        notes.append("note: two steps without any policy differ from each other here; differences up to theirs count as the same")
+        notes.append(
+            "note: two steps without any policy differ from each other here; differences up to theirs count as the same"
+        )
     return notes
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the largest value; NaN in the same places is no difference, elsewhere an infinite one."""
+    """Largest difference relative to the largest value; infinite where only one of them is finite."""
     if torch.equal(a, b):
         return 0.0
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -244,7 +269,11 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    rates = (getattr(module, name, 0.0) for module in model.modules() for name in ("p", "dropout", "attention_dropout", "drop_prob"))
+    rates = (
+        getattr(module, name, 0.0)
+        for module in model.modules()
+        for name in ("p", "dropout", "attention_dropout", "drop_prob")
+    )
     return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from . import rng
 from .buffers import Buffers, swap_in, swap_out
-from .selective import Selection
+from .selective import Selection, compiled_contexts
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
@@ -29,6 +29,9 @@ class Checkpointed:
     """A module's forward under activation checkpointing; acts where gradients are on, in train and eval mode alike."""
 
     def __init__(self, module: nn.Module, selection: Selection | None) -> None:
+        previous = module.__dict__.get("forward")
+        if isinstance(previous, Checkpointed):  # of a policy on another part of the model: this one takes its place
+            previous.remove()
         self.module = module
         self.previous = module.__dict__.get("forward")
         self.forward = module.forward
@@ -40,10 +43,12 @@ class Checkpointed:
         return self.forward
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[method-assign,assignment]
+        self.module.forward = self
 
     def remove(self) -> None:
         """Give the module the forward it had."""
+        if self.module.__dict__.get("forward") is not self:  # taken off already
+            return
         if self.previous is None:
             del self.module.forward
         else:
@@ -61,7 +66,9 @@ class Checkpointed:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = functools.partial(self.forward, **kwargs) if kwargs else self.forward
         if torch.compiler.is_compiling():  # the compiler sees to random state and buffers itself
-            context_fn = noop_context_fn if self.selection is None else functools.partial(_contexts, self.selection)
+            if self.selection is None:
+                return checkpoint(forward, *args, use_reentrant=False)
+            context_fn = functools.partial(compiled_contexts, self.selection)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn)
         return checkpoint(
             forward,
@@ -123,10 +130,6 @@ class SecondRun:
         self.current = []
 
 
-def _contexts(selection: Selection) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return selection.contexts()
-
-
 def _device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Where the region runs: the device of the first tensor it is given, else of its parameters."""
     for value in (*args, *kwargs.values()):
@@ -135,13 +138,15 @@ def _device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments without a KV cache, which a second run would write again (as transformers' own layers drop it)."""
     if getattr(module, "_can_checkpoint_with_cache", False):  # only reads it (transformers >= 5.23)
         return args, kwargs
     if any(_is_cache(value) for value in args):
         args = tuple(None if _is_cache(value) else value for value in args)
-    dropped = {key: None for key, value in kwargs.items() if key in _CACHE_ARGUMENTS and value is not None or _is_cache(value)}
+    dropped = {key: None for key, value in kwargs.items() if _is_cache(value) or key in _CACHE_ARGUMENTS}
     if kwargs.get("use_cache"):
         dropped["use_cache"] = False  # type: ignore[assignment]
     return args, {**kwargs, **dropped} if dropped else kwargs

@@ -16,7 +16,9 @@ class Snapshot:
         self.device, self.states = device, states
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Snapshot) and all(_bytes(a) == _bytes(b) for a, b in zip(self.states, other.states, strict=True))
+        return isinstance(other, Snapshot) and all(
+            _bytes(a) == _bytes(b) for a, b in zip(self.states, other.states, strict=True)
+        )
 
     def restore(self) -> None:
         """Set the generators to these states."""

@@ -76,7 +76,9 @@ class _Held:
 
     def again(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("an input of a checkpointed segment was changed in place after its forward; clone it before")
+            raise RuntimeError(
+                "an input of a checkpointed segment was changed in place after its forward; clone it before"
+            )
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
@@ -148,7 +150,11 @@ class _Frame:
         outputs: list[list[Any]] = []
         for member, held, spec, second, autocast in self.calls:
             leaves = [
-                outputs[leaf.call][leaf.leaf] if isinstance(leaf, _Link) else leaf.again() if isinstance(leaf, _Held) else leaf
+                outputs[leaf.call][leaf.leaf]
+                if isinstance(leaf, _Link)
+                else leaf.again()
+                if isinstance(leaf, _Held)
+                else leaf
                 for leaf in held
             ]
             args, kwargs = tree_unflatten(leaves, spec)

@@ -26,6 +26,7 @@ from . import rng
 from .ops import check_op_name, group_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 class Selection:
@@ -70,9 +71,7 @@ class Selection:
         return group != "matmul" or seen % self.fraction == 0
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of a region's first and second run: `context_fn` of `torch.utils.checkpoint.checkpoint`."""
-        if torch.compiler.is_compiling():
-            return create_selective_checkpoint_contexts(_CompiledChoice(self))
+        """The contexts of a region's first and second run."""
         kept: _Kept = defaultdict(list)
         return _Keeping(self, kept), _Replaying(kept)
 
@@ -81,6 +80,11 @@ class Selection:
 
 
 _Kept = defaultdict[Any, list[Any]]  # operator -> what to do at each of its calls
+
+
+def compiled_contexts(selection: Selection) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts in the form that torch.compile knows, `context_fn` of `torch.utils.checkpoint.checkpoint`."""
+    return create_selective_checkpoint_contexts(_CompiledChoice(selection))
 
 
 class _CompiledChoice:
@@ -114,11 +118,15 @@ class _Keeping(_Mode):
         super().__init__()
         self.selection, self.kept = selection, kept
         self.seen: dict[str, int] = defaultdict(int)
+        self.by_storage: dict[int, _KeptOutput] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         group = self.selection.rule(func)
         if group is None:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            if func is _UNSAFE_VIEW:
+                self.watch(args[0], out)
+            return out
         draws = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, torch._ops.OpOverload) else False
         before = rng.snapshot(args[0].device) if draws else None
         out = func(*args, **(kwargs or {}))
@@ -128,10 +136,18 @@ class _Keeping(_Mode):
         if self.selection.keeps(group, out, seen):
             after = rng.snapshot(args[0].device) if before is not None else None
             entry: Any = _KeptOutput(out, after if after != before else None)
+            if isinstance(out, torch.Tensor):
+                self.by_storage[out.untyped_storage()._cdata] = entry
         else:
             entry = _RECOMPUTE
         self.kept[func].append(entry)
         return out
+
+    def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
+        """A matmul's output is handed on as an `_unsafe_view`: the same memory, with a count of versions of its own."""
+        entry = self.by_storage.get(viewed.untyped_storage()._cdata)
+        if entry is not None:
+            entry.watch(_alias(view))
 
 
 class _Replaying(_Mode):
@@ -150,7 +166,9 @@ class _Replaying(_Mode):
             return func(*args, **(kwargs or {}))
         calls = self.kept[func]
         if index >= len(calls):
-            raise RuntimeError(f"{func} ran more often in recomputation than in forward; the region depends on outside state")
+            raise RuntimeError(
+                f"{func} ran more often in recomputation than in forward; the region depends on outside state"
+            )
         self.next[func] = index + 1
         entry = calls[index]
         if entry is _CONSUMED:
@@ -170,14 +188,15 @@ class _KeptOutput:
     def __init__(self, out: Any, after: rng.Snapshot | None) -> None:
         self.out = tree_map_only(torch.Tensor, _alias, out)
         self.after = after
-        self.versions: list[int] = []
-        tree_map_only(torch.Tensor, lambda x: self.versions.append(x._version), self.out)
+        self.watched: list[tuple[torch.Tensor, int]] = []
+        tree_map_only(torch.Tensor, self.watch, self.out)
+
+    def watch(self, x: torch.Tensor) -> None:
+        self.watched.append((x, x._version))
 
     def intact(self) -> bool:
         """Whether nothing wrote into the output since."""
-        versions: list[int] = []
-        tree_map_only(torch.Tensor, lambda x: versions.append(x._version), self.out)
-        return versions == self.versions
+        return all(x._version == version for x, version in self.watched)
 
     def hand_back(self) -> Any:
         if self.after is not None:

@@ -25,7 +25,9 @@ def diffusion_workload(name: str, config: Mapping[str, Any], settings: Settings)
     try:
         import diffusers
     except ImportError as error:
-        raise UserError(f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'") from error
+        raise UserError(
+            f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
+        ) from error
     kind = config["_class_name"]
     if kind not in _INPUTS:
         raise UserError(f"{name}: no training step is known for {kind} ({', '.join(_INPUTS)})")
@@ -38,7 +40,9 @@ def diffusion_workload(name: str, config: Mapping[str, Any], settings: Settings)
     scale = 1 if kind == "UNet2DModel" else 8  # pixels of an image for one of a latent
     side = settings.resolution // scale if settings.resolution else int(model.config.sample_size or 128)
     if settings.resolution % 8:
-        raise UserError(f"--resolution {settings.resolution}: a latent holds 8 x 8 pixels, so it must be a multiple of 8")
+        raise UserError(
+            f"--resolution {settings.resolution}: a latent holds 8 x 8 pixels, so it must be a multiple of 8"
+        )
     if settings.lora_r and not settings.lora_targets:
         settings = Settings(**{**settings.__dict__, "lora_targets": _ATTENTION_PROJECTIONS})
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
@@ -60,7 +64,10 @@ def noise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _unet(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    return {"sample": torch.zeros(size, config.in_channels, side, side, dtype=dtype), "timestep": torch.zeros(size, dtype=torch.long)}
+    return {
+        "sample": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
+        "timestep": torch.zeros(size, dtype=torch.long),
+    }
 
 
 def _conditional_unet(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
@@ -78,7 +85,9 @@ def _conditional_unet(config: Any, size: int, side: int, dtype: torch.dtype) -> 
 def _sd3(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
     return {
         "hidden_states": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
-        "encoder_hidden_states": torch.zeros(size, _PROMPT_TOKENS["SD3Transformer2DModel"], config.joint_attention_dim, dtype=dtype),
+        "encoder_hidden_states": torch.zeros(
+            size, _PROMPT_TOKENS["SD3Transformer2DModel"], config.joint_attention_dim, dtype=dtype
+        ),
         "pooled_projections": torch.zeros(size, config.pooled_projection_dim, dtype=dtype),
         "timestep": torch.zeros(size, dtype=torch.long),
     }

@@ -70,7 +70,9 @@ class Settings:
         if self.resolution < 0:
             raise UserError(f"--resolution {self.resolution}: a number of pixels, or 0 for the model's own")
         if self.load_in_4bit and not self.lora_r:
-            raise UserError("--load-in-4bit: 4-bit weights cannot be trained themselves; give a LoRA rank, as in --lora 16")
+            raise UserError(
+                "--load-in-4bit: 4-bit weights cannot be trained themselves; give a LoRA rank, as in --lora 16"
+            )
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class Workload:
         return make_optimizer(model, self.settings.optimizer)
 
 
-def training_step(compute_loss: Callable[[nn.Module, Batch], torch.Tensor], make_batch: Callable[[], Batch], settings: Settings) -> Step:
+def training_step(
+    compute_loss: Callable[[nn.Module, Batch], torch.Tensor], make_batch: Callable[[], Batch], settings: Settings
+) -> Step:
     """Forward under autocast, backward, clipping, optimizer step, gradients dropped: Trainer's order and lifetimes."""
     autocast = MIXED_PRECISION[settings.mixed_precision]
 
@@ -167,7 +171,9 @@ def read_config(name: str) -> dict[str, Any]:
         return _read_json(path)
     if path.is_dir():
         for candidate in ("unet/config.json", "transformer/config.json", "config.json"):
-            if (path / candidate).is_file() and (candidate != "config.json" or not (path / "model_index.json").is_file()):
+            if (path / candidate).is_file() and (
+                candidate != "config.json" or not (path / "model_index.json").is_file()
+            ):
                 return _read_json(path / candidate)
         if (path / "model_index.json").is_file():
             raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
@@ -181,7 +187,7 @@ def read_config(name: str) -> dict[str, Any]:
 def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
     """The config from the Hub, or from the Hub's cache on this machine where it cannot be reached."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     offline = not _hub_answers()
     reason = "the Hub cannot be reached" if offline else "the Hub has no config of that name"
@@ -222,11 +228,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _language_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     kind = config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        raise UserError(f"{name}: model type '{kind}' is neither a causal or masked language model nor an image classifier")
+        raise UserError(
+            f"{name}: model type '{kind}' is neither a causal or masked language model nor an image classifier"
+        )
     masked = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "MaskedLM" in (config.get("architectures") or [""])[0]
     built = _build(name, AutoModelForMaskedLM if masked else AutoModelForCausalLM, config, settings)
     text = built.config.get_text_config()
@@ -238,14 +249,27 @@ def _language_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         ids = torch.zeros(size, settings.seq_length, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    return Workload(name, "language model", adapt(built, settings), settings, make_batch, _own_loss, {"seq_length": settings.seq_length})
+    return Workload(
+        name,
+        "language model",
+        adapt(built, settings),
+        settings,
+        make_batch,
+        _own_loss,
+        {"seq_length": settings.seq_length},
+    )
 
 
 def _image_classifier(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
     from transformers import AutoModelForImageClassification
 
     size = settings.resolution or _image_size(config)
-    built = _build(name, AutoModelForImageClassification, {**config, **({"image_size": size} if "image_size" in config else {})}, settings)
+    built = _build(
+        name,
+        AutoModelForImageClassification,
+        {**config, **({"image_size": size} if "image_size" in config else {})},
+        settings,
+    )
     channels = int(getattr(built.config, "num_channels", 3))
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
 
@@ -253,7 +277,9 @@ def _image_classifier(name: str, config: Mapping[str, Any], settings: Settings) 
         pixels = torch.zeros(count, channels, size, size, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.zeros(count, dtype=torch.long)}
 
-    return Workload(name, "image classifier", adapt(built, settings), settings, make_batch, _own_loss, {"resolution": size})
+    return Workload(
+        name, "image classifier", adapt(built, settings), settings, make_batch, _own_loss, {"resolution": size}
+    )
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -269,7 +295,9 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
-            model = auto.from_config(parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None)
+            model = auto.from_config(
+                parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None
+            )
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {' '.join(str(error).split())[:200]}") from error
     return model.train()
@@ -288,9 +316,13 @@ def adapt(model: Any, settings: Settings) -> nn.Module:
     targets = list(settings.lora_targets) or "all-linear"
     try:
         with torch.device("meta"):
-            adapted = get_peft_model(model, LoraConfig(r=settings.lora_r, lora_alpha=2 * settings.lora_r, target_modules=targets))
+            adapted = get_peft_model(
+                model, LoraConfig(r=settings.lora_r, lora_alpha=2 * settings.lora_r, target_modules=targets)
+            )
     except ValueError as error:
-        raise UserError(f"--lora-targets {' '.join(settings.lora_targets)}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(
+            f"--lora-targets {' '.join(settings.lora_targets)}: {' '.join(str(error).split())[:200]}"
+        ) from error
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:
@@ -299,7 +331,10 @@ def adapt(model: Any, settings: Settings) -> nn.Module:
 
 
 def _is_image_model(config: Mapping[str, Any]) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    )
 
     kind = config["model_type"]
     return kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -313,4 +348,6 @@ def _image_size(config: Mapping[str, Any]) -> int:
 def _one_of(flag: str, given: str, allowed: Any) -> None:
     if given not in allowed:
         close = difflib.get_close_matches(given, list(allowed), n=1)
-        raise UserError(f"{flag} '{given}'" + (f"; did you mean '{close[0]}'?" if close else "") + f" ({', '.join(allowed)})")
+        raise UserError(
+            f"{flag} '{given}'" + (f"; did you mean '{close[0]}'?" if close else "") + f" ({', '.join(allowed)})"
+        )

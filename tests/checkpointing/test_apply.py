@@ -1,0 +1,297 @@
+"""apply_policy: coverage, exact recompute counts, remove, copies, accumulation, autocast, generation, compile, errors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from language_models import batch, differing, make, numbers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.apply import applied_policy
+from ckpt_ft.errors import UserError
+
+LAYERS = 4
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+class Count(TorchDispatchMode):
+    """How often each operator is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(model: nn.Module) -> Counter[str]:
+    with Count() as count:
+        model(**batch()).loss.backward()
+    return count.calls
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention", "matmuls"),
+    [  # a Llama block has 7 matmuls, the head 1; a block's second run stops after its last saved tensor: down_proj is not re-run
+        ("none", LAYERS, 7 * LAYERS + 1),
+        ("full", 2 * LAYERS, 13 * LAYERS + 1),
+        ("save:attention", LAYERS, 13 * LAYERS + 1),
+        ("save:attention+matmul", LAYERS, 7 * LAYERS + 1),
+        ("save:matmul/2", 2 * LAYERS, 10 * LAYERS + 1),
+        ("save:aten.mm", 2 * LAYERS, 7 * LAYERS + 1),
+        ("every:2", LAYERS * 3 // 2, 7 * LAYERS + 6 * LAYERS // 2 + 1),
+        ("first:1", LAYERS + 1, 7 * LAYERS + 6 + 1),
+        ("segments:1", 2 * LAYERS, 14 * LAYERS - 1 + 1),
+        ("segments:2", 2 * LAYERS, 14 * LAYERS - 2 + 1),
+        ("modules:attention", 2 * LAYERS, 10 * LAYERS + 1),
+        ("modules:mlp", LAYERS, 9 * LAYERS + 1),
+    ],
+)
+def test_recompute_is_counted_exactly(policy: str, attention: int, matmuls: int) -> None:
+    model = make("llama")
+    backward = calls(model)["aten.mm.default"] - (7 * LAYERS + 1)  # what backward itself multiplies
+    apply_policy(model, policy)
+    counted = calls(model)
+    assert counted[ATTENTION] == attention
+    assert counted["aten.mm.default"] - backward == matmuls
+
+
+def test_covered_and_uncovered() -> None:
+    model = make("llama")
+    assert apply_policy(model, "every:2").covered == ["model.layers.0", "model.layers.2"]
+    assert apply_policy(model, "first:3").uncovered == ["model.layers.3"]
+    applied = apply_policy(model, "modules:mlp")
+    assert applied.covered == [f"model.layers.{i}.mlp" for i in range(LAYERS)]
+    assert applied.uncovered == []
+    assert applied_policy(model) is applied
+
+
+def test_remove_restores_exactly() -> None:
+    model = make("llama")
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    hooks = {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}
+    applied = apply_policy(model, "save:attention")
+    assert not model.model.layers[0].gradient_checkpointing
+    applied.remove()
+    applied.remove()  # a second time does nothing
+    assert model.model.layers[0].gradient_checkpointing
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    assert {name: len(module._forward_pre_hooks) for name, module in model.named_modules()} == hooks
+
+
+def test_applying_again_replaces() -> None:
+    model = make("llama")
+    apply_policy(model, "full")
+    apply_policy(model, "every:2")
+    assert calls(model)[ATTENTION] == LAYERS * 3 // 2
+    apply_policy(model.model, "first:1")  # a part of the model alone
+    apply_policy(model, "none")
+    assert calls(model)[ATTENTION] == LAYERS
+
+
+def test_an_error_leaves_the_model_plain() -> None:
+    model = make("llama")
+    with pytest.raises(UserError, match="no stages"):
+        apply_policy(model, "stages")
+    assert applied_policy(model) is None
+    assert calls(model)[ATTENTION] == LAYERS
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul"])
+def test_copies_and_pickles_are_independent(policy: str) -> None:
+    model = make("llama")
+    before = numbers(model)
+    apply_policy(model, policy)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.lm_head.weight.add_(1)  # had the copy run the original's modules, these would come out alike
+        assert differing(numbers(model), before) == []
+        assert "gradient model.layers.0.mlp.up_proj.weight" in differing(numbers(twin), before)
+        applied_policy(twin).remove()
+        assert calls(model)[ATTENTION] == (LAYERS if policy.startswith("save") else 2 * LAYERS)
+
+
+def test_signature_of_forward_is_kept() -> None:
+    model = make("llama")
+    before = inspect.signature(model.model.layers[0].forward)
+    apply_policy(model, "full")
+    assert inspect.signature(model.model.layers[0].forward) == before
+
+
+@pytest.mark.filterwarnings(
+    "ignore:policy .* no operator of:UserWarning"
+)  # with dropout the CPU has no fused attention
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul", "modules:attention"])
+def test_autocast_and_accumulation(policy: str) -> None:
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(**batch()).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    plain, model = run(make("llama", "dropout")), make("llama", "dropout")
+    apply_policy(model, policy)
+    assert differing(run(model), plain) == []
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_retain_graph_and_gradient_of_gradient(policy: str) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = model(**batch()).loss
+        weights = [p for name, p in model.named_parameters() if "up_proj" in name]
+        first = torch.autograd.grad(loss, weights, retain_graph=True)
+        second = torch.autograd.grad(loss, weights)
+        return [*first, *second]
+
+    plain, model = run(make("llama")), make("llama")
+    apply_policy(model, policy)
+    assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True))
+
+
+def test_kept_outputs_refuse_a_second_backward_clearly() -> None:
+    model = make("llama")
+    apply_policy(model, "save:matmul")
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time over a region that keeps operator outputs"):
+        loss.backward()
+
+
+def test_kv_cache_is_off_only_while_training() -> None:
+    model = make("llama")
+    apply_policy(model, "full")
+    assert model(**batch()).past_key_values is None
+    assert model(**batch(), use_cache=True).past_key_values is None
+    ids = batch()["input_ids"]
+    model.eval()
+    kept = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    plain = make("llama").eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(kept, plain)
+    with torch.no_grad():
+        assert model(ids).past_key_values.get_seq_length() == ids.shape[1]
+    assert model(ids).past_key_values.get_seq_length() == ids.shape[1]  # eval mode with gradients: decoding
+    cache = model(ids).past_key_values
+    with pytest.raises(UserError, match="past_key_values in training"):
+        model.train()(ids, past_key_values=cache)
+
+
+def test_eval_mode_with_gradients_is_checkpointed_too() -> None:
+    model = make("bert").eval()
+    plain = numbers(model)
+    apply_policy(model, "full")
+    assert differing(numbers(model), plain) == []
+    assert calls(model)[ATTENTION] == 2 * LAYERS
+
+
+def test_nothing_is_paid_without_gradients() -> None:
+    model = make("llama").eval()
+    apply_policy(model, "save:attention+matmul")
+    with torch.no_grad(), Count() as count:
+        model(batch()["input_ids"])
+    assert count.calls[ATTENTION] == LAYERS
+
+
+def test_op_group_that_never_fires_is_a_warning_once() -> None:
+    model = make("llama")
+    apply_policy(model, "save:conv+matmul")
+    with pytest.warns(UserWarning, match="no operator of 'conv' ran"):
+        model(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch())
+
+
+def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    apply_policy(model, "save:attention")
+    with pytest.warns(UserWarning, match="attn_implementation 'eager'"):
+        model(**batch())
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("stages", "LlamaForCausalLM has no stages"),
+        ("auto", "must be chosen first"),
+        ("save:aten.bnm", "did you mean"),
+        ("save:aten.mm.x", "has no overload 'x'"),
+        ("save:aten.add_", "writes into its input"),
+    ],
+)
+def test_refuses(policy: str, says: str) -> None:
+    with pytest.raises(UserError, match=None) as error:
+        apply_policy(make("llama"), policy)
+    assert says in str(error.value)
+
+
+def test_refuses_a_model_without_blocks() -> None:
+    with pytest.raises(UserError, match="Linear holds no repeated blocks"):
+        apply_policy(nn.Linear(2, 2), "full")
+    with pytest.raises(UserError, match="no attention submodule"):
+        apply_policy(make("mamba"), "modules:attention")
+
+
+def test_plain_stack_of_layers() -> None:
+    stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    x = torch.randn(4, 8, requires_grad=True)
+    with Count() as plain:
+        stack(x).sum().backward()
+    assert apply_policy(stack, "segments:2").covered == [str(i) for i in range(8)]
+    with Count() as count:
+        stack(x).sum().backward()
+    # of each run of four, the last layer's output is nobody's saved tensor: three are re-run
+    assert count.calls["aten.addmm.default"] - plain.calls["aten.addmm.default"] == 2 * 3
+
+
+def test_budget_sets_the_compilers_and_gives_it_back() -> None:
+    import torch._functorch.config as config
+
+    model = make("llama")
+    before = config.activation_memory_budget
+    applied = apply_policy(model, "budget:0.3")
+    assert config.activation_memory_budget == 0.3
+    assert "under torch.compile only" in applied.explain()
+    applied.remove()
+    assert config.activation_memory_budget == before
+
+
+def test_a_llama_70b_takes_less_than_a_second() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    start = time.perf_counter()
+    assert len(apply_policy(model, "save:attention+matmul").covered) == 80
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on importing its compiler
+@pytest.mark.parametrize("policy", ["full", "save:attention+matmul", "segments:2"])
+def test_under_torch_compile(policy: str) -> None:
+    plain, model = numbers(make("llama")), make("llama")
+    apply_policy(model, policy)
+    compiled = numbers(torch.compile(model))
+    for name, value in plain.items():
+        if name.startswith("gradient"):
+            torch.testing.assert_close(compiled[name.replace("gradient ", "gradient _orig_mod.")], value)

@@ -1,0 +1,193 @@
+"""The same bits on every kind of diffusers model, in train and eval mode, and the blocks and stages found in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.blocks import find_blocks
+
+diffusers = pytest.importorskip("diffusers")
+Inputs = dict[str, Any]
+
+UNET = {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+CROSS = {**UNET, "cross_attention_dim": 8, "attention_head_dim": 4}
+T = torch.tensor([3, 7])
+POLICIES = [
+    "full", "every:2", "segments:3", "modules:attention", "save:conv", "save:attention+matmul+conv", "save:attention,stages", "stages:2", "stages",
+]  # fmt: skip
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def latents(channels: int = 4) -> Inputs:
+    return {"sample": r(2, channels, 8, 8), "timestep": T}
+
+
+def sdxl() -> nn.Module:
+    return diffusers.UNet2DConditionModel(
+        **{**CROSS, "attention_head_dim": (2, 4)}, use_linear_projection=True, transformer_layers_per_block=(1, 2),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=4 * 6 + 8,
+    )  # fmt: skip
+
+
+DIT = {
+    "sample_size": 8,
+    "num_layers": 3,
+    "num_attention_heads": 2,
+    "attention_head_dim": 4,
+    "in_channels": 4,
+    "out_channels": 8,
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "unet2d": (
+        lambda: diffusers.UNet2DModel(
+            **UNET, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4, dropout=0.1,
+        ),
+        lambda: latents(3),
+    ),
+    "sd": (
+        lambda: diffusers.UNet2DConditionModel(
+            **{**CROSS, "layers_per_block": 2}, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        ),
+        lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8)},
+    ),
+    "sdxl": (
+        sdxl,
+        lambda: {
+            **latents(), "encoder_hidden_states": r(2, 5, 8),
+            "added_cond_kwargs": {"text_embeds": r(2, 8), "time_ids": r(2, 6)},
+        },
+    ),
+    "unet3d": (
+        lambda: diffusers.UNet3DConditionModel(
+            **{**CROSS, "block_out_channels": (32, 64)}, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+        lambda: {"sample": r(2, 4, 2, 8, 8), "timestep": T, "encoder_hidden_states": r(2, 5, 8)},
+    ),
+    "controlnet": (
+        lambda: diffusers.ControlNetModel(
+            **{key: value for key, value in CROSS.items() if key != "sample_size"},
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), conditioning_embedding_out_channels=(4, 8),
+        ),
+        lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8), "controlnet_cond": r(2, 3, 16, 16)},
+    ),
+    "vae": (
+        lambda: diffusers.AutoencoderKL(
+            block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        ),
+        lambda: {"sample": r(2, 3, 8, 8)},
+    ),
+    "sd3": (
+        lambda: diffusers.SD3Transformer2DModel(
+            sample_size=8, num_layers=3, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=8,
+            caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4,
+        ),
+        lambda: {"hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "pooled_projections": r(2, 8), "timestep": T},
+    ),
+    "flux": (
+        lambda: diffusers.FluxTransformer2DModel(
+            patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
+        ),
+        lambda: {
+            "hidden_states": r(2, 16, 4), "encoder_hidden_states": r(2, 5, 8), "pooled_projections": r(2, 8), "timestep": T / 10,
+            "img_ids": r(16, 3), "txt_ids": r(5, 3),
+        },
+    ),
+    "pixart": (
+        lambda: diffusers.PixArtTransformer2DModel(**DIT, cross_attention_dim=8, caption_channels=8, use_additional_conditions=False),
+        lambda: {
+            "hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "timestep": T,
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        },
+    ),
+    "dit": (
+        lambda: diffusers.DiTTransformer2DModel(**DIT),
+        lambda: {"hidden_states": r(2, 4, 8, 8), "timestep": T, "class_labels": torch.tensor([1, 2])},
+    ),
+}  # fmt: skip
+STAGELESS = {"sd3", "flux", "pixart", "dit"}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def numbers(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    outputs = [x for x in tree_leaves(dict(model(**inputs))) if isinstance(x, torch.Tensor)]
+    loss = torch.stack([x.square().mean() for x in outputs]).sum()
+    loss.backward()
+    return [loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no convolution in a transformer's blocks
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_in_train_and_eval_mode(name: str) -> None:
+    model, inputs = make(name), MODELS[name][1]()
+    for mode in (True, False):
+        model.train(mode)
+        plain = numbers(model, inputs)
+        for policy in POLICIES:
+            if "stages" in policy and name in STAGELESS:
+                continue
+            applied = apply_policy(model, policy)
+            again = numbers(model, inputs)
+            assert len(again) == len(plain)
+            assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True)), (policy, mode)
+            applied.remove()
+
+
+def kinds(name: str) -> Counter[str]:
+    return Counter(type(block).__name__ for block in find_blocks(make(name)).blocks.values())
+
+
+def test_blocks_of_unets_include_what_diffusers_leaves_out() -> None:
+    assert kinds("sd") == {"ResnetBlock2D": 12, "BasicTransformerBlock": 6, "Downsample2D": 1, "Upsample2D": 1}
+    assert kinds("sdxl") == {"ResnetBlock2D": 8, "BasicTransformerBlock": 8, "Downsample2D": 1, "Upsample2D": 1}
+    assert kinds("unet2d") == {"ResnetBlock2D": 8, "Attention": 4, "Downsample2D": 1, "Upsample2D": 1}
+    blocks = find_blocks(make("sd")).blocks
+    assert {"mid_block.resnets.0", "down_blocks.0.downsamplers.0", "up_blocks.0.upsamplers.0"} <= blocks.keys()
+    assert kinds("flux") == {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2}
+
+
+def test_stages_are_the_levels_in_the_order_they_run() -> None:
+    assert [stage.name for stage in find_blocks(make("sd")).stages] == [
+        "down_blocks.0", "down_blocks.1", "mid_block", "up_blocks.0", "up_blocks.1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "own"), [("sd", 17), ("unet2d", 7), ("unet3d", 0), ("flux", 4)])
+def test_coverage_against_diffusers_own_is_what_its_switch_reruns(name: str, own: int) -> None:
+    model, inputs = make(name).train(), MODELS[name][1]()
+    text = apply_policy(model, "full").explain()
+    total = len(find_blocks(model).blocks)
+    assert f"diffusers' own switch would cover {own} of {total}" in text
+    apply_policy(model, "none").remove()
+    rerun: set[int] = set()
+
+    def record(module: Any, *args: Any) -> Any:
+        rerun.add(id(module))
+        return module(*args)
+
+    if own:
+        model.enable_gradient_checkpointing(record)
+        model(**inputs)
+    assert len(rerun) == own

@@ -1,0 +1,148 @@
+"""check_parity: passes what is right, and names each classic trap."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from language_models import batch, make, numbers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.apply import applied_policy
+from ckpt_ft.checkpointing.parity import Parity, check_parity
+from ckpt_ft.errors import UserError
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.dropout(torch.relu(self.norm(self.linear(x))))
+        return out
+
+
+class Stack(nn.Module):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**kwargs) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def install(model: nn.Module, run: Any) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.forward = partial(run, block.forward)
+
+
+def causes(parity: Parity) -> str:
+    assert not parity.ok
+    return " ".join(parity.causes)
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul", "modules:mlp"])
+def test_a_policy_passes_and_the_model_is_left_as_it_was(policy: str) -> None:
+    model = make("llama")
+    applied = apply_policy(model, "every:2")
+    model.lm_head.weight.grad = mark = torch.ones_like(model.lm_head.weight)
+    random = torch.get_rng_state()
+    parity = check_parity(model, batch(), policy)
+    assert parity.ok
+    assert not parity.causes
+    assert "DIFFERS" not in str(parity)
+    assert model.lm_head.weight.grad is mark
+    assert torch.equal(torch.get_rng_state(), random)
+    assert str(applied_policy(model).policy) == "every:2"
+    assert applied.regions  # the object that the caller holds still tells what it was
+
+
+def test_dropout_and_batchnorm_pass_under_a_policy() -> None:
+    assert check_parity(Stack(dropout=0.5, norm=True), X, "full").ok
+
+
+def test_names_the_frozen_front() -> None:
+    reentrant = check_parity(Stack(), X, partial(install, run=_quiet_reentrant))
+    assert "frozen front: 6 parameters (blocks.0.linear.weight, ...)" in causes(reentrant)
+
+
+def _quiet_reentrant(forward: Any, x: torch.Tensor) -> torch.Tensor:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns once that the inputs need no gradient
+        out: torch.Tensor = checkpoint(forward, x, use_reentrant=True)
+    return out
+
+
+def test_names_dropout_without_rng() -> None:
+    careless = partial(
+        install, run=lambda forward, x: checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+    )
+    assert "dropout without RNG" in causes(check_parity(Stack(dropout=0.5), X, careless))
+
+
+def test_names_batchnorm_twice() -> None:
+    plain = partial(install, run=lambda forward, x: checkpoint(forward, x, use_reentrant=False))
+    parity = check_parity(Stack(norm=True), X, plain)
+    assert "BatchNorm twice" in causes(parity)
+    assert [row.what.partition(" ")[0] for row in parity.rows if not row.same] == ["buffers"]
+
+
+def test_names_no_grad_inside_a_region() -> None:
+    def frozen(forward: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out: torch.Tensor = forward(x)
+        return out
+
+    assert "no_grad inside a region" in causes(check_parity(Stack(), X, partial(install, run=frozen)))
+
+
+def test_names_state_from_outside() -> None:
+    def unsteady(forward: Any, x: torch.Tensor) -> torch.Tensor:
+        def region(x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = forward(x * (1 if torch._C._current_graph_task_id() < 0 else 2))
+            return out
+
+        out: torch.Tensor = checkpoint(region, x, use_reentrant=False)
+        return out
+
+    assert "second run differs from its first" in causes(check_parity(Stack(), X, partial(install, run=unsteady)))
+
+
+def test_notes_parameters_that_never_train() -> None:
+    class Idle(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+
+    parity = check_parity(Idle(), X, "full")
+    assert parity.ok
+    assert "2 trainable parameters (unused.weight, ...) receive no gradient" in parity.notes[0]
+
+
+def test_own_loss_and_unfit_steps() -> None:
+    assert check_parity(Stack(), X, "full", loss=lambda model, x: model(x).logsumexp(0).sum()).ok
+    with pytest.raises(UserError, match="needs no gradient"):
+        check_parity(Stack().requires_grad_(False), X, "full")
+    with pytest.raises(UserError, match="no attention submodule"):
+        check_parity(Stack(), X, "modules:attention")
+
+
+def test_parity_agrees_with_the_numbers_themselves() -> None:
+    model = make("gpt2", "dropout")
+    before = numbers(model)
+    assert check_parity(model, batch(), "full", seed=2).rows[0].plain == f"{before['loss']:.9g}"

@@ -1,0 +1,126 @@
+"""Policy: every term parsed, refused, printed back; JSON and pickle round trips."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_ft import Policy
+from ckpt_ft.errors import UserError
+
+scopes = st.one_of(
+    st.sampled_from(["none", "full", "sqrt", "stages"]).map(lambda scope: {"scope": scope}),
+    st.tuples(st.sampled_from(["every", "first", "segments"]), st.integers(1, 99)).map(
+        lambda pair: {"scope": pair[0], "n": pair[1]}
+    ),
+    st.sets(st.integers(1, 30), min_size=1).map(
+        lambda stages: {"scope": "stages", "members": tuple(map(str, stages))}
+    ),
+    st.sets(st.sampled_from(["attention", "mlp"]), min_size=1).map(
+        lambda members: {"scope": "modules", "members": tuple(members)}
+    ),
+)
+groups = st.sets(
+    st.sampled_from(["attention", "matmul", "conv", "router", "aten.bmm", "aten.bmm.default", "flash_attn.forward"])
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    if draw(st.booleans()) and draw(st.booleans()):
+        return Policy(auto=True)
+    fields = draw(scopes)
+    save = draw(groups) if fields["scope"] != "none" else set()
+    if "matmul" not in save and fields["scope"] != "none" and draw(st.booleans()):
+        save = save | {f"matmul/{draw(st.integers(2, 9))}"}
+    flags = {name: draw(st.booleans()) for name in ("pointwise", "offload", "head")}
+    plain = fields["scope"] == "none" and not flags["pointwise"] and not flags["offload"]
+    budget = draw(st.none() | st.floats(0, 1).map(lambda x: round(x, 3))) if plain else None
+    return Policy(**fields, save=tuple(save), **flags, budget=budget)
+
+
+@given(policies())
+def test_round_trips(policy: Policy) -> None:
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert str(Policy.parse(str(policy))) == str(policy)
+
+
+@given(policies(), st.randoms())
+def test_order_of_terms_does_not_matter(policy: Policy, random: object) -> None:
+    terms = str(policy).split(",")
+    random.shuffle(terms)  # type: ignore[attr-defined]
+    assert Policy.parse(" , ".join(terms)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("per_block", "full"),
+        ("per_stage", "stages"),
+        ("aggressive", "stages:3+4"),
+        ("save:matmul+attention", "save:attention+matmul"),
+        ("full,save:attention", "save:attention"),
+        ("save:attention,save:conv", "save:attention+conv"),
+        ("modules:mlp,modules:attention", "modules:attention+mlp"),
+        ("stages:10+3", "stages:3+10"),
+        ("head,pointwise,every:2", "every:2,pointwise,head"),
+        ("budget:0.50", "budget:0.5"),
+    ],
+)
+def test_canonical_form(text: str, canonical: str) -> None:
+    assert str(Policy.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ful", "did you mean 'full'"),
+        ("save:atention", "did you mean 'attention'"),
+        ("modules:atention", "did you mean 'attention'"),
+        ("full,every:2", "full and every contradict each other"),
+        ("every:2,every:3", "'every:2' and 'every:3' contradict"),
+        ("auto,full", "give it alone"),
+        ("auto,head", "without head"),
+        ("none,save:matmul", "drop 'none'"),
+        ("save:matmul,save:matmul/2", "contradict"),
+        ("save:attention/2", "only matmul takes a fraction"),
+        ("save:matmul/1", "from matmul/2 up"),
+        ("every:0", "at least 1"),
+        ("every:x", "as in every:2"),
+        ("every", "as in every:2"),
+        ("every:", "nothing after 'every:'"),
+        ("full:3", "takes nothing after it"),
+        ("stages:0", "count from 1"),
+        ("modules", "modules:attention+mlp"),
+        ("budget:2", "from 0 to 1"),
+        ("budget:x", "from 0 to 1"),
+        ("budget:0.5,full", "goes with 'head' only"),
+        ("", "no term ''"),
+        ("full,,head", "no term ''"),
+    ],
+)
+def test_refuses(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=None) as error:
+        Policy.parse(text)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert repr(text) in str(error.value)
+
+
+def test_refuses_other_types_and_fields() -> None:
+    with pytest.raises(UserError, match="a policy is a string"):
+        Policy.parse(3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="did you mean 'scope'"):
+        Policy.parse({"scop": "full"})
+    with pytest.raises(UserError, match="'save' is a list of names"):
+        Policy.parse({"scope": "full", "save": "attention"})
+
+
+def test_is_frozen_and_hashable() -> None:
+    assert len({Policy.parse("full"), Policy.parse("per_block"), Policy()}) == 2

@@ -1,0 +1,38 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import GIB, MIB, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GiB", 24 * GIB),
+        ("600 MiB", 600 * MIB),
+        ("1.5gib", 3 * GIB // 2),
+        ("80GB", 80 * 10**9),
+        (123, 123),
+        ("7b", 7),
+    ],
+)
+def test_parse(text: str | int, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "0", "-1GiB", "24 gigs", "1e9", "24GiBs", 0, -3])
+def test_refuses(text: str | int) -> None:
+    with pytest.raises(UserError, match="as in 24GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 2**50))
+def test_format_is_within_half_a_last_digit(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(
+        nbytes, rel=5.1e-2 if 2**10 <= nbytes < 2**11 else 2.6e-2
+    )
