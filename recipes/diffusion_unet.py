@@ -11,6 +11,7 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import run
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.planning import workload
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.captioned import load_captioned
 from ckpt_ft.training.checkpoints import resume_path
@@ -41,9 +43,11 @@ from ckpt_ft.training.diffusion import (
 )
 from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
 from ckpt_ft.training.encoders import Encoders, load_scheduler, load_unet, unet_config
-from ckpt_ft.training.latents import EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.loop_checkpoints import load_checkpoint, open_output_dir, save_checkpoint, written
+from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.loss_log import LossLog
+from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.parser import parse_args
 from ckpt_ft.training.sample import cache_dir
 from ckpt_ft.training.tiny_diffusion import tiny_pipeline_dir
@@ -53,7 +57,7 @@ from ckpt_ft.training.validation import Validation
 BUILT_IN = {
     "train_batch_size": 32,
     "max_train_steps": 700,
-    "learning_rate": 1e-3,
+    "learning_rate": 1.5e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 50,
     "proportion_empty_prompts": 0.1,
@@ -92,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     open_output_dir(accelerator, args.output_dir, resuming=checkpoint is not None)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     set_seed(args.seed)
+    if accelerator.device.type == "cpu":  # `accelerate launch` would leave it one thread
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     frozen_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
 
     # 1. The pipeline: its U-Net's configuration says what it is before any weights are read
@@ -100,31 +106,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             model_args.pretrained_model_name_or_path = tiny_pipeline_dir()
     config = unet_config(model_args)
     sdxl = config["addition_embed_type"] == "text_time"
-    encoders = Encoders(model_args, sdxl, accelerator.device, frozen_dtype)
-    vae_config = encoders.vae.config
+    frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype)
+    vae_config = frozen.vae.config
     resolution = image_args.resolution or config["sample_size"] * 2 ** (len(vae_config.block_out_channels) - 1)
 
     # 2. Images and captions: encoded once, after which VAE and text encoders leave the device
     with accelerator.main_process_first():
         rows = load_captioned(image_args, resolution)
-    samples = FramedImages(rows, encoders.tokenize, resolution, image_args, args.seed)
-    empty_prompt = {name: value.to(accelerator.device) for name, value in encoders.encode_prompts([""]).items()}
-    validation = Validation(model_args, args, encoders, resolution, Path(args.output_dir, "samples"))
+    images = FramedImages(rows, frozen.tokenize, resolution, image_args, args.seed)
+    empty_prompt = {name: value.to(accelerator.device) for name, value in frozen.encode_prompts([""]).items()}
+    validation = Validation(model_args, args, frozen, resolution, Path(args.output_dir, "samples"))
+    samples: FramedImages | CachedLatents = images
+    encoders: Encoders | None = frozen
     if image_args.cache_latents:
         samples = cache_latents(
-            samples, encoders, cache_dir() / "latents", args.train_batch_size,
+            images, frozen, cache_dir() / "latents", args.train_batch_size,
             accelerator.process_index, accelerator.num_processes,
         )  # fmt: skip
         accelerator.wait_for_everyone()
-        encoders.vae.to("cpu")  # validations bring it back
+        frozen.vae.to("cpu")  # validations bring it back
         encoders = None
-        clear_device_cache(garbage_collection=True)
+    del frozen
+    clear_device_cache(garbage_collection=True)
 
     # 3. The U-Net, under the policy
     unet = load_unet(model_args)
     parameters = prepare_unet(unet, model_args, frozen_dtype)
     unet.to(accelerator.device)
-    applied = None if ac_args.policy is None else apply_policy(unet, ac_args.policy)
+    memory = LoopMemory(ac_args, accelerator)
+    memory.apply(unet)
     noise_scheduler = load_scheduler(model_args)
 
     # 4. Optimizer, schedule, moving average, and what of all this a checkpoint holds
@@ -163,47 +173,55 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 6. The loop
     progress = tqdm(total=max_train_steps, initial=step, disable=not accelerator.is_main_process, desc="steps")
-    for batch in loader if step < max_train_steps else ():
-        with accelerator.accumulate(unet):
-            if encoders is None:
-                encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
-            else:
-                encoded = encoders.encode(batch)
-            drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
-            latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
-            inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
-            prediction = unet(**inputs).sample
-            loss = denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma)
-            accelerator.backward(loss)
-            losses.add(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        if not accelerator.sync_gradients:
-            continue
+    batches = loader if step < max_train_steps else ()
+    with (
+        advise_on_oom(memory, "--train_batch_size"),
+        memory.measure(unet, optimizer, max_train_steps - step, args.output_dir),
+    ):
+        for batch in batches:
+            with accelerator.accumulate(unet):
+                if encoders is None:
+                    encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
+                else:
+                    encoded = encoders.encode(batch)
+                drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
+                latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
+                inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
+                if samples_seen == 0:
+                    memory.check(inputs)
+                prediction = unet(**inputs).sample
+                loss = denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma)
+                accelerator.backward(loss)
+                losses.add(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
 
-        lr_scheduler.step()
-        if ema is not None:
-            ema.step(parameters)
-        step += 1
-        progress.update()
-        progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
-        if step % args.checkpointing_steps == 0:
-            samples_seen = step * per_step
-            save_checkpoint(accelerator, args.output_dir, step, samples_seen, identity, args.checkpoints_total_limit)
-        if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
-            if accelerator.is_main_process:
-                with averaged(ema, parameters):
-                    validation.run(accelerator.unwrap_model(unet), accelerator, step)
-            accelerator.wait_for_everyone()
-        if step == max_train_steps:
-            break
+            memory.step()
+            lr_scheduler.step()
+            if ema is not None:
+                ema.step(parameters)
+            step, samples_seen = step + 1, samples_seen + per_step
+            progress.update()
+            progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
+            if step % args.checkpointing_steps == 0:
+                save_checkpoint(
+                    accelerator, args.output_dir, step, samples_seen, identity, args.checkpoints_total_limit
+                )
+            if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
+                if accelerator.is_main_process:
+                    with averaged(ema, parameters):
+                        validation.run(accelerator.unwrap_model(unet), accelerator, step)
+                accelerator.wait_for_everyone()
+            if step == max_train_steps:
+                break
+            memory.begin_step()  # what was between is not part of a step
     progress.close()
 
     # 7. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
-    if applied is not None:
-        applied.remove()
     with averaged(ema, parameters):
         trained = accelerator.unwrap_model(unet)
         written(
@@ -212,6 +230,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
     if validation.prompts and accelerator.is_main_process:
         validation.write_sheet(Path(args.output_dir, "samples.png"))
+
+    def one_step(model: torch.nn.Module, traced_optimizer: torch.optim.Optimizer) -> None:
+        """The loop's step in short, on its last batch, for the prediction beside what was measured."""
+        for _ in range(args.gradient_accumulation_steps):
+            with accelerator.autocast():
+                prediction = model(**inputs).sample
+            denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        traced_optimizer.step()
+        traced_optimizer.zero_grad()
+
+    def same_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return workload.make_optimizer(model, "adamw_8bit" if args.use_8bit_adam else "adamw")
+
+    memory.report(
+        args.output_dir,
+        predict=lambda device: trace_step(trained, one_step, make_optimizer=same_optimizer, device=device),
+        model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
+    )  # fmt: skip
     accelerator.end_training()
 
 

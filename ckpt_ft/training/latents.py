@@ -74,7 +74,8 @@ class CachedLatents(TorchDataset[Row]):
         if place not in self._open:
             self._open[place] = safe_open(_shard_path(self.directory, shard), framework="pt")
         tensors = self._open[place]
-        return {name: tensors.get_slice(name)[row] for name in tensors.keys()}  # noqa: SIM118  not a dict
+        # A clone, because the slice keeps the whole mapped shard alive.
+        return {name: tensors.get_slice(name)[row].clone() for name in tensors.keys()}  # noqa: SIM118  not a dict
 
 
 class EndlessBatches(Sampler[list[Key]]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -12,11 +12,18 @@ from accelerate.utils.memory import should_reduce_batch_size
 from ..errors import WorkFailed
 from ..policy import Policy
 
-if TYPE_CHECKING:
-    from .callback import ACCallback
-
 # From what keeps most to what keeps least: each drops something that the one before it keeps.
 LADDER = ("none", "pointwise", "save:attention+matmul", "save:attention", "full", "full,head", "full,offload,head")
+
+
+class Measured(Protocol):
+    """ACCallback, or a loop's own: knows the policy and what held the peak, and can be closed."""
+
+    policy: Policy | None
+
+    def peak_holders(self) -> list[str]: ...
+
+    def close(self) -> None: ...
 
 
 def is_oom(error: BaseException) -> bool:
@@ -41,7 +48,7 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 
 
 @contextmanager
-def advise_on_oom(memory: ACCallback) -> Iterator[None]:
+def advise_on_oom(memory: Measured, batch_flag: str = "--per_device_train_batch_size") -> Iterator[None]:
     """Turn running out of memory into a `WorkFailed` that names the holders of the peak and cheaper settings.
 
     Checkpoints written before are left as they are; `memory` is closed.
@@ -51,18 +58,18 @@ def advise_on_oom(memory: ACCallback) -> Iterator[None]:
     except Exception as error:
         if not is_oom(error):
             raise
-        raise WorkFailed(_advice(memory, error)) from error
+        raise WorkFailed(_advice(memory, error, batch_flag)) from error
     finally:
         memory.close()
 
 
-def _advice(memory: ACCallback, error: Exception) -> str:
+def _advice(memory: Measured, error: Exception, batch_flag: str) -> str:
     lines = [f"out of memory: {' '.join(str(error).split())}"]
     holders = memory.peak_holders()
     if holders:
         lines += ["What held the peak:", *(f"  {holder}" for holder in holders)]
     lines.append("What needs less memory, mildest first:")
     lines += [f"  --ac_policy {policy}" for policy in cheaper_policies(memory.policy)]
-    lines.append("  a smaller --per_device_train_batch_size with more --gradient_accumulation_steps")
+    lines.append(f"  a smaller {batch_flag} with more --gradient_accumulation_steps")
     lines.append("Checkpoints written so far are whole: --resume_from_checkpoint latest goes on from the last one.")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KINDS = ("sd1", "sd2", "sdxl")
 DECODER_STEPS = 300
 _VERSION = 1  # part of the cache directory's name: raise it when what is made changes
-_PROMPT_LENGTH = 16  # tokens
+_PROMPT_LENGTH = 12  # tokens: the longest caption has ten words
 _TEXT_WIDTH = 64
 
 

@@ -1,0 +1,150 @@
+"""LoopMemory: what ACCallback is to a Trainer, for a loop written out: the policy, the measuring and the report.
+
+memory = LoopMemory(ac_args, accelerator)
+memory.apply(model)                                    # before accelerator.prepare
+with advise_on_oom(memory), memory.measure(model, optimizer, total_steps):
+    for batch in loader:
+        ...
+        memory.step()
+memory.report(output_dir, step=..., batch_size=...)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..checkpointing.apply import apply_policy, remove_policy
+from ..errors import UserError, WorkFailed
+from ..memory.gpus import GPU, current_gpu
+from ..memory.profiler import MemoryProfiler
+from ..units import format_bytes
+from .arguments import ACArguments
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ..memory.report import MemoryReport
+    from ..memory.trace import StepTrace
+
+
+class LoopMemory:
+    """The `--ac_*` flags at work in an Accelerate loop.
+
+    Attributes:
+        policy: the policy, None when the model is left as it is.
+        model: what the policy stands on, None before `apply`.
+        profiler: measures the loop; None when no report is wanted.
+    """
+
+    def __init__(self, settings: ACArguments, accelerator: Accelerator) -> None:
+        self.settings, self.accelerator, self.policy = settings, accelerator, settings.policy
+        self.model: nn.Module | None = None
+        self.profiler: MemoryProfiler | None = None
+
+    def apply(self, model: nn.Module) -> None:
+        """Put the policy on `model`.
+
+        Raises:
+            UserError: it matches nothing there.
+        """
+        self.model = model
+        if self.policy is not None:
+            apply_policy(model, self.policy)
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """With `ac_check`, compare a step of the model on `inputs` with and without the policy.
+
+        Raises:
+            WorkFailed: a number differs.
+        """
+        if not self.settings.ac_check or self.policy is None or self.model is None:
+            return
+        from ..checkpointing.parity import check_parity
+
+        parity = check_parity(self.model, dict(inputs), self.policy)
+        self.accelerator.print(parity)
+        if not parity.ok:
+            raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
+
+    @contextmanager
+    def measure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int, output_dir: str
+    ) -> Iterator[None]:
+        """Measure the steps made inside, unless no report is wanted."""
+        if not self.settings.reports or total_steps < 1:
+            yield
+            return
+        self.profiler = MemoryProfiler(
+            self.accelerator,
+            model,
+            optimizer,
+            total_steps=total_steps,
+            snapshot=Path(output_dir) / "oom_snapshot.pickle",
+        )
+        with self.profiler:
+            yield
+
+    def step(self) -> None:
+        """End an optimizer step."""
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def begin_step(self) -> None:
+        """Begin the next step here: what went before it (a checkpoint, validation) is not part of one."""
+        if self.profiler is not None:
+            self.profiler.begin_step()
+
+    def report(
+        self, output_dir: str, *, predict: Callable[[str | GPU], StepTrace] | None = None, **facts: Any
+    ) -> MemoryReport | None:
+        """Print the report and write its kinds to `output_dir`; every process must call it.
+
+        Args:
+            predict: traces the same step on a device; a step that cannot be traced is a note in the report.
+            facts: kept in the provenance.
+        """
+        if self.profiler is None or not self.profiler.steps:
+            return None
+        policy = None if self.policy is None else str(self.policy)
+        report = self.profiler.report(policy=policy, **facts)
+        if not report.main:
+            return report
+        if predict is not None:
+            self._predict(report, predict)
+        report.print()
+        base = Path(output_dir) / "memory_report"
+        if "json" in self.settings.reports:
+            report.to_json(base.with_suffix(".json"))
+        if "md" in self.settings.reports:
+            report.to_markdown(base.with_suffix(".md"))
+        if "png" in self.settings.reports and importlib.util.find_spec("matplotlib"):
+            report.plot(base.with_suffix(".png"))
+        return report
+
+    def _predict(self, report: MemoryReport, predict: Callable[[str | GPU], StepTrace]) -> None:
+        assert self.model is not None
+        try:
+            if self.policy is not None:  # taken off when training ended
+                apply_policy(self.model, self.policy)
+            report.predict(predict(current_gpu(self.accelerator.device.index) or "cpu"))
+        except UserError as error:
+            report.notes.append(f"no prediction: {error}")
+        finally:
+            self.close()
+
+    def peak_holders(self, n: int = 5) -> list[str]:
+        """What held this process's highest peak, the largest first; empty where that is not known."""
+        held = [] if self.profiler is None else self.profiler.holders(n)
+        return [f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in held]
+
+    def close(self) -> None:
+        """Take the policy off the model."""
+        if self.model is not None:
+            remove_policy(self.model)
