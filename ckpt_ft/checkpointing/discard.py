@@ -107,23 +107,16 @@ class Handed:
 class Claim:
     """Says that a storage holds a region's output and can be rebuilt, as long as nobody writes into it."""
 
-    __slots__ = ("base", "casts", "frame", "index", "version")
+    __slots__ = ("casts", "frame", "index", "version")
 
     def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
         self.frame, self.index = frame, index
-        self.version = output._version
-        # The hooks see aliases. One that is an in-place operator's saved result has a version counter of its own that
-        # starts at zero; only the tensor that was written into tells.
-        base = output._base
-        self.base = weakref.ref(output if base is None else base)
+        self.version = output._version  # views and detached aliases count together
         self.casts: dict[Any, Frame] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether what `tensor`, an alias of the storage, holds is still the region's output."""
-        if tensor._version != self.version or self.frame.args is None:
-            return False
-        base = self.base()
-        return base is not None and base._version == self.version
+        return tensor._version == self.version and self.frame.args is not None
 
     def discard(self, tensor: torch.Tensor) -> Reader:
         """A handle in place of `tensor`, which the claim covers."""
@@ -191,7 +184,8 @@ class Frame:
             )
         for internal, tensor in zip(self.internals, saved, strict=True):
             if (handle := internal()) is not None:
-                handle.source = tensor
+                handle.source = tensor.detach()
+        saved.clear()  # its tensors' nodes hold the hook, which holds the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
 
@@ -217,7 +211,7 @@ class Pass:
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(self, tensor: torch.Tensor) -> Discarded | Handed | Saved:
-        """The saved-tensor hook; it sees detached aliases."""
+        """The saved-tensor hook; it sees the tensor itself, `grad_fn` and all."""
         frame = self.frame
         if frame is not None:
             handle = Discarded(frame)
@@ -229,7 +223,10 @@ class Pass:
             return claim.discard(tensor)
         if self.kept is not None:
             self.kept.add(storage._cdata)
-        return (tensor, tensor._version) if self.outer is None else self._hand_on(tensor)
+        if self.outer is not None:
+            return self._hand_on(tensor)
+        # a node that keeps its own output would keep itself alive
+        return (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def _hand_on(self, tensor: torch.Tensor) -> Handed:
         pack, unpack = self.outer

@@ -121,14 +121,14 @@ class Parking:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
-            return (tensor, tensor._version)
+            return _kept(tensor)
         parked: Parked | None = None
         known = getattr(storage, _PARKED, None)
         if known is not None and known[1] == tensor._version:
             parked = known[0]()
         if parked is None:
             if not self.usage.take(nbytes):
-                return (tensor, tensor._version)
+                return _kept(tensor)
             flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), 0)
             parked = Parked(flat, self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
@@ -154,6 +154,10 @@ def unpack(packed: Any) -> torch.Tensor:
         return tensor
     parked, dtype, size, stride, offset = packed
     return parked.get().view(dtype).as_strided(size, stride, offset)
+
+
+def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor.detach(), tensor._version  # a node that keeps its own output would keep itself alive
 
 
 def keep(tensor: torch.Tensor) -> Any:
@@ -206,13 +210,13 @@ def install(
 ) -> Installed:
     """Park saved storages of at least `min_bytes` on the host, `max_host_bytes` of them at most (the rest stays).
 
-    Install it last: it takes what the hooks of `pointwise` and checkpoints leave. Raises UserError for a cap that holds
-    nothing.
+    Install it last: it takes what the hooks of `pointwise` and checkpoints leave. Raises UserError for a cap that
+    holds nothing.
     """
     if max_host_bytes is not None and max_host_bytes < min_bytes:
         raise UserError(
-            f"policy 'offload': a host cap of {format_bytes(max_host_bytes)} holds no tensor of the smallest size "
-            f"that is parked, {format_bytes(min_bytes)}; give a larger cap"
+            f"policy 'offload': a host cap of {format_bytes(max_host_bytes)} holds no tensor of the smallest "
+            f"size that is parked, {format_bytes(min_bytes)}; give a larger cap"
         )
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
     usage = Usage(max_host_bytes)

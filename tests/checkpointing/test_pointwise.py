@@ -1,0 +1,437 @@
+"""The engine of `pointwise`: what is dropped, when it is rebuilt and freed, and what must stop it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import build, gradients, loss_of
+from torch import nn
+
+from ckpt_ft.checkpointing import pointwise
+from ckpt_ft.checkpointing.discard import MAX_CHAIN, Discarded, Pass, Reader, claim_on
+from ckpt_ft.errors import UserError
+
+
+class Model(nn.Module):
+    """Runs a function of itself and its input, so that a test can say what the forward does."""
+
+    def __init__(self, body: Any, **layers: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+def handles() -> list[Discarded]:
+    """All handles that are alive."""
+    return [o for o in gc.get_objects() if type(o) in (Discarded, Reader)]
+
+
+def treat(model: nn.Module) -> pointwise.Installed:
+    return pointwise.install(model, {"": model})
+
+
+def pair(body: Any, **layers: nn.Module) -> tuple[Model, Model]:
+    plain = Model(body, **layers)
+    treated = copy.deepcopy(plain)
+    treat(treated)
+    return plain, treated
+
+
+def check_same(plain: nn.Module, treated: nn.Module, x: torch.Tensor) -> None:
+    """Same output and gradients, the input's among them, to the bit."""
+    results = []
+    for model in (plain, treated):
+        value = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        output = model(value)
+        output.square().sum().backward()
+        results.append([output, value.grad, *gradients(model).values()])
+    for a, b in zip(*results, strict=True):
+        assert a is b is None or a.equal(b)
+
+
+def count_calls(module: nn.Module) -> list[int]:
+    """Counts the runs of `module`'s own forward."""
+    calls = [0]
+    inner = module.forward
+
+    def forward(*args: Any) -> Any:
+        calls[0] += 1
+        return inner(*args)
+
+    module.forward = forward
+    return calls
+
+
+def test_rebuilt_once_for_all_consumers() -> None:
+    model = Model(
+        lambda m, x: m.q(h := m.norm(m.first(x))) + m.k(h) * m.v(h),
+        first=nn.Linear(8, 8), norm=nn.LayerNorm(8), q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8),
+    )  # fmt: skip
+    calls = count_calls(model.norm)
+    treat(model)
+    loss = model(torch.randn(4, 8)).sum()
+    assert calls == [1]
+    loss.backward()
+    assert calls == [2]
+
+
+def test_freed_when_the_last_consumer_is_done() -> None:
+    """The norm's output: gone after forward, back for the layer behind it, gone again before the layer in front."""
+    alive: list[tuple[str, bool]] = []
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        first = m.first(x)
+        first.register_hook(lambda grad: alive.append(("in front", rebuilt())))
+        h = m.norm(first)
+        h.register_hook(lambda grad: alive.append(("behind", rebuilt())))
+        seen.append(weakref.ref(h.untyped_storage()))
+        return m.last(h)
+
+    def rebuilt() -> bool:
+        return any(isinstance(h.source, torch.Tensor) for h in handles())
+
+    model = Model(body, first=nn.Linear(8, 8), norm=nn.LayerNorm(8), last=nn.Linear(8, 8))
+    treat(model)
+    loss = model(torch.randn(4, 8)).sum()
+    assert seen[0]() is None
+    loss.backward()
+    assert alive == [("behind", True), ("in front", False)]
+
+
+@pytest.mark.parametrize("name", ["llama", "resnet", "unet"])
+def test_live_bytes_do_not_grow(name: str) -> None:
+    model, inputs = build(name)
+    treat(model)
+
+    counts = []
+    for step in range(50):
+        loss_of(model(**inputs)).backward()
+        if step in (2, 49):
+            tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+            nbytes = sum({id(s := t.untyped_storage()): s.nbytes() for t in tensors}.values())
+            counts.append((len(handles()), nbytes))
+    assert counts[0] == counts[1]
+    assert counts[0][0] == 0
+
+
+def test_forward_without_backward_leaves_nothing() -> None:
+    model, inputs = build("llama")
+    treat(model)
+    output = model(**inputs)
+    del output
+    assert handles() == []
+
+
+def test_chain_recomputes_through() -> None:
+    plain, treated = pair(
+        lambda m, x: m.conv(m.act(m.norm(x))), norm=nn.GroupNorm(2, 4), act=nn.SiLU(), conv=nn.Conv2d(4, 4, 3)
+    )
+    check_same(plain, treated, torch.randn(2, 4, 6, 6))
+
+
+def test_long_chain_is_cut() -> None:
+    layers = {f"l{i}": nn.SiLU() for i in range(200)}
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        for name in layers:
+            x = getattr(m, name)(x)
+        return x
+
+    plain, treated = pair(body, **layers)
+    check_same(plain, treated, torch.randn(3, 5))
+    running = Pass(False)
+    x = torch.randn(2, requires_grad=True)
+    for _ in range(MAX_CHAIN + 5):
+        x = running.run(treated.l0.forward, (x,), {})
+    claim = claim_on(x)
+    assert claim is not None
+    assert claim.frame.depth == (MAX_CHAIN + 4) % (MAX_CHAIN + 1)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda h: h.add_(1),
+        lambda h: h.view(-1)[:3].mul_(2),
+        lambda h: torch.sigmoid_(h),
+        lambda h: F.relu(h, inplace=True),
+        lambda h: h.detach().copy_(torch.zeros_like(h)),
+    ],
+    ids=["add", "view", "saved result", "relu", "detached"],
+)
+def test_output_changed_in_place_is_kept(edit: Any) -> None:
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        h = m.norm(m.first(x))
+        edit(h)
+        return m.last(h)
+
+    plain, treated = pair(body, first=nn.Linear(8, 8), norm=nn.RMSNorm(8), last=nn.Linear(8, 8))
+    check_same(plain, treated, torch.randn(4, 8))
+
+
+def test_output_changed_after_it_was_saved() -> None:
+    """Plain autograd must refuse here, as it kept the tensor that changed; a rebuilt one has the right values."""
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        h = m.norm(x)
+        y = m.last(h)
+        h.zero_()
+        return y
+
+    plain, treated = pair(body, norm=nn.LayerNorm(8), last=nn.Linear(8, 8))
+    reference = Model(lambda m, x: m.last(m.norm(x)), norm=plain.norm, last=plain.last)
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="inplace"):
+        plain(x).sum().backward()
+    check_same(reference, treated, x)
+
+
+def test_input_changed_after_it_was_saved_is_an_error() -> None:
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        y = m.last(m.act(h))
+        h.add_(1)
+        return y
+
+    _, treated = pair(body, first=nn.Linear(8, 8), act=nn.SiLU(), last=nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match="inplace"):
+        treated(torch.randn(4, 8)).sum().backward()
+
+
+def test_kept_tensor_changed_is_an_error() -> None:
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(m.norm(x))
+        y = m.last(h)
+        h.add_(1)
+        return y
+
+    _, treated = pair(body, norm=nn.LayerNorm(8), first=nn.Linear(8, 8), last=nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match="inplace"):
+        treated(torch.randn(4, 8)).sum().backward()
+
+
+def test_parameter_changed_is_an_error() -> None:
+    _, treated = pair(lambda m, x: m.last(m.norm(x)), norm=nn.LayerNorm(8), last=nn.Linear(8, 8))
+    loss = treated(torch.randn(4, 8)).sum()
+    with torch.no_grad():
+        treated.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
+        loss.backward()
+
+
+def test_inplace_activation_after_norm() -> None:
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        return m.conv2(m.act(m.norm(m.conv1(x))))
+
+    plain, treated = pair(
+        body, conv1=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), act=nn.ReLU(inplace=True), conv2=nn.Conv2d(4, 2, 3)
+    )
+    check_same(plain, treated, torch.randn(2, 3, 8, 8))
+    assert plain.norm.running_mean.equal(treated.norm.running_mean)
+    assert plain.norm.num_batches_tracked == treated.norm.num_batches_tracked == 1
+
+
+def test_reused_addresses_do_not_mislead() -> None:
+    """Outputs die and others take their storages' place, many times over."""
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = m.mix(m.norm(x)).tanh() + m.mix(x * 2)
+        return x
+
+    plain, treated = pair(body, norm=nn.LayerNorm(8), mix=nn.Linear(8, 8))
+    check_same(plain, treated, torch.randn(4, 8))
+
+
+def test_aliases_of_inputs() -> None:
+    plain, treated = pair(
+        lambda m, x: m.last(m.drop(m.same(m.norm(m.first(x))))) + m.other(m.drop(x)),
+        first=nn.Linear(8, 8), norm=nn.LayerNorm(8), same=nn.Identity(), drop=nn.Dropout(0.0), last=nn.Linear(8, 8),
+        other=nn.Linear(8, 8),
+    )  # fmt: skip
+    check_same(plain, treated, torch.randn(4, 8))
+
+
+def test_shared_module_and_frozen_parameters() -> None:
+    norm = nn.LayerNorm(8).requires_grad_(False)
+    plain, treated = pair(
+        lambda m, x: m.last(m.norm(m.frozen(m.norm(x.detach())))), norm=norm,
+        frozen=nn.Linear(8, 8).requires_grad_(False), last=nn.Linear(8, 8),
+    )  # fmt: skip
+    for model in (plain, treated):
+        model(torch.ones(4, 8)).sum().backward()
+    assert gradients(plain).keys() == gradients(treated).keys() == {"last.weight", "last.bias"}
+    assert all(gradients(plain)[k].equal(gradients(treated)[k]) for k in gradients(plain))
+
+
+def test_dropout_repeats_its_mask_and_leaves_the_generator() -> None:
+    plain, treated = pair(
+        lambda m, x: m.last(m.drop(m.norm(x))), norm=nn.LayerNorm(64), drop=nn.Dropout(0.5), last=nn.Linear(64, 8)
+    )
+    x = torch.randn(4, 64)
+    check_same(plain, treated, x)
+    torch.manual_seed(2)
+    loss = treated(x).sum()
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.get_rng_state().equal(before)
+
+
+def test_mode_of_the_first_run_counts() -> None:
+    _, treated = pair(
+        lambda m, x: m.last(m.drop(m.norm(x))), norm=nn.LayerNorm(8), drop=nn.Dropout(0.5), last=nn.Linear(8, 8)
+    )
+    results = []
+    for evaluate in (False, True):
+        treated.train().zero_grad()
+        torch.manual_seed(1)
+        loss = treated(torch.ones(4, 8)).square().sum()
+        treated.train(not evaluate)
+        loss.backward()
+        results.append(treated.last.weight.grad.clone())
+    assert results[0].equal(results[1])
+
+
+def test_retain_graph_and_second_backward() -> None:
+    model, inputs = build("llama")
+    treat(model)
+    loss = model(**inputs).loss
+    loss.backward(retain_graph=True)
+    first = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    loss.backward()
+    assert all(first[name].equal(g) for name, g in gradients(model).items())
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_double_backward_is_refused() -> None:
+    model, inputs = build("llama")
+    treat(model)
+    with pytest.raises(RuntimeError, match=r"double backward.*without 'pointwise'"):
+        torch.autograd.grad(model(**inputs).loss, list(model.parameters()), create_graph=True)
+
+
+def test_accumulation_and_several_losses() -> None:
+    model, inputs = build("phi3")
+    treated = copy.deepcopy(model)
+    treat(treated)
+    for m in (model, treated):
+        losses = [m(**inputs).loss for _ in range(2)]  # two graphs alive at once
+        for loss in losses:
+            loss.backward()
+    assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
+
+
+def test_autocast_copies_share_one() -> None:
+    """Under autocast three linear layers keep three bf16 copies of a norm's output; here none, rebuilt as one."""
+    plain, treated = pair(
+        lambda m, x: m.q(h := m.norm(x)) + m.k(h) + m.v(h),
+        norm=nn.LayerNorm(8), q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8),
+    )  # fmt: skip
+    x = torch.randn(4, 8)
+    grads = []
+    for model in (plain, treated):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(x)
+        output.float().square().sum().backward()
+        grads.append(gradients(model))
+    assert all(grads[0][name].equal(grads[1][name]) for name in grads[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = treated(x)
+    casts = {id(h.source) for h in handles() if type(h.source.region).__name__ == "_Cast"}
+    assert len(casts) == 1
+    del output
+
+
+def test_gradients_off_and_generate_pay_nothing() -> None:
+    model, inputs = build("llama")
+    reference = model.eval().generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    treat(model)
+    assert model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False).equal(reference)
+    with torch.no_grad():
+        output = model(**inputs)
+    assert handles() == []
+    assert output.loss.grad_fn is None
+
+
+def test_pickle_and_signature() -> None:
+    model, inputs = build("llama")
+    names = list(inspect.signature(model.forward).parameters)
+    treat(model)
+    assert list(inspect.signature(model.forward).parameters) == names
+    again = pickle.loads(pickle.dumps(model))
+    assert again.forward.module is again
+    losses = [m(**inputs).loss for m in (model, again)]
+    assert losses[0].equal(losses[1])
+
+
+def test_compile_runs_the_plain_model_and_says_so() -> None:
+    model, inputs = build("llama")
+    model(**inputs).loss.backward()
+    plain = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    treat(model)
+    pointwise._warned = False
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compiled(**inputs).loss.backward()
+    assert sum("'pointwise' does nothing here" in str(w.message) for w in caught) == 1
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * plain[name], rtol=1e-4, atol=1e-6)
+
+
+def test_under_save_on_cpu() -> None:
+    """What `pointwise` keeps goes to the hooks around it."""
+    model, inputs = build("llama")
+    treated = copy.deepcopy(model)
+    treat(treated)
+    for m in (model, treated):
+        with torch.autograd.graph.save_on_cpu():
+            m(**inputs).loss.backward()
+    assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
+
+
+def test_under_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = Model(
+            lambda m, x: m.last(m.drop(m.norm(m.first(x)))),
+            first=nn.Linear(8, 8), norm=nn.LayerNorm(8), drop=nn.Dropout(0.1), last=nn.Linear(8, 8),
+        )  # fmt: skip
+        treat(model)
+        model(torch.randn(4, 8)).sum().backward()
+    assert gradients(model).keys() == {name for name, _ in model.named_parameters()}
+
+
+def test_nothing_to_treat() -> None:
+    with pytest.raises(UserError, match="has no norm, activation, gated MLP or dropout"):
+        treat(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_describe() -> None:
+    model, _ = build("llama")
+    rows = {row["module"]: (row["count"], row["dropped"], row["kept"]) for row in treat(model).describe()}
+    assert rows == {
+        "LlamaMLP": (2, "gated product", "gate and up projections"),
+        "LlamaRMSNorm": (5, "output", "input"),
+        "SiLUActivation": (2, "output", "input"),
+    }
