@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import UserError
+from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
 from .opinfo import tensors
 from .report import FIGURES, MemoryReport, RankMemory, merge_peaks, provenance
@@ -45,6 +46,9 @@ class MemoryProfiler:
         sample: on CPU, measure every so many steps.
         total_steps: how many steps there will be, where that is known.
         snapshot: on CUDA, where to dump the allocator's state if memory runs out.
+
+    Attributes:
+        batch: the largest batch that the model was given in a measured step.
 
     Raises:
         UserError: `sample` is not positive.
@@ -70,7 +74,7 @@ class MemoryProfiler:
         self.meter: Meter = CudaMeter(self.device) if self.device.type == "cuda" else CpuMeter(model, optimizer)
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
-        self.shapes: dict[str, list[int]] = {}
+        self.batch = LargestBatch()
         self._resident: dict[str, int] = {}
         self._open = False
         self._began = self._quiet_seconds = 0.0
@@ -148,7 +152,7 @@ class MemoryProfiler:
 
             ranks = sorted(gather_object([mine]), key=lambda rank: rank.rank)
         main = self.accelerator is None or self.accelerator.is_main_process
-        known = provenance(**{"shapes": self.shapes, **facts})
+        known = provenance(**{"shapes": self.batch.shapes, **facts})
         return MemoryReport(known, ranks, timeline=timeline, main=main)
 
     def _measured(self) -> tuple[RankMemory, Timeline | None]:
@@ -176,9 +180,8 @@ class MemoryProfiler:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.meter.enter("forward")
-        if not self.shapes:
-            named = {**{f"input {i}": value for i, value in enumerate(args)}, **kwargs}
-            self.shapes = {name: list(v.shape) for name, v in named.items() if isinstance(v, torch.Tensor)}
+        if self._open and module.training:
+            self.batch.note(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in _outputs(output):

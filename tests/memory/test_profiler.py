@@ -94,7 +94,7 @@ def test_micro_batches_are_one_step():
         train_step(model, optimizer, micro_batches=3)
         profiler.step()
     assert profiler.report().fullest.steps == 1
-    assert profiler.shapes == {"input 0": [BATCH, WIDTH]}
+    assert profiler.batch.shapes == {"input 0": [BATCH, WIDTH]}
 
 
 def test_a_block_without_steps_is_one():
