@@ -1,0 +1,121 @@
+"""Fine-tune an image classifier (ViT, ResNet, ConvNeXt, Swin ...), all weights or LoRA, under a checkpointing policy.
+
+    accelerate launch recipes/image_classification.py
+        a small ResNet on drawn shapes, offline, in about a minute on a CPU
+
+    accelerate launch recipes/image_classification.py --config recipes/vision/resnet50.yaml --dataset_name FOLDER
+        a real model on FOLDER/class/*.jpg; what is on the command line wins over the file
+
+    accelerate launch recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
+        LoRA; the head, and BatchNorm where there is any, are trained and saved along with the adapters
+
+Flags: those of ModelArguments, VisionArguments and ACArguments, and every one of transformers.TrainingArguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import Trainer, TrainingArguments, set_seed
+
+from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.augment import Collator, ImageRows
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.card import write_model_card
+from ckpt_ft.training.checkpoints import check_output_dir, resume_path
+from ckpt_ft.training.classifiers import (
+    load_classifier,
+    load_processor,
+    mind_batch_norm,
+    own_resolution,
+    position_arguments,
+)
+from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.vision import VisionArguments, accuracy, choose, load_images
+
+# What runs when no model is named.
+BUILT_IN = {
+    "output_dir": "out/image_classification",
+    "num_train_epochs": 8,
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 64,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "min_crop": 0.7,
+    "eval_strategy": "epoch",
+    "logging_steps": 20,
+}
+
+
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, TrainingArguments]:
+    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    model_args, data_args, ac_args, training_args = parse_args(
+        (ModelArguments, VisionArguments, ACArguments, TrainingArguments),
+        argv,
+        builtin=BUILT_IN,
+        unless="model_name_or_path",
+        description=__doc__,
+    )
+    check_output_dir(training_args.output_dir)
+    check_conflicts(training_args, ac_args.policy)
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args.output_dir)
+    return model_args, data_args, ac_args, training_args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    model_args, data_args, ac_args, training_args = parse(argv)
+    set_seed(training_args.seed)
+
+    # 1. Data: rows, and the names of the classes
+    with training_args.main_process_first(desc="reading images"):
+        train_rows, eval_rows, names = load_images(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
+
+    # 2. Model: one output for each class
+    processor = load_processor(model_args)
+    model = load_classifier(model_args, names)
+    mind_batch_norm(model, training_args, len(train_rows))
+
+    # 3. What the model is shown: random crops in training, its own framing in evaluation
+    train_dataset = ImageRows(
+        train_rows,
+        processor,
+        data_args.resolution or own_resolution(processor),
+        min_crop=data_args.min_crop if data_args.augment else None,
+        seed=training_args.seed,
+    )
+    eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
+
+    # 4. Training: the policy and the memory report are one callback
+    memory = ACCallback(ac_args)
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processor,
+        data_collator=Collator(position_arguments(model, data_args.resolution)),
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=choose,
+        callbacks=[memory],
+    )
+    with advise_on_oom(memory):
+        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    # 5. What is left behind: weights or adapter, image processor, metrics, a card with the memory table
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    if eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,229 @@
+"""recipes/image_classification.py run for real, in this process, on the drawn shapes and on class folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from ckpt_ft.errors import UserError, run
+from ckpt_ft.training.shapes import drawn_shapes
+
+SMALL = ["--use_cpu", "--max_steps", "4", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+QUIET = ["--disable_tqdm", "true", "--ac_report", "none", "--eval_strategy", "no"]
+
+
+@pytest.fixture(scope="module")
+def recipe(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipes_vision", root / "recipes" / "image_classification.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen drawn shapes in folders of three classes; one is grey, one has alpha."""
+    top = tmp_path_factory.mktemp("shapes")
+    rows = [row for row in drawn_shapes(resolution=40) if row["label"] < 3][:16]
+    for i, row in enumerate(rows):
+        (top / f"class {row['label']}").mkdir(exist_ok=True)
+        mode = {0: "L", 1: "RGBA"}.get(i, "RGB")
+        row["image"].convert(mode).save(top / f"class {row['label']}" / f"{i:02}.png")
+    return top
+
+
+def train(recipe: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:
+    recipe.main([*SMALL, *(QUIET if quiet else []), "--output_dir", str(out), *flags])
+    return out
+
+
+def history(out: Path, key: str = "loss") -> list[float]:
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry[key] for entry in state["log_history"] if key in entry]
+
+
+def test_the_built_in_run_learns(recipe: ModuleType, tmp_path: Path) -> None:
+    """Two of its eight epochs; chance is 1/8."""
+    flags = ["--max_steps", "-1", "--num_train_epochs", "2", "--per_device_train_batch_size", "32"]
+    out = train(recipe, tmp_path, *flags, "--logging_steps", "20", "--eval_strategy", "epoch")
+    losses, results = history(out), json.loads((out / "eval_results.json").read_text())
+    assert losses[-1] < 0.85 * losses[0]
+    assert results["eval_accuracy"] > 0.2
+    assert len(history(out, "eval_accuracy")) == 2
+
+
+@pytest.mark.slow
+def test_the_whole_built_in_run(recipe: ModuleType, tmp_path: Path) -> None:
+    recipe.main(["--use_cpu", *QUIET[:4], "--output_dir", str(tmp_path)])
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_accuracy"] > 0.75
+
+
+def test_a_policy_changes_no_loss_and_no_statistics(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    data = ["--dataset_name", str(folder)]
+    plain = train(recipe, tmp_path / "plain", *data)
+    expected = AutoModelForImageClassification.from_pretrained(plain).state_dict()
+    for policy in ("stages", "aggressive", "full", "segments:2,save:conv"):
+        out = train(recipe, tmp_path / policy, *data, "--ac_policy", policy, "--ac_check")
+        assert history(out) == history(plain)
+        found = AutoModelForImageClassification.from_pretrained(out).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def small_model(kind: str) -> Any:
+    if kind == "vit":
+        config = ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32,
+            patch_size=8,
+        )  # fmt: skip
+        return ViTForImageClassification(config)
+    if kind == "swin":
+        return SwinForImageClassification(
+            SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
+        )
+    return ConvNextForImageClassification(ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1]))
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("vit", "modules:mlp"), ("swin", "stages"), ("convnext", "stages:3+4")])
+def test_families_on_class_folders(
+    recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, policy: str
+) -> None:
+    small_model(kind).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--ac_policy", policy]
+    flags += ["--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "2"]
+    out = train(recipe, tmp_path / "out", *flags)
+    said = capsys.readouterr().out
+    assert "1 of one channel" in said
+    assert "1 with transparency, now over white" in said
+    model = AutoModelForImageClassification.from_pretrained(out)
+    assert model.config.id2label == {0: "class 0", 1: "class 1", 2: "class 2"}
+    assert AutoImageProcessor.from_pretrained(out).size["height"] == 32
+    assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
+
+
+def test_an_adapter_brings_its_batch_norm_along(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    """Its statistics changed in training; without them base model + adapter would predict otherwise when loaded."""
+    base = train(recipe, tmp_path / "base", "--dataset_name", str(folder), "--max_steps", "1")
+    flags = [
+        "--dataset_name",
+        str(folder),
+        "--model_name_or_path",
+        str(base),
+        "--use_peft",
+        "--lora_r",
+        "4",
+        "--ac_policy",
+        "full",
+    ]
+    out = train(recipe, tmp_path / "lora", *flags, "--learning_rate", "0.1")
+    adapted = PeftModel.from_pretrained(AutoModelForImageClassification.from_pretrained(base), out).eval()
+    untrained = AutoModelForImageClassification.from_pretrained(base).eval()
+    norms = [name for name, _ in untrained.named_buffers() if name.endswith("num_batches_tracked")]
+    counted = {name: value for name, value in adapted.named_buffers() if "modules_to_save" in name}
+    assert len([name for name in counted if name.endswith("num_batches_tracked")]) == len(norms)
+    assert {int(value) for name, value in counted.items() if name.endswith("tracked")} == {1 + 4}
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.allclose(adapted(x).logits, untrained(x).logits)
+
+
+def test_resume_gives_the_same_losses(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    flags = ["--dataset_name", str(folder), "--save_steps", "2", "--ac_policy", "full"]
+    whole = history(train(recipe, tmp_path / "whole", *flags))
+    half = train(recipe, tmp_path / "half", *flags)
+    (half / "checkpoint-4" / "trainer_state.json").unlink()  # as a killed run leaves it
+    assert history(train(recipe, half, *flags, "--resume_from_checkpoint", "latest")) == whole
+
+
+def test_an_epoch_never_ends_in_a_batch_of_one(
+    recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dataset_name", str(folder), "--per_device_train_batch_size", "5", "--max_steps", "-1"]
+    out = train(recipe, tmp_path, *flags, "--num_train_epochs", "1")
+    assert len(history(out)) == 3  # 16 images: three batches of five
+    assert "the last of 16 images is left out of each epoch" in capsys.readouterr().out
+
+
+def test_the_report_and_the_card(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
+    out = train(
+        recipe,
+        tmp_path,
+        "--dataset_name",
+        str(folder),
+        "--ac_report",
+        "json,md",
+        "--ac_policy",
+        "aggressive",
+        "--no_augment",
+    )
+    assert (out / "memory_report.md").is_file()
+    assert json.loads((out / "memory_report.json").read_text())
+    assert "library_name: transformers" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ac_policy", "stages:5"], "ResNetForImageClassification has no stage 5; it has 4, counted from 1"),
+        (["--per_device_train_batch_size", "1"], "--per_device_train_batch_size 1"),
+        (["--dataset_name", "no/where"], "--dataset_name no/where"),
+        (["--model_name_or_path", "no/where"], "model no/where"),
+        (["--ac_policy", "stags"], "did you mean 'stages'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    recipe: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    argv = [*SMALL, *QUIET, "--output_dir", str(tmp_path), "--dataset_name", str(folder), *flags]
+    with pytest.raises(SystemExit) as exit_code:
+        run(lambda: recipe.main(argv))
+    assert exit_code.value.code == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_class_folder_without_images(recipe: ModuleType, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "a" / "0.png")
+    with pytest.raises(UserError, match="no images in class folder b"):
+        train(recipe, tmp_path / "out", "--dataset_name", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("name", ["vit_large", "resnet50"])
+def test_the_yaml_files_hold_flags_only(recipe: ModuleType, root: Path, name: str, tmp_path: Path) -> None:
+    """Everything but the precision, which this machine may not have."""
+    precision = "--bf16" if name == "vit_large" else "--fp16"
+    argv = ["--config", str(root / "recipes" / "vision" / f"{name}.yaml"), precision, "false", "--use_cpu", "true"]
+    model_args, data_args, ac_args, training_args = recipe.parse([*argv, "--output_dir", str(tmp_path)])
+    assert model_args.model_name_or_path in ("google/vit-large-patch16-224", "microsoft/resnet-50")
+    assert data_args.dataset_test_split == "validation"
+    assert ac_args.policy.checkpoints
+    assert training_args.eval_strategy == "epoch"
