@@ -72,7 +72,7 @@ class ACCallback(TrainerCallback):
         check_conflicts(args, self.policy)
         if self.policy is not None:
             if self.settings.ac_check:
-                self._check(model, kwargs["train_dataloader"])
+                self._check(model, kwargs["train_dataloader"], args.train_batch_size)
             self.applied = apply_policy(model, self.policy)
         if self.settings.reports:
             from accelerate import Accelerator
@@ -144,13 +144,15 @@ class ACCallback(TrainerCallback):
         if "png" in self.settings.reports and importlib.util.find_spec("matplotlib"):
             self.report.plot(base.with_suffix(".png"))
 
-    def _check(self, model: Any, dataloader: Any) -> None:
+    def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""
+        from accelerate.utils import send_to_device
+
         from ..checkpointing.parity import check_parity
 
         assert self.policy is not None
-        rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), dataloader.batch_size or 1))]
-        batch = {key: value.to(model.device) for key, value in dataloader.collate_fn(rows).items()}
+        rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), batch_size))]
+        batch = send_to_device(dict(dataloader.collate_fn(rows)), model.device)
         parity = check_parity(model, batch, self.policy)
         print(parity)
         if not parity.ok:
