@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
 _INDEX_MAKERS = {aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.sort.stable}
 _CARRIERS = {
-    aten.any.default, aten.any.dim, aten.clone.default, aten._to_copy.default, aten.index.Tensor,
+    aten.any.default, aten.any.dim, aten.gt.Scalar, aten.clone.default, aten._to_copy.default, aten.index.Tensor,
     aten.index_select.default, aten.gather.default, aten.cat.default,
 }  # fmt: skip
 
@@ -40,6 +40,7 @@ class _Known:
     storage: weakref.ref[Any]
     classes: int = 0
     density: float = 1.0
+    hit: float = 1.0  # of a mask made by comparing indices with every class: the share of classes that occur
 
 
 class Balanced:
@@ -71,11 +72,16 @@ class Balanced:
         elif func is aten.eq.Scalar or func is aten.eq.Tensor:
             known = next((k for k in map(self._of, args) if k is not None and k.classes), None)
             if known is not None:
-                self._learn(out, density=1 / known.classes)
+                compared = args[1].numel() if isinstance(args[1], Tensor) and args[1].dim() == 1 else known.classes
+                self._learn(out, density=1 / known.classes, hit=min(known.classes / compared, 1.0))
+        elif func is aten.sum.dim_IntList:
+            known = self._of(args[0])
+            if known is not None:
+                self._learn(out, density=known.hit, hit=known.hit)
         elif func in _CARRIERS:
             known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
             if known is not None:
-                self._learn(out, known.classes, known.density)
+                self._learn(out, known.classes, known.density, known.hit)
 
     def _of(self, tensor: Any) -> _Known | None:
         if not isinstance(tensor, Tensor):
@@ -84,9 +90,9 @@ class Balanced:
         known = self._known.get(storage._cdata)
         return known if known is not None and known.storage() is storage else None
 
-    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0) -> None:
+    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density)
+        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit)
 
     def _note(self, text: str) -> None:
         if text not in self.tracker.notes:

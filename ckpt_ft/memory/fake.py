@@ -15,7 +15,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from ..errors import UserError
 from . import cuda, fake_kernels
@@ -109,7 +114,7 @@ class FakeTracker(Tracker):
         self.fake_mode, self.gpu = fake_mode, gpu
         self.balanced = Balanced(self)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
-        self._memo = Memo(fake_mode)
+        self._memo = Memo(fake_mode, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

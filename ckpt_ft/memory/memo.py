@@ -21,12 +21,18 @@ class Uncacheable(Exception):
     """The call's result cannot be told from the shapes alone."""
 
 
-class Memo:
-    """Results of fake ops by op and arguments."""
+_LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
+_shared: dict[int, dict[Any, tuple[Any, Any]]] = {}  # by compute capability: a plan traces one model many times
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+
+class Memo:
+    """Results of fake ops by op and arguments, shared by all traces for one compute capability (0: the CPU)."""
+
+    def __init__(self, fake_mode: FakeTensorMode, arch: int) -> None:
         self.fake_mode = fake_mode
-        self._known: dict[Any, tuple[Any, Any]] = {}  # key -> recipe, what `remember` was told
+        self._known = _shared.setdefault(arch, {})  # key -> recipe, what `remember` was told
+        if len(self._known) > _LARGEST:
+            self._known.clear()
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hashable description of a call, or None where the result depends on more than that."""
@@ -71,8 +77,10 @@ class Memo:
             return None
         _, source, shape, stride, offset, dtype = recipe
         with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if source is None else torch.empty(
-                0, dtype=dtype, device="meta"
+            meta = (
+                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if source is None
+                else torch.empty(0, dtype=dtype, device="meta")
             )
             if source is not None:
                 meta.set_(args[source].untyped_storage(), offset, shape, stride)
@@ -100,7 +108,12 @@ def _recipe(out: Any, args: tuple[Any, ...]) -> Any:
         return ("none",)
     if isinstance(out, (tuple, list)):
         return "sequence", type(out), [_recipe(item, args) for item in out]
-    if type(out) is not FakeTensor or out.constant is not None or out.fake_device != CPU or out.layout is not torch.strided:
+    if (
+        type(out) is not FakeTensor
+        or out.constant is not None
+        or out.fake_device != CPU
+        or out.layout is not torch.strided
+    ):
         raise Uncacheable
     storage = out.untyped_storage()
     for at, value in enumerate(args):

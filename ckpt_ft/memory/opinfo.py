@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -56,6 +57,16 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors(value)
+
+
+def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as it lies in memory: of a DTensor its shard, of any wrapper subclass what it wraps."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # DTensor names its mesh too
+                yield from plain(part)
+    else:
+        yield tensor
 
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, str, int]:

@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from ..units import format_bytes
-from .opinfo import describe, measure, tensors
+from .opinfo import describe, measure, plain, tensors
 from .trace import Op, StepTrace, Storage
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from .gpus import GPU
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
@@ -53,6 +56,8 @@ class Tracker(TorchDispatchMode):
         after: what to call once an op's results are recorded, by overload (cuda.py).
         ops: record `Op`s too; a long real run has no use for them.
     """
+
+    fake_mode: FakeTensorMode | None = None  # the one that the step runs under, if it does
 
     def __init__(
         self,
@@ -96,8 +101,9 @@ class Tracker(TorchDispatchMode):
 
     def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
         """Follow tensors that exist already."""
-        for tensor in values:
-            self._follow(tensor, category, "", resident=True)
+        for value in values:
+            for tensor in plain(value):
+                self._follow(tensor, category, "", resident=True)
 
     def start_step(self) -> None:
         """Open a step: the views of a trace are of the last one opened."""
@@ -210,12 +216,13 @@ class Tracker(TorchDispatchMode):
         self._events.append(~seen.index)
         self.allocated -= storage.nbytes
 
-    def _mark(self, tensor: torch.Tensor, category: str) -> None:
-        seen = self._live.get(tensor.untyped_storage()._cdata)
-        if seen is None:
-            self._follow(tensor, category, "", resident=not self._events)
-        elif seen.index >= 0:
-            self._storages[seen.index].category = category
+    def _mark(self, value: torch.Tensor, category: str) -> None:
+        for tensor in plain(value):
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is None:
+                self._follow(tensor, category, "", resident=not self._events)
+            elif seen.index >= 0:
+                self._storages[seen.index].category = category
 
     def _mark_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -236,8 +243,10 @@ class Tracker(TorchDispatchMode):
         elif torch._C._current_graph_task_id() >= 0:
             phase = "backward"
             recompute = bool(self._stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
-        elif self._phase != "forward" and not self._stack and not torch.is_grad_enabled():
-            phase = "optimizer"  # clipping, unscaling: between backward and the optimizer
+        elif not self._stack and (
+            self._phase == "optimizer" or (self._phase == "backward" and not torch.is_grad_enabled())
+        ):
+            phase = "optimizer"  # unscaling, clipping, zero_grad: around the optimizer, until a module runs
         elif dispatching:
             phase = "forward"
         else:
@@ -309,6 +318,10 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # what a DTensor does to its shard comes by here in its turn
+        if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
         if func.namespace == "profiler":  # record_function: no tensor, no work
             return func(*args, **kwargs)
         self._locate()

@@ -1,0 +1,66 @@
+"""Tiny models with a loss each, and a training step made of them, for the tests of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+def language_model(kind: str = "llama", shape: tuple[int, int] = (2, 64), **config: object) -> tuple[nn.Module, Loss]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 128, "vocab_size": 500, "use_cache": False}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **config})).train()
+    ids = torch.randint(0, 500, shape)
+    return model, lambda model: model(input_ids=ids, labels=ids).loss
+
+
+def unet(channels: int = 16, size: int = 8) -> tuple[nn.Module, Loss]:
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=size, block_out_channels=(channels, 2 * channels), layers_per_block=1, cross_attention_dim=32,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        norm_num_groups=4, attention_head_dim=8,
+    )  # fmt: skip
+    latents, times, texts = torch.randn(2, 4, size, size), torch.tensor([1, 2]), torch.randn(2, 8, 32)
+    return model.train(), lambda model: model(latents, times, encoder_hidden_states=texts).sample.float().pow(2).mean()
+
+
+def resnet(size: int = 64) -> tuple[nn.Module, Loss]:
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck", num_labels=10
+    )
+    pixels, labels = torch.randn(2, 3, size, size), torch.tensor([1, 2])
+    return ResNetForImageClassification(config).train(), lambda model: model(pixel_values=pixels, labels=labels).loss
+
+
+def vit() -> tuple[nn.Module, Loss]:
+    config = ViTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=64,
+                       patch_size=16, num_labels=10)  # fmt: skip
+    pixels, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
+    return ViTForImageClassification(config).train(), lambda model: model(pixel_values=pixels, labels=labels).loss
+
+
+MODELS = {"language model": language_model, "unet": unet, "resnet": resnet, "vit": vit}
+
+
+def training_step(loss: Loss, autocast: bool = False) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+            value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
