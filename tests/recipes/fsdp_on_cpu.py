@@ -1,7 +1,7 @@
 """Run a recipe under FSDP2 on CPU ranks: `torchrun ... fsdp_on_cpu.py recipes/llm.py FLAGS`.
 
-accelerate turns FSDP on for ranks with an accelerator only, although FSDP2 itself runs on gloo; here CPU ranks are passed
-off as GPU ranks where it looks.
+accelerate turns FSDP on for ranks with an accelerator only, although FSDP2 itself runs on gloo; here CPU ranks are
+passed off as GPU ranks where it looks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""recipes/llm.py as it is launched: by accelerate, on two ranks, under FSDP2, and killed half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+BIN = Path(sys.executable).parent
+pytestmark = pytest.mark.usefixtures("sample")
+
+
+def start(root: Path, command: list[str], **env: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | env
+    return subprocess.Popen(
+        command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def report(out: Path) -> dict[str, Any]:
+    return json.loads((out / "memory_report.json").read_text())
+
+
+def losses(out: Path) -> list[float]:
+    return [
+        entry["loss"]
+        for entry in json.loads((out / "trainer_state.json").read_text())["log_history"]
+        if "loss" in entry
+    ]
+
+
+def two_ranks(root: Path, out: Path, *flags: str, script: str = "recipes/llm.py") -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torchrun = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port)]
+    said = finish(
+        start(root, [*torchrun, *script.split(), *SMALL, "--output_dir", str(out), *flags], ACCELERATE_USE_CPU="1")
+    )
+    assert said.count("Memory: policy") == 1  # printed once
+    return report(out)
+
+
+def test_accelerate_launch_leaves_reports_and_a_model(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    launch = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/cpu.yaml", "recipes/llm.py"]
+    said = finish(start(root, [*launch, "--ac_policy", "save:attention+matmul", *SMALL, "--output_dir", str(out)]))
+    assert "Memory: policy save:attention+matmul" in said
+    assert (out / "memory_report.png").stat().st_size > 10_000
+    assert "policy save:attention+matmul" in (out / "memory_report.md").read_text()
+    assert "## Memory report" in (out / "README.md").read_text()
+    (rank,) = report(out)["ranks"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert rank["at_peak"]["parameters"] == 4 * model.num_parameters()
+    assert rank["at_peak"]["optimizer"] >= 2 * 4 * model.num_parameters()  # AdamW's two averages
+
+
+def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_path: Path) -> None:
+    fsdp = ["--fsdp", "--fsdp_config", '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
+    copied = two_ranks(root, tmp_path / "ddp", "--ac_policy", "full")
+    script = "tests/recipes/fsdp_on_cpu.py recipes/llm.py"
+    sharded = two_ranks(root, tmp_path / "fsdp", "--ac_policy", "full", *fsdp, script=script)
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+    for ranks in (copied["ranks"], sharded["ranks"]):
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert all(rank["peaks"]["backward"]["allocated"] > 2**20 for rank in ranks)
+    for whole, half in zip(copied["ranks"], sharded["ranks"], strict=True):
+        for category in ("parameters", "optimizer"):
+            assert half["at_peak"][category] == pytest.approx(whole["at_peak"][category] / 2, rel=0.01)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp").num_parameters() > 10**6
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleType, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    flags = ["--use_cpu", *SMALL, "--max_steps", "30", "--save_steps", "3", "--ac_policy", "save:attention"]
+    flags += ["--ac_report", "none", "--disable_tqdm", "true", "--output_dir"]
+    process = start(root, [sys.executable, "recipes/llm.py", *flags, str(killed)])
+    deadline = time.monotonic() + 200
+    while not (killed / "checkpoint-3" / "trainer_state.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "trainer_state.json").exists()  # it never came to its end
+    llm.main([*flags, str(killed), "--resume_from_checkpoint", "latest"])
+    llm.main([*flags, str(whole)])
+    assert len(losses(whole)) == 30
+    assert losses(killed) == losses(whole)
