@@ -103,6 +103,18 @@ RULES: dict[Any, Rule] = {
 }
 
 
+def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Without dropout its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu, _efficient_attention_forward]"""
+    dropout = args[5] if len(args) > 5 else 0.0
+    return () if dropout else (2, 3)
+
+
+# Which of an op's results are on the host even so.
+ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
+    aten._scaled_dot_product_efficient_attention.default: seeds,
+}
+
+
 # -- after: scratch and workspaces ------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def trace_step(
         if gpu is not None:
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
-        stack.enter_context(_faked(model))
+        stack.enter_context(faked_model(model))
         tracker = FakeTracker(fake_mode, model, gpu)
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
@@ -140,7 +140,10 @@ class FakeTracker(Tracker):
                 self._memo.remember(key, func, args, *known)
         out = known[0]
         self.balanced.observe(func, args, out)
-        if self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
+        if self.gpu and func in cuda.ON_HOST:
+            for index in cuda.ON_HOST[func](args):
+                self.ignore(out[index])
+        elif self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
             self.ignore(out)
         return known
 
@@ -175,7 +178,7 @@ def fake_like(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _faked(model: nn.Module) -> Iterator[None]:
+def faked_model(model: nn.Module) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
     fakes: dict[int, Tensor] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
