@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class UserError(ValueError):
-    """What the user gave cannot work. The message is the one line they see: what was given, what is allowed, the fix."""
+    """What the user gave cannot work. The message is the line they see: what was given, what is allowed, the fix."""
 
 
 class WorkFailed(RuntimeError):
@@ -19,7 +19,7 @@ class WorkFailed(RuntimeError):
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Run a script's `main` and exit the process with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
+    """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
     try:
         code = main() or 0
     except (UserError, WorkFailed) as error:

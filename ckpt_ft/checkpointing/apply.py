@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -99,7 +100,7 @@ class AppliedPolicy:
         return [group for group in self.policy.save if group.partition("/")[0] not in fired]
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the model: after the first forward with gradients what was asked for should have happened."""
+        """Forward hook of the model: after the first forward what was asked for should have happened."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.hooks.pop().remove()
@@ -114,7 +115,7 @@ class AppliedPolicy:
         segments = {id(part.segment): part.segment for part in self.installed if isinstance(part, SegmentMember)}
         if segments and not any(segment.joined for segment in segments.values()):
             warnings.warn(
-                f"policy '{self.policy}': no block was given the output of the block before it (FSDP wraps them?), so each "
+                f"policy '{self.policy}': no block was given the output of the one before it (under FSDP?), so each "
                 "block is a checkpoint of its own, as under 'full'",
                 stacklevel=2,
             )
@@ -123,9 +124,9 @@ class AppliedPolicy:
 def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> AppliedPolicy:
     """Install `policy` on `model`, in place; a policy that is on it already is replaced.
 
-    `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated blocks,
-    on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is switched
-    off as long as the policy stands.
+    `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated
+    blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
+    switched off as long as the policy stands.
 
     Returns:
         AppliedPolicy: what is covered, `explain()`, `remove()`.
@@ -220,7 +221,7 @@ def _split(blocks: list[Region], n: int) -> list[list[Region]]:
     """`n` runs of consecutive blocks whose lengths differ by at most one."""
     n = min(n, len(blocks))
     ends = [len(blocks) * i // n for i in range(n + 1)]
-    return [blocks[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return [blocks[start:stop] for start, stop in pairwise(ends)]
 
 
 def _stage_regions(applied: AppliedPolicy) -> list[Region]:
@@ -250,8 +251,8 @@ def _member_regions(applied: AppliedPolicy) -> list[Region]:
         if not inside:
             kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in applied.found.blocks.values()))
             raise UserError(
-                f"policy '{applied.policy}': no {member} submodule in the blocks of {type(applied.model).__name__} ({kinds}); "
-                "full and save:... work on whole blocks"
+                f"policy '{applied.policy}': no {member} submodule in the blocks of "
+                f"{type(applied.model).__name__} ({kinds}); full and save:... work on whole blocks"
             )
         regions.update(inside)
     return list(regions.values())
@@ -270,8 +271,8 @@ def _install_engines(applied: AppliedPolicy) -> None:
     if policy.pointwise:
         from . import pointwise
 
-        open_blocks = {name: applied.found.blocks[name] for name in applied.uncovered}
-        applied.engines.append(("pointwise", pointwise.install(model, open_blocks)))
+        checkpoints = [region.module for region in applied.regions]
+        applied.engines.append(("pointwise", pointwise.install(model, {"": model}, skip=checkpoints)))
     if policy.head:
         from . import head
 
@@ -299,8 +300,8 @@ def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
         return None
     if kwargs.get("past_key_values") is not None:
         raise UserError(
-            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run would "
-            "append to them twice; train without a checkpointing policy, or with 'pointwise'"
+            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run "
+            "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
         )
     return args, {**kwargs, "use_cache": False}
 

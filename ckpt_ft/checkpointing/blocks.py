@@ -1,4 +1,4 @@
-"""Finds what a policy can act on: a model's repeated blocks, its stages, and the attention and MLP submodules of a block.
+"""Finds what a policy can act on: a model's repeated blocks, its stages, a block's attention and MLP submodules.
 
 Structure decides, not a list of architectures. An element of a `ModuleList` or `Sequential` is
 
@@ -61,7 +61,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     blocks = finder.blocks or dict(_bare_layers(model))
     if not blocks:
         raise UserError(
-            f"{type(model).__name__} holds no repeated blocks: a policy needs a ModuleList or Sequential of like modules"
+            f"{type(model).__name__} holds no repeated blocks: a policy acts on a ModuleList or Sequential of those"
         )
     return Blocks(blocks, finder.stages if len(finder.stages) > 1 else _sibling_sequentials(model, blocks))
 
@@ -159,7 +159,7 @@ class _Finder:
         return bool(found) and (not own or any(type(element) in self.repeated for element in found))
 
     def blocklike(self, elements: list[nn.Module]) -> list[nn.Module]:
-        """The elements of one list that could be blocks, if they are not a minority (a squeeze-excite among convolutions)."""
+        """The elements of one list that could be blocks, unless in the minority (one squeeze-excite, say)."""
         found = [element for element in elements if self.is_nested_model(element) or _is_blocklike(element)]
         return found if 2 * len(found) >= len(elements) else []
 

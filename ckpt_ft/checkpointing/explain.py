@@ -85,7 +85,7 @@ def _notes(applied: AppliedPolicy) -> list[str]:
 
 
 def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
-    """How many of the blocks `enable_gradient_checkpointing()` re-runs; None for a VAE, or a model that is not diffusers'."""
+    """How many of the blocks diffusers' own switch re-runs; None for a VAE, or a model that is not diffusers'."""
     kind = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
     if kind is None or not isinstance(model, kind) or "encoder" in model._modules:  # a VAE's re-runs whole levels
         return None

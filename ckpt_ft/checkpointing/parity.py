@@ -77,7 +77,7 @@ def check_parity(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Parity:
-    """Run one step of `model` on `batch` without and with `policy` from the same state and compare all it leaves behind.
+    """Run one step of `model` on `batch` without and with `policy` from the same state; compare all it leaves behind.
 
     Parameters, gradients, buffers, random state and any policy of the model are afterwards what they were.
 
@@ -211,9 +211,9 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
     missing = [name for name in plain.gradients if name not in other.gradients]
     if missing:
         causes.append(
-            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A reentrant "
-            "checkpoint whose inputs need no gradient trains nothing, and so looks fast, and so does no_grad inside a "
-            "region; use use_reentrant=False"
+            f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A "
+            "reentrant checkpoint whose inputs need no gradient trains nothing, and so looks fast, and so does no_grad "
+            "inside a region; use use_reentrant=False"
         )
     if not buffers.same:
         what = buffers.what.partition("worst: ")[2].rstrip(")")
@@ -226,8 +226,8 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
     if loss.same and not gradients.same:
         if _has_dropout(model):
             causes.append(
-                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other random numbers "
-                "than forward; preserve the random state"
+                "dropout without RNG: the loss is right and gradients are not, so recomputation drew other "
+                "random numbers than forward; preserve the random state"
             )
         else:
             causes.append(
@@ -238,7 +238,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
         causes.append("the loss itself differs: forward computes something else under this policy")
     if not random.same:
         causes.append(
-            "the random state after the step differs: recomputation moved the generator, so later steps draw other numbers"
+            "the random state after the step differs: recomputation moved the generator, later steps draw other numbers"
         )
     return causes
 
@@ -248,13 +248,11 @@ def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
     notes = []
     if idle:
         notes.append(
-            f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or without "
-            "the policy"
+            f"note: {len(idle)} trainable parameters ({idle[0]}, ...) receive no gradient in this step, with or "
+            "without the policy"
         )
     if any(not torch.equal(plain.gradients[key], noise.gradients[key]) for key in plain.gradients):
-        notes.append(
-            "note: two steps without any policy differ from each other here; differences up to theirs count as the same"
-        )
+        notes.append("note: two steps without any policy differ here; differences up to theirs count as none")
     return notes
 
 

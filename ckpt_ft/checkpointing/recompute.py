@@ -1,10 +1,10 @@
 """Runs a module's forward under activation checkpointing so that its second run repeats the first exactly.
 
-`Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of the
-region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
-`torch.utils.checkpoint` without reentrant autograd; added are, in either run, the random state (kept only where the first
-run drew from it), the buffers (`buffers.py`), kept operator outputs (`selective.py`), and a KV cache that is never
-written twice.
+`Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
+the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
+`torch.utils.checkpoint` without reentrant autograd; added are, in either run, the random state (kept only where the
+first run drew from it), the buffers (`buffers.py`), kept operator outputs (`selective.py`), and a KV cache that is
+never written twice.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Snapshot:
 
 
 def snapshot(device: torch.device) -> Snapshot:
-    """The CPU generator's state (5 KiB) and, for an accelerator, its generator's (16 B, kept on the host: no synchronisation)."""
+    """The CPU generator's state (5 KiB) and, for an accelerator, its own (16 B, on the host: no synchronisation)."""
     states = [torch.get_rng_state()]
     if device.type not in ("cpu", "meta"):
         states.append(torch.get_device_module(device).get_rng_state(device))

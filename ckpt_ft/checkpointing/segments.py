@@ -1,9 +1,9 @@
 """A run of consecutive blocks as one checkpoint: only the first block's input is kept (Chen et al. 2016, section 3).
 
-The model loops over its own blocks and gives each of them a mask and keyword arguments, so a run cannot be wrapped in one
-module. Instead its blocks share a frame: saved-tensor hooks drop what they save, and the first tensor that backward asks
-for re-runs all of them in order. A block joins the frame of the one before it when that one's output is, as the same
-object, among its arguments; otherwise it starts a frame of its own, and stays correct.
+The model loops over its own blocks and gives each of them a mask and keyword arguments, so a run cannot be wrapped in
+one module. Instead its blocks share a frame: saved-tensor hooks drop what they save, and the first that backward
+asks for re-runs all of them in order. A block joins the frame of the one before it when that one's output is, as the
+same object, among its arguments; otherwise it starts a frame of its own, and stays correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .selective import Selection
 
 
 class Segment:
-    """What the blocks of one run share: the frame that is open, if any. Held weakly: saved tensors keep a frame alive."""
+    """What the blocks of a run share: the frame that is open, held weakly, for saved tensors keep it alive."""
 
     def __init__(self) -> None:
         self.open: Callable[[], _Frame | None] = _no_frame
@@ -130,8 +130,8 @@ class _Frame:
             nonlocal made
             if (tensor.shape, tensor.dtype) != self.saved[made]:
                 raise RuntimeError(
-                    f"a segment's second run saved a tensor of {tuple(tensor.shape)} {tensor.dtype} where its first saved "
-                    f"{tuple(self.saved[made][0])} {self.saved[made][1]}: a block depends on state outside of it"
+                    f"a segment's second run saved a tensor of {tuple(tensor.shape)} {tensor.dtype} where its first "
+                    f"saved {tuple(self.saved[made][0])} {self.saved[made][1]}: a block depends on state outside of it"
                 )
             self.recomputed[made] = tensor.detach()
             made += 1

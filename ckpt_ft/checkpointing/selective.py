@@ -144,7 +144,7 @@ class _Keeping(_Mode):
         return out
 
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
-        """A matmul's output is handed on as an `_unsafe_view`: the same memory, with a count of versions of its own."""
+        """A matmul's output is handed on as an `_unsafe_view`: the same memory, its versions counted apart."""
         entry = self.by_storage.get(viewed.untyped_storage()._cdata)
         if entry is not None:
             entry.watch(_alias(view))
@@ -173,8 +173,8 @@ class _Replaying(_Mode):
         entry = calls[index]
         if entry is _CONSUMED:
             raise RuntimeError(
-                "backward ran a second time over a region that keeps operator outputs: they are released as they are used. "
-                "Use a policy without 'save:' with retain_graph=True"
+                "backward ran a second time over a region that keeps operator outputs: they are released as they are "
+                "used. Use a policy without 'save:' with retain_graph=True"
             )
         if entry is _RECOMPUTE or not entry.intact():
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The training step of a diffusers U-Net or transformer on the meta device: noise in, noise out, mean squared error."""
+"""The training step of a diffusers U-Net or transformer on the meta device: noise in and out, mean squared error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A training step of a model that need not exist: built from its configuration on the meta device, for the trace.
 
 `load(name, ...)` takes a Hub id, a local directory or a config file, of a causal or masked language model, a diffusers
-pipeline (its U-Net or transformer) or an image classifier, and gives a `Workload`: the model, its optimizer, and the step
-for any batch size, in the order in which `Trainer` and the diffusion recipe do it. No weight is ever allocated.
+pipeline (its U-Net or transformer) or an image classifier, and gives a `Workload`: the model, its optimizer, and the
+step for any batch size, in the order in which `Trainer` and the diffusion recipe do it. No weight is ever allocated.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
 
 
 def adapt(model: Any, settings: Settings) -> nn.Module:
-    """`model` with 4-bit weights and LoRA adapters (fp32 on a half-precision base, as peft makes them) if asked for."""
+    """`model` with 4-bit weights and LoRA adapters (fp32 on a half-precision base, as peft makes them), if asked."""
     if settings.load_in_4bit:
         from ..memory.stand_ins import quantize_4bit
 

@@ -1,4 +1,4 @@
-"""apply_policy: coverage, exact recompute counts, remove, copies, accumulation, autocast, generation, compile, errors."""
+"""apply_policy: coverage, exact recompute counts, remove, copies, accumulation, generation, compile, errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calls(model: nn.Module) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("policy", "attention", "matmuls"),
-    [  # a Llama block has 7 matmuls, the head 1; a block's second run stops after its last saved tensor: down_proj is not re-run
+    [  # a Llama block has 7 matmuls, the head 1; a second run stops after its last saved tensor: without down_proj
         ("none", LAYERS, 7 * LAYERS + 1),
         ("full", 2 * LAYERS, 13 * LAYERS + 1),
         ("save:attention", LAYERS, 13 * LAYERS + 1),
@@ -132,9 +132,7 @@ def test_signature_of_forward_is_kept() -> None:
     assert inspect.signature(model.model.layers[0].forward) == before
 
 
-@pytest.mark.filterwarnings(
-    "ignore:policy .* no operator of:UserWarning"
-)  # with dropout the CPU has no fused attention
+@pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no fused attention with dropout
 @pytest.mark.parametrize("policy", ["full", "segments:2", "save:attention+matmul", "modules:attention"])
 def test_autocast_and_accumulation(policy: str) -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ from language_models import CONFIGS, differing, make, numbers
 from ckpt_ft import apply_policy
 
 POLICIES = [
-    "none", "full", "every:2", "first:1", "segments:2", "sqrt", "modules:attention", "modules:mlp", "modules:attention+mlp,save:matmul",
+    "none", "full", "every:2", "first:1", "segments:2", "sqrt",
+    "modules:attention", "modules:mlp", "modules:attention+mlp,save:matmul",
     "save:attention", "save:matmul", "save:attention+matmul", "save:matmul/2", "save:conv+router", "save:aten.mm",
     "every:2,save:attention+matmul", "segments:2,save:attention",
 ]  # fmt: skip

@@ -21,8 +21,16 @@ UNET = {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, 
 CROSS = {**UNET, "cross_attention_dim": 8, "attention_head_dim": 4}
 T = torch.tensor([3, 7])
 POLICIES = [
-    "full", "every:2", "segments:3", "modules:attention", "save:conv", "save:attention+matmul+conv", "save:attention,stages", "stages:2", "stages",
-]  # fmt: skip
+    "full",
+    "every:2",
+    "segments:3",
+    "modules:attention",
+    "save:conv",
+    "save:attention+matmul+conv",
+    "stages",
+    "stages:2",
+    "save:attention,stages",
+]
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -35,10 +43,15 @@ def latents(channels: int = 4) -> Inputs:
 
 def sdxl() -> nn.Module:
     return diffusers.UNet2DConditionModel(
-        **{**CROSS, "attention_head_dim": (2, 4)}, use_linear_projection=True, transformer_layers_per_block=(1, 2),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=4 * 6 + 8,
-    )  # fmt: skip
+        **{**CROSS, "attention_head_dim": (2, 4)},
+        use_linear_projection=True,
+        transformer_layers_per_block=(1, 2),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=4 * 6 + 8,
+    )
 
 
 DIT = {
@@ -52,14 +65,18 @@ DIT = {
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "unet2d": (
         lambda: diffusers.UNet2DModel(
-            **UNET, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=4, dropout=0.1,
+            **UNET,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=4,
+            dropout=0.1,
         ),
         lambda: latents(3),
     ),
     "sd": (
         lambda: diffusers.UNet2DConditionModel(
-            **{**CROSS, "layers_per_block": 2}, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            **{**CROSS, "layers_per_block": 2},
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         ),
         lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8)},
@@ -67,13 +84,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "sdxl": (
         sdxl,
         lambda: {
-            **latents(), "encoder_hidden_states": r(2, 5, 8),
+            **latents(),
+            "encoder_hidden_states": r(2, 5, 8),
             "added_cond_kwargs": {"text_embeds": r(2, 8), "time_ids": r(2, 6)},
         },
     ),
     "unet3d": (
         lambda: diffusers.UNet3DConditionModel(
-            **{**CROSS, "block_out_channels": (32, 64)}, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+            **{**CROSS, "block_out_channels": (32, 64)},
+            down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
             up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
         ),
         lambda: {"sample": r(2, 4, 2, 8, 8), "timestep": T, "encoder_hidden_states": r(2, 5, 8)},
@@ -81,38 +100,68 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "controlnet": (
         lambda: diffusers.ControlNetModel(
             **{key: value for key, value in CROSS.items() if key != "sample_size"},
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), conditioning_embedding_out_channels=(4, 8),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            conditioning_embedding_out_channels=(4, 8),
         ),
         lambda: {**latents(), "encoder_hidden_states": r(2, 5, 8), "controlnet_cond": r(2, 3, 16, 16)},
     ),
     "vae": (
         lambda: diffusers.AutoencoderKL(
-            block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 2,
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
         ),
         lambda: {"sample": r(2, 3, 8, 8)},
     ),
     "sd3": (
         lambda: diffusers.SD3Transformer2DModel(
-            sample_size=8, num_layers=3, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=8,
-            caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4,
+            sample_size=8,
+            num_layers=3,
+            attention_head_dim=4,
+            num_attention_heads=2,
+            joint_attention_dim=8,
+            caption_projection_dim=8,
+            pooled_projection_dim=8,
+            in_channels=4,
+            out_channels=4,
         ),
-        lambda: {"hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "pooled_projections": r(2, 8), "timestep": T},
+        lambda: {
+            "hidden_states": r(2, 4, 8, 8),
+            "encoder_hidden_states": r(2, 5, 8),
+            "pooled_projections": r(2, 8),
+            "timestep": T,
+        },
     ),
     "flux": (
         lambda: diffusers.FluxTransformer2DModel(
-            patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
-            joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(2, 2, 4),
+            patch_size=1,
+            in_channels=4,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+            axes_dims_rope=(2, 2, 4),
         ),
         lambda: {
-            "hidden_states": r(2, 16, 4), "encoder_hidden_states": r(2, 5, 8), "pooled_projections": r(2, 8), "timestep": T / 10,
-            "img_ids": r(16, 3), "txt_ids": r(5, 3),
+            "hidden_states": r(2, 16, 4),
+            "encoder_hidden_states": r(2, 5, 8),
+            "pooled_projections": r(2, 8),
+            "timestep": T / 10,
+            "img_ids": r(16, 3),
+            "txt_ids": r(5, 3),
         },
     ),
     "pixart": (
-        lambda: diffusers.PixArtTransformer2DModel(**DIT, cross_attention_dim=8, caption_channels=8, use_additional_conditions=False),
+        lambda: diffusers.PixArtTransformer2DModel(
+            **DIT, cross_attention_dim=8, caption_channels=8, use_additional_conditions=False
+        ),
         lambda: {
-            "hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "timestep": T,
+            "hidden_states": r(2, 4, 8, 8),
+            "encoder_hidden_states": r(2, 5, 8),
+            "timestep": T,
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
         },
     ),
@@ -120,7 +169,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         lambda: diffusers.DiTTransformer2DModel(**DIT),
         lambda: {"hidden_states": r(2, 4, 8, 8), "timestep": T, "class_labels": torch.tensor([1, 2])},
     ),
-}  # fmt: skip
+}
 STAGELESS = {"sd3", "flux", "pixart", "dit"}
 
 
@@ -170,8 +219,12 @@ def test_blocks_of_unets_include_what_diffusers_leaves_out() -> None:
 
 def test_stages_are_the_levels_in_the_order_they_run() -> None:
     assert [stage.name for stage in find_blocks(make("sd")).stages] == [
-        "down_blocks.0", "down_blocks.1", "mid_block", "up_blocks.0", "up_blocks.1",
-    ]  # fmt: skip
+        "down_blocks.0",
+        "down_blocks.1",
+        "mid_block",
+        "up_blocks.0",
+        "up_blocks.1",
+    ]
 
 
 @pytest.mark.parametrize(("name", "own"), [("sd", 17), ("unet2d", 7), ("unet3d", 0), ("flux", 4)])
