@@ -238,7 +238,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
         causes.append("the loss itself differs: forward computes something else under this policy")
     if not random.same:
         causes.append(
-            "the random state after the step differs: recomputation moved the generator, later steps draw other numbers"
+            "the random state after the step differs: recomputation moved the generator, later steps draw others"
         )
     return causes
 
