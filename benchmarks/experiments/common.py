@@ -1,0 +1,209 @@
+"""What the experiments share: a step that can be predicted, tracked and run on CUDA, and what a page is made of.
+
+MB is 1e6 bytes here, as in the documents that the experiments are from.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.tracker import Tracker
+
+MB = 10**6
+Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step at one size.
+
+    Attributes:
+        build: makes the model on the default device.
+        step: (model, optimizer); makes its batch on the model's device.
+        make_optimizer: None for a step without one.
+    """
+
+    build: Callable[[], nn.Module]
+    step: Step
+    make_optimizer: Callable[[nn.Module], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What CUDA counted: bytes at most allocated, median seconds of a step."""
+
+    peak: int
+    seconds: float
+
+
+@dataclass
+class Figure:
+    """A published figure beside ours; `ours` is None where there is none, and `note` says why, or what the error is."""
+
+    source: str
+    what: str
+    published: str
+    ours: float | None
+    reference: float | None = None
+    unit: str = "MB"
+    kind: str = "predicted"
+    note: str = ""
+
+    @property
+    def error(self) -> str:
+        """Signed: relative, or in points where the figure is a percentage itself."""
+        if self.ours is None or self.reference is None:
+            return ""
+        if self.unit == "%":
+            return f"{self.ours - self.reference:+.0f} points"
+        return f"{100 * (self.ours / self.reference - 1):+.1f} %"
+
+
+@dataclass
+class Section:
+    """One experiment's part of the page: paragraphs, tables and pictures in order, and its published figures."""
+
+    title: str
+    parts: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+    def text(self, *lines: str) -> None:
+        """Add a paragraph."""
+        self.parts.append(" ".join(lines))
+
+    def table(self, header: list[str], rows: list[list[str]]) -> None:
+        """Add a table; the first column is text, the others are figures."""
+        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        self.parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
+
+    def picture(self, name: str, alt: str) -> None:
+        """Add a picture of docs/img."""
+        self.parts.append(f"![{alt}](img/{name})")
+
+
+@contextmanager
+def under(model: nn.Module, policy: str) -> Iterator[nn.Module]:
+    """`model` with `policy` on it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apply_policy(model, policy)
+        try:
+            yield model
+        finally:
+            remove_policy(model)
+
+
+def predict(case: Case, policy: str, device: str) -> StepTrace:
+    """The step on fake tensors, as `device` would run it ("cpu": by the CPU's own rules)."""
+    with torch.device("meta"):
+        model = case.build()
+    with under(model, policy):
+        return trace_step(model, case.step, make_optimizer=case.make_optimizer, device=device)
+
+
+def measure(case: Case, policy: str) -> StepTrace:
+    """The step run for real on the CPU, every storage followed."""
+    model = case.build()
+    optimizer = case.make_optimizer(model) if case.make_optimizer else None
+    with under(model, policy), Tracker(model, optimizer) as tracker:
+        for _ in range(2):
+            tracker.start_step()
+            case.step(model, optimizer)
+    return tracker.trace()
+
+
+def measure_cuda(case: Case, policy: str, steps: int = 5) -> Measured | None:
+    """The step run on the CUDA device; None where there is none or it runs out of memory."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        with torch.device("cuda"):
+            model = case.build()
+        optimizer = case.make_optimizer(model) if case.make_optimizer else None
+        seconds = []
+        with under(model, policy):
+            for at in range(steps + 2):
+                if at == 1:  # the first step allocates what later ones find
+                    torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                case.step(model, optimizer)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+        return Measured(torch.cuda.max_memory_allocated(), statistics.median(seconds[2:]))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def kept(trace: StepTrace) -> int:
+    """Bytes of activations that forward leaves for backward."""
+    return sum(trace.module_activations().values())
+
+
+def flops(trace: StepTrace) -> int:
+    """Floating-point operations of the measured step's matmuls, convolutions and attention."""
+    return sum(op.flops for op in trace.ops if op.at >= trace.start)
+
+
+def mb(nbytes: float) -> str:
+    """`nbytes` in MB, a decimal below 100."""
+    return f"{nbytes / MB:.1f}" if nbytes < 100 * MB else f"{nbytes / MB:.0f}"
+
+
+def policy_table(section: Section, policies: list[str], full: Case, small: Case, device: str) -> dict[str, StepTrace]:
+    """A table of policies: predicted at full size for `device`, predicted and measured at small size on the CPU.
+
+    Where there is a CUDA device, it measures the full size too. Returns the predictions at full size.
+    """
+    cuda = torch.cuda.is_available()
+    rows, traces = [], {}
+    for policy in policies:
+        trace = traces[policy] = predict(full, policy, device)
+        base = traces[policies[0]]
+        fake, real = predict(small, policy, "cpu"), measure(small, policy)
+        measured = measure_cuda(full, policy)
+        seen = [mb(measured.peak), f"{1e3 * measured.seconds:.1f}"] if measured else ["-", "-"]
+        rows.append([
+            f"`{policy}`", mb(kept(trace)), mb(trace.peak_allocated), f"{1e3 * trace.seconds:.1f}",
+            f"{flops(trace) / flops(base):.2f}", f"{fake.peak_allocated}", f"{real.peak_allocated}",
+            *(seen if cuda else []),
+        ])  # fmt: skip
+    header = ["policy", "kept MB", f"peak MB, predicted ({device})", "ms, predicted", "FLOPs / first row",
+              "small on CPU: predicted bytes", "measured bytes"]  # fmt: skip
+    section.table(header + (["peak MB, measured on CUDA", "ms, measured"] if cuda else []), rows)
+    return traces
+
+
+def line_plot(path: Path, series: dict[str, tuple[list[float], list[float]]], axes: tuple[str, str], **marks: Any) -> None:
+    """Lines of (x, y); `marks` may give `star=(x, y, text)` and `log=True` for both axes."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(6, 3.6), layout="constrained")
+    plot = canvas.subplots()
+    for name, (xs, ys) in series.items():
+        plot.plot(xs, ys, marker="o", markersize=4, label=name)
+    if "star" in marks:
+        x, y, text = marks["star"]
+        plot.plot([x], [y], marker="*", markersize=16, color="black", linestyle="none", label=text)
+    if marks.get("log"):
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log", base=2)
+    plot.set(xlabel=axes[0], ylabel=axes[1])
+    plot.legend(fontsize=8)
+    plot.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, dpi=90)

@@ -1,0 +1,188 @@
+"""The twelve-block homework: attention and MLP sublayers checkpointed apart, every other block, with and without flash.
+
+One process, as it was: models of a later cell are built while the earlier ones, their gradients included, still live;
+each run's AdamW dies with the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.tracker import Tracker
+
+from .common import MB, Figure, Section, mb
+from .models import adamw
+
+SOURCE = "twelve-block homework, A100-40GB"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the homework's models: which sublayers of which blocks are checkpointed (block 0 never is)."""
+
+    name: str
+    attention: bool = True
+    mlp: bool = True
+    every_other: bool = False
+    flash: bool = False
+
+
+# Three cells, each as it built its models, with the megabytes that it printed.
+CELLS: list[list[tuple[Variant, int]]] = [
+    [
+        (Variant("none", attention=False, mlp=False), 3140),
+        (Variant("attention and MLP"), 1414),
+        (Variant("MLP only", attention=False), 3093),
+        (Variant("attention only", mlp=False), 1787),
+    ],
+    [(Variant("all blocks"), 1819), (Variant("every other block", every_other=True), 2803)],
+    [
+        (Variant("all blocks, without flash"), 2216),
+        (Variant("all blocks, flash", flash=True), 1691),
+        (Variant("every other block, flash", every_other=True, flash=True), 1987),
+    ],
+]
+
+
+class ToyBlock(nn.Module):
+    """Pre-norm `nn.MultiheadAttention` and ReLU MLP of four times the width."""
+
+    def __init__(self, width: int, heads: int, flash: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.need_weights = not flash  # whoever asks for the weights gets attention spelled out, O(S^2) of it
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True, dtype=dtype)
+        self.up, self.down = nn.Linear(width, 4 * width, dtype=dtype), nn.Linear(4 * width, width, dtype=dtype)
+        self.norm1, self.norm2 = nn.LayerNorm(width, dtype=dtype), nn.LayerNorm(width, dtype=dtype)
+
+    def attend(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        out: Tensor = x + self.attention(h, h, h, need_weights=self.need_weights)[0]
+        return out
+
+    def feed(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.relu(self.up(self.norm2(x))))
+        return out
+
+
+class ToyModel(nn.Module):
+    """Blocks of which a `Variant` says what is checkpointed."""
+
+    def __init__(self, variant: Variant, depth: int, width: int, heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.variant = variant
+        self.blocks = nn.ModuleList(ToyBlock(width, heads, variant.flash, dtype) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            chosen = index % 2 == 1 if self.variant.every_other else index > 0
+            for path, wanted in ((block.attend, self.variant.attention), (block.feed, self.variant.mlp)):
+                x = checkpoint(path, x, use_reentrant=False) if chosen and wanted else path(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Size:
+    """Depth, width, heads and sequence length of the models; two steps show what ten do."""
+
+    depth: int = 12
+    width: int = 512
+    heads: int = 4
+    length: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+    steps: int = 2
+
+
+def train(model: ToyModel, x: Tensor, steps: int) -> None:
+    """One run of the homework: an AdamW of its own, the mean of the output as loss."""
+    optimizer = adamw(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = out.mean()
+        loss.backward()
+        optimizer.step()
+
+
+def session(size: Size) -> Any:
+    """The notebook as a step function: each call is the next model's run, `alive` holds the models so far."""
+    cells = iter(CELLS)
+    pending: list[ToyModel] = []
+    alive: list[ToyModel] = []
+    inputs: list[Tensor] = []
+
+    def run(*_: Any) -> None:
+        if not pending:
+            inputs[:] = [torch.randn(1, size.length, size.width, dtype=size.dtype)]
+            pending.extend(ToyModel(v, size.depth, size.width, size.heads, size.dtype) for v, _ in next(cells))
+            alive.extend(pending)
+        train(pending.pop(0), inputs[0], size.steps)
+
+    return run
+
+
+RUNS = sum(len(cell) for cell in CELLS)
+
+
+def predict_all(device: str, size: Size) -> list[int]:
+    """Peak bytes of each of the nine runs, by the trace."""
+    trace = trace_step(nn.Module(), session(size), device=device, warmup_steps=RUNS - 1)
+    starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
+    return [trace.replay.peak_allocated(*bounds) for bounds in zip(starts, starts[1:], strict=False)]
+
+
+def measure_all(size: Size) -> list[int]:
+    """Peak bytes of each of the nine runs, really run on the CPU."""
+    run, peaks = session(size), []
+    with Tracker() as tracker:
+        for _ in range(RUNS):
+            tracker.restart()
+            run()
+            peaks.append(tracker.peak)
+    return peaks
+
+
+def measure_all_cuda(size: Size) -> list[int]:
+    """Peak bytes of each run on the CUDA device, none without one."""
+    if not torch.cuda.is_available():
+        return []
+    run, peaks = session(size), []
+    with torch.device("cuda"):
+        for _ in range(RUNS):
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            peaks.append(torch.cuda.max_memory_allocated())
+    return peaks
+
+
+def homework(quick: bool = False) -> Section:
+    """All nine figures."""
+    section = Section("The twelve-block homework")
+    section.text(
+        "Twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads, AdamW;",
+        "block 0 is never checkpointed. One notebook in one process: the peak of a run holds the parameters and gradients of",
+        "every model before it, and those of its own cell that have not run yet. The trace runs the notebook's three cells in",
+        "order. Small size on the CPU: depth 4, width 32, sequence 64, fp32.",
+    )
+    full = Size(depth=2, length=128) if quick else Size()
+    small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)
+    predicted, fake, real, cuda = predict_all("a100-40gb", full), predict_all("cpu", small), measure_all(small), measure_all_cuda(full)
+    rows = []
+    for at, (variant, published) in enumerate(pair for cell in CELLS for pair in cell):
+        figure = Figure(SOURCE, variant.name, str(published), predicted[at] / MB, published)
+        section.figures.append(figure)
+        row = [variant.name, str(published), mb(predicted[at]), figure.error, str(fake[at]), str(real[at])]
+        rows.append([*row, *([mb(cuda[at])] if cuda else [])])
+    header = ["checkpointed", "published MB", "predicted MB (A100-40GB)", "error", "small on CPU: predicted bytes", "measured bytes"]
+    section.table(header + (["measured MB on CUDA"] if cuda else []), rows)
+    section.text(
+        "Attention that returns its weights keeps O(S²) of them for each block; `need_weights=False` lets SDPA choose flash,",
+        "which keeps none. That is what checkpointing the attention removes too, and what checkpointing the MLP leaves alone.",
+    )
+    return section
