@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.nn import Parameter
 
 from . import rng
 
@@ -150,7 +151,7 @@ class Frame:
         self.region, self.depth = region, depth
         self.args: list[Any] | None = args  # None once rebuilt
         self.kwargs = kwargs
-        self.internals: list[weakref.ref[Discarded]] = []
+        self.internals: list[weakref.ref[Discarded] | None] = []
         self.readers: list[weakref.ref[Reader]] = []
         self.state = region.state()
         self.random = rng.snapshot(device) if region.random else None
@@ -183,8 +184,8 @@ class Frame:
                 "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
             )
         for internal, tensor in zip(self.internals, saved, strict=True):
-            if (handle := internal()) is not None:
-                handle.source = tensor.detach()
+            if internal is not None and (handle := internal()) is not None:
+                handle.source = tensor if tensor.grad_fn is None else tensor.detach()
         saved.clear()  # its tensors' nodes hold the hook, which holds the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
@@ -214,6 +215,9 @@ class Pass:
         """The saved-tensor hook; it sees the tensor itself, `grad_fn` and all."""
         frame = self.frame
         if frame is not None:
+            if type(tensor) is Parameter:  # stays anyway
+                frame.internals.append(None)
+                return tensor, tensor._version
             handle = Discarded(frame)
             frame.internals.append(weakref.ref(handle))
             return handle
@@ -286,6 +290,14 @@ class Pass:
         setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
         return copy
 
+    def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """`parameter` in another dtype, not kept either."""
+        held = Input((parameter, parameter._version), parameter.requires_grad)
+        frame = Frame(_Cast(dtype), [held], {}, 0, parameter.device)
+        copy = parameter.to(dtype)
+        setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
+        return copy
+
 
 class _Cast:
     """The conversion of a tensor to another dtype, as a region."""
@@ -315,9 +327,12 @@ def claim_on(tensor: torch.Tensor) -> Claim | None:
 
 def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
     """The other saved-tensor hook."""
-    if type(packed) is not tuple:
+    kind = type(packed)
+    if kind is not tuple:
+        if kind is not Handed and type(packed.source) is not Frame:  # type: ignore[union-attr]
+            return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
-    tensor, version = packed
+    tensor, version = packed  # type: ignore[misc]
     # hooks switch autograd's own check for in-place changes off
     if tensor._version != version:
         raise RuntimeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,13 +56,15 @@ class Watched(StandIn):
             running.kept = None
 
 
-def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> Installed:
+def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[nn.Module] = ()) -> Installed:
     """Discard the outputs of the cheap regions in `modules`, which lie inside of `model`, in every forward of `model`.
 
-    Raises UserError when there is no such region. Under torch.compile the model runs as it is: the compiler's own
-    partitioner recomputes such outputs already.
+    `skip` names modules, with all that is in them, to leave alone: those that are re-run as a whole. Raises UserError
+    when there is no such region. Under torch.compile the model runs as it is: the compiler's own partitioner
+    recomputes such outputs already.
     """
-    chosen = {id(m): m for top in modules.values() for m in top.modules()}
+    skipped = {id(inner) for module in skip for inner in module.modules()}
+    chosen = {id(m): m for top in modules.values() for m in top.modules() if id(m) not in skipped}
     rows: Counter[tuple[str, str, str]] = Counter()
     stand_ins: list[StandIn] = []
     stand_in: StandIn
@@ -79,8 +81,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> Installed:
         rows[type(module).__name__, dropped, kept] += 1
     if not stand_ins:
         raise UserError(
-            f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout to treat in "
-            f"{', '.join(modules) or 'it'}; leave 'pointwise' out of the policy"
+            f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout to treat "
+            "outside of its checkpoints; leave 'pointwise' out of the policy"
         )
     stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
     notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleRegion))

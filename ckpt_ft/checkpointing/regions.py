@@ -6,7 +6,7 @@ Five kinds of stand-in are put in place of `module.forward`:
 - `GatedProduct`: a gated MLP in the form that most have, with activation and product as one region;
 - `Products`: a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of diffusers)
   or adds a residual right behind a BatchNorm (a ResNet block): those operators become regions of their own;
-- `CastInput`: a linear or convolution layer, whose half-precision copy of a discarded input autocast would keep;
+- `CastInput`: a linear or convolution layer, whose half-precision copies of input and weight autocast would keep;
 - `Watched` (in pointwise.py): the whole model, around which the hooks are.
 """
 
@@ -46,11 +46,11 @@ local = _Local()
 
 
 def running_pass() -> Pass | None:
-    """The pass to act in; None where nothing is to be discarded (no gradients, inside of a region, compiled)."""
+    """The pass to act in; None where nothing is to be discarded: no gradients, inside of a region, compiled."""
     if torch.compiler.is_compiling():
         return None
     running = local.running
-    return running if running is not None and running.frame is None and torch.is_grad_enabled() else None
+    return running if running is not None and running.frame is None else None
 
 
 class ModuleRegion(StandIn):
@@ -70,7 +70,7 @@ class ModuleRegion(StandIn):
         return running.run(self, args, kwargs)
 
     def _gains(self, running: Pass, *args: Any) -> bool:
-        if self.random and (not self.module.training or self.module.p == 0):
+        if self.random and not self.module.training:
             return False
         return bool(args) and running.is_free(args[0])
 
@@ -98,10 +98,10 @@ class ModuleRegion(StandIn):
             module.training, module._buffers = mode, buffers
 
     def _check(self, tensors: list[Saved]) -> None:
-        parameters = [p for p in self.module._parameters.values() if p is not None]
-        if any(p is not first for p, (first, _) in zip(parameters, tensors, strict=False)):
-            _gather(self.module, self.root)
+        parameters = self.module._parameters
         for tensor, version in tensors:
+            if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):
+                _gather(self.module, self.root)
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
@@ -119,19 +119,28 @@ def _gather(module: nn.Module, root: nn.Module) -> None:
 
 
 class CastInput(StandIn):
-    """A linear or convolution layer: under autocast, its copy of a discarded input is discarded as well."""
+    """A linear or convolution layer: under autocast, its half-precision copies of a discarded input and of its weight
+    are discarded as well. They are made here as autocast makes them, one per consumer; rebuilt, they are one."""
 
     def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
+        if not torch._C._is_any_autocast_enabled() or not isinstance(value, torch.Tensor):
             return self.forward(value, *args, **kwargs)
-        running = running_pass()
-        if running is not None and isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-            kind = value.device.type
-            claim = claim_on(value) if torch.is_autocast_enabled(kind) else None
-            if claim is not None:
-                # as autocast does it, one copy per consumer; in backward all of them share one
-                value = running.cast(claim, value, torch.get_autocast_dtype(kind))
-        return self.forward(value, *args, **kwargs)
+        running, kind = running_pass(), value.device.type
+        if running is None or not torch.is_autocast_enabled(kind):
+            return self.forward(value, *args, **kwargs)
+        dtype = torch.get_autocast_dtype(kind)
+        claim = claim_on(value) if value.dtype is torch.float32 else None
+        if claim is not None:
+            value = running.cast(claim, value, dtype)
+        parameters = self.module._parameters
+        weight = parameters.get("weight")
+        if weight is None or weight.dtype is not torch.float32:
+            return self.forward(value, *args, **kwargs)
+        parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
+        try:
+            return self.forward(value, *args, **kwargs)
+        finally:
+            parameters["weight"] = weight
 
 
 class OperatorRegion:
@@ -246,8 +255,8 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """torch's dropout layers."""
-    return isinstance(module, nn.modules.dropout._DropoutNd)
+    """torch's dropout layers that drop something."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:

@@ -18,6 +18,11 @@ from ckpt_ft.checkpointing import pointwise
 KEPT = {"llama": 0.57, "gpt2": 0.67, "bert": 0.76, "phi3": 0.62, "resnet": 0.66, "vit": 0.77, "unet": 0.55, "t5": 0.61}
 
 
+# One layer used several times: autocast sums the gradients of its half-precision weight in half precision, here each
+# is added to the fp32 one.
+SHARED = ("albert", "deberta", "dit")
+
+
 @contextlib.contextmanager
 def autocast(dtype: torch.dtype | None) -> Iterator[None]:
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -56,13 +61,16 @@ def test_same_numbers(name: str) -> None:
     model, inputs = build(name)
     treated = copy.deepcopy(model)
     installed = pointwise.install(treated, {"": treated})
-    # stored weights apart, nothing may depend on which copy runs
     copied = copy.deepcopy(treated)
     for dtype in (None, torch.bfloat16):
         plain, ours, copys = (step(m, inputs, dtype) for m in (model, treated, copied))
         assert plain.keys() == ours.keys() == copys.keys()
-        differing = [key for key in plain if not plain[key].equal(ours[key]) or not plain[key].equal(copys[key])]
-        assert differing == []
+        assert [key for key in plain if not ours[key].equal(copys[key])] == []
+        if dtype is not None and name in SHARED:
+            for key, value in plain.items():
+                torch.testing.assert_close(ours[key], value, rtol=5e-2, atol=2e-3)
+        else:
+            assert [key for key in plain if not plain[key].equal(ours[key])] == []
         for m in (model, treated, copied):
             m.zero_grad()
     assert treated.state_dict().keys() == model.state_dict().keys()

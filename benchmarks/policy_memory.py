@@ -1,0 +1,85 @@
+"""What each policy keeps between forward and backward, and the step's peak: predicted by the trace, no GPU needed.
+
+    python benchmarks/policy_memory.py [--device a100-80gb] [--models NAME ...] [--json FILE]
+
+`kept` is what forward leaves for backward (activations alive when backward begins), `peak` the most that is allocated
+in the step. GiB = 2**30 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
+from ckpt_ft.errors import UserError, run
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.planning.workload import Settings, load
+from ckpt_ft.units import GIB
+
+BF16 = {"dtype": "bfloat16"}
+# name -> (Hub id, batch size, settings)
+WORKLOADS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "Llama-7B": ("meta-llama/Llama-2-7b-hf", 1, {**BF16, "seq_length": 2048}),
+    "Qwen-1.5B LoRA": ("Qwen/Qwen2.5-1.5B", 2, {"dtype": "float16", "lora_r": 16, "seq_length": 1024}),
+    "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", 1, BF16),
+    "SD 1.5 U-Net": ("stable-diffusion-v1-5/stable-diffusion-v1-5", 4, {"mixed_precision": "fp16"}),
+    "ViT-L": ("google/vit-large-patch16-224", 32, {"mixed_precision": "bf16"}),
+    "ResNet-50": ("microsoft/resnet-50", 32, {}),
+}
+POLICIES = ("none", "full", "save:attention+matmul+conv", "pointwise")
+HEAD_POLICIES = ("full,head", "pointwise,head")  # for language models
+
+
+def measure(name: str, device: str) -> dict[str, dict[str, int]]:
+    """Bytes kept and peak bytes by policy."""
+    model_id, batch, settings = WORKLOADS[name]
+    workload = load(model_id, Settings(**settings))
+    policies = POLICIES + (HEAD_POLICIES if workload.kind == "language model" else ())
+    rows: dict[str, dict[str, int]] = {}
+    for policy in policies:
+        apply_policy(workload.model, policy)
+        trace = trace_step(workload.model, workload.step(batch), make_optimizer=workload.make_optimizer, device=device)
+        remove_policy(workload.model)
+        rows[policy] = {"kept": sum(trace.module_activations().values()), "peak": trace.peak_allocated}
+    return rows
+
+
+def table(name: str, rows: dict[str, dict[str, int]]) -> str:
+    """A Markdown table of one workload."""
+    model_id, batch, settings = WORKLOADS[name]
+    lines = [f"{name}: `{model_id}`, batch {batch}, {settings or 'fp32'}", ""]
+    lines += ["| policy | kept GiB | / none | peak GiB | / none |", "|---|---|---|---|---|"]
+    for policy, row in rows.items():
+        cells = [f"{row[key] / GIB:.2f} | {row[key] / rows['none'][key]:.2f}" for key in ("kept", "peak")]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Trace and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="a100-80gb")
+    parser.add_argument("--models", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--json", type=Path, help="also write the bytes")
+    args = parser.parse_args()
+    if unknown := set(args.models) - set(WORKLOADS):
+        raise UserError(f"--models: no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+    warnings.filterwarnings("ignore")
+    print(f"predicted for {args.device}; torch {torch.__version__}, transformers {transformers.__version__}")
+    results = {}
+    for name in args.models:
+        results[name] = measure(name, args.device)
+        print("\n" + table(name, results[name]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"device": args.device, "bytes": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
