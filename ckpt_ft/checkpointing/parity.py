@@ -212,7 +212,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
     if missing:
         causes.append(
             f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A "
-            "reentrant checkpoint whose inputs need no gradient trains nothing, and so looks fast, and so does no_grad "
+            "reentrant checkpoint whose inputs need no gradient trains nothing and looks fast, and so does no_grad "
             "inside a region; use use_reentrant=False"
         )
     if not buffers.same:
