@@ -1,0 +1,114 @@
+"""A trace at one batch size as it would be at another: which storages live when stays, how large each is grows.
+
+How much a storage or an op grows with the batch is learned once, from two traces of one policy, and then holds for all
+policies: they change what is kept and what runs twice, not the size of anything. An estimate that steers the search:
+whatever the planner shows has been traced at the batch size that it is shown for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from ..memory.trace import Op, Storage, StepTrace
+
+Value = TypeVar("Value", bound=tuple[int, ...])
+_AMBIGUOUS = None
+EXACT = 1e-3
+
+
+class _Table(Generic[Value]):
+    """What a record at `low` becomes at `high`, by a fine key and, where that was not met, by a coarse one."""
+
+    def __init__(self) -> None:
+        self._fine: dict[Hashable, Value | None] = {}
+        self._coarse: dict[Hashable, Value | None] = {}
+
+    def learn(self, fine: Hashable, coarse: Hashable, value: Value) -> None:
+        for table, key in ((self._fine, fine), (self._coarse, coarse)):
+            if table.setdefault(key, value) != value:
+                table[key] = _AMBIGUOUS
+
+    def get(self, fine: Hashable, coarse: Hashable) -> Value | None:
+        return self._fine[fine] if fine in self._fine else self._coarse.get(coarse)
+
+
+class Growth:
+    """How traces grow from batch size `low` to `high`, linearly in between and beyond."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self._storages: _Table[tuple[int]] = _Table()
+        self._ops: _Table[tuple[int, int, int]] = _Table()
+
+    def learn(self, small: StepTrace, large: StepTrace) -> None:
+        """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
+
+        Where a module made more of them for the larger batch (a loss in chunks), each chunk stays as it is and there are
+        more of them.
+        """
+        for one, other in _paired(small.storages, large.storages, lambda s: (s.module, s.phase, s.op)):
+            for before, after in _aligned(one, other, lambda s: s.nbytes):
+                self._storages.learn(*_storage_keys(before), (after.nbytes,))
+        for ones, others in _paired(small.ops, large.ops, lambda o: (o.module, o.phase, o.name)):
+            if len(ones) == len(others):
+                for op, grown in zip(ones, others, strict=True):
+                    self._ops.learn(*_op_keys(op), (grown.flops, grown.nbytes, grown.kernels))
+                continue
+            more = len(others) / len(ones)
+            for op in ones:
+                self._ops.learn(*_op_keys(op), (int(op.flops * more), int(op.nbytes * more), round(op.kernels * more)))
+
+    def knows(self, trace: StepTrace) -> bool:
+        """Whether all but a 0.1 % of the bytes that `trace` (at `low`) allocates and moves have been learned."""
+        unknown = sum(s.nbytes for s in trace.storages if self._storages.get(*_storage_keys(s)) is None)
+        unmoved = sum(o.nbytes for o in trace.ops if self._ops.get(*_op_keys(o)) is None)
+        return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
+
+    def scale(self, trace: StepTrace, batch: int, ops: bool = True) -> StepTrace:
+        """`trace` (at `low`) at `batch`, its ops as they were unless `ops`; what has not been learned stays as it is."""
+        share = (batch - self.low) / (self.high - self.low)
+
+        def grown(before: int, after: int) -> int:
+            return max(0, round(before + (after - before) * share))
+
+        storages = []
+        for s in trace.storages:
+            (after,) = self._storages.get(*_storage_keys(s)) or (s.nbytes,)
+            storages.append(s if after == s.nbytes else replace(s, nbytes=grown(s.nbytes, after)))
+        grown_ops = []
+        for o in trace.ops if ops else ():
+            flops, nbytes, kernels = self._ops.get(*_op_keys(o)) or (o.flops, o.nbytes, o.kernels)
+            grew = grown(o.flops, flops), grown(o.nbytes, nbytes), grown(o.kernels, kernels)
+            grown_ops.append(Op(o.name, *grew[:2], o.dtype, o.phase, o.module, o.at, grew[2]))
+        return replace(trace, storages=storages, ops=grown_ops if ops else trace.ops)
+
+
+Record = TypeVar("Record", Storage, Op)
+
+
+def _paired(small: Sequence[Record], large: Sequence[Record], key) -> Iterable[tuple[list[Record], list[Record]]]:  # type: ignore[no-untyped-def]
+    """The records of both traces that have the same key, in order."""
+    groups: dict[Hashable, tuple[list[Record], list[Record]]] = defaultdict(lambda: ([], []))
+    for side, records in enumerate((small, large)):
+        for record in records:
+            groups[key(record)][side].append(record)
+    return [pair for pair in groups.values() if pair[0] and pair[1]]
+
+
+def _aligned(one: list[Storage], other: list[Storage], size) -> Iterable[tuple[Storage, Storage]]:  # type: ignore[no-untyped-def]
+    """Position by position; where there are more of them, those of a size that both have."""
+    if len(one) == len(other):
+        return zip(one, other, strict=True)
+    sizes = {size(record) for record in other}
+    return ((record, record) for record in one if size(record) in sizes)
+
+
+def _storage_keys(s: Storage) -> tuple[Hashable, Hashable]:
+    return (s.op, s.module, s.nbytes), (s.op, s.nbytes)
+
+
+def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
+    return (o.name, o.module, o.flops, o.nbytes, o.dtype), (o.name, o.flops, o.nbytes, o.dtype)

@@ -1,0 +1,266 @@
+"""The search of a plan: which policies to trace, at which batch sizes, in which order.
+
+1. The ends: `none`, `full`, `pointwise`, each with and without `head`, say whether the head is what holds the peak.
+2. Every other policy, and what of it pays: offload of the two leanest.
+3. Splits: the first K blocks `full`, the rest as they are or `pointwise`. Between the values of K traced so far bytes and
+   seconds are taken to be linear; the best K under that is traced next, until it is one that has been.
+4. What is to be shown is traced on its own at the batch size that it is shown for. Where that refutes the estimate, the
+   estimate is corrected by as much and the batch size that follows is traced, until it is one that has been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..memory.trace import StepTrace
+from . import candidates
+from .rows import Room, Row, better, frontier, largest_fitting
+from .scaling import Growth
+from .tracing import Tracer
+
+LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
+_SHOWN = 6  # rows beside the pick that are worth a trace each
+
+
+@dataclass
+class Search:
+    """One search. `batch` fixes the batch size; without it sizes up to `most` are looked at."""
+
+    tracer: Tracer
+    room: Room
+    target: str = "throughput"
+    batch: int | None = None
+    most: int = 1024
+    growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
+    anchors: dict[str, StepTrace] = field(default_factory=dict)  # policy -> its trace at the fixed batch or at LOW
+    rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
+    estimates: dict[tuple[str, int], Row] = field(default_factory=dict)
+    bests: dict[str, Row | None] = field(default_factory=dict)
+
+    def run(self, policies: list[str] | None = None) -> list[Row]:
+        """Rows of the frontier and next to it, best first, each traced; empty where nothing fits."""
+        if policies is not None:
+            self.consider(policies)
+        else:
+            self._explore()
+        return self._confirmed()
+
+    def _explore(self) -> None:
+        headed = [candidates.with_term(policy, "head") for policy in candidates.FIRST]
+        self.consider([*candidates.FIRST, *headed])
+        head = any(
+            self._beats(headed[i], candidates.FIRST[i]) for i in range(len(headed)) if headed[i] in self.anchors
+        )
+        others = candidates.others(self.tracer.subject.model)
+        self.consider([candidates.with_term(policy, "head") for policy in others] if head else others)
+        if head:  # the head costs a little time: what leads with it may lead without
+            leaders = {row.policy for row in frontier(self._candidates())}
+            self.consider(candidates.without_term(policy, "head") for policy in leaders)
+        self.consider(candidates.with_term(row.policy, "offload") for row in self._leanest(2))
+        self._split(head)
+
+    # -- estimates --------------------------------------------------------------------------------------------------
+
+    def consider(self, policies: Iterable[str]) -> None:
+        """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
+        fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
+        at = self.batch or LOW
+        prefetch = [("none", HIGH)] if self.batch is None and not self.anchors and "none" in fresh else []
+        traced = self.tracer.all([*((policy, at) for policy in fresh), *prefetch])
+        for policy, trace in zip(fresh, traced, strict=False):
+            if isinstance(trace, str):
+                self.rejected[policy] = trace
+            else:
+                self.anchors[policy] = trace
+        if self.batch is None:
+            self._learn([policy for policy in fresh if policy in self.anchors])
+
+    def _learn(self, policies: list[str]) -> None:
+        known = ("none", HIGH) in self.tracer.traced
+        if known and "none" in policies:
+            self._learn_from("none")
+        unknown = [policy for policy in policies if not self.growth.knows(self.anchors[policy])]
+        self.tracer.all((policy, HIGH) for policy in unknown)
+        for policy in unknown:
+            self._learn_from(policy)
+
+    def _learn_from(self, policy: str) -> None:
+        large = self.tracer.trace(policy, HIGH)
+        assert not isinstance(large, str), "its trace at LOW was made"
+        self.growth.learn(self.anchors[policy], large)
+
+    def estimate(self, policy: str, batch: int) -> Row:
+        """The row of `policy` at `batch`: traced if it was, else scaled from its anchor."""
+        traced = self.tracer.traced.get((policy, batch))
+        if isinstance(traced, StepTrace):
+            return Row.of(policy, batch, traced)
+        key = (policy, batch)
+        if key not in self.estimates:
+            self.estimates[key] = Row.of(policy, batch, self.growth.scale(self.anchors[policy], batch))
+        return self.estimates[key]
+
+    def reserved(self, policy: str, batch: int) -> int:
+        """Bytes reserved, estimated."""
+        if (policy, batch) in self.tracer.traced or (policy, batch) in self.estimates:
+            return self.estimate(policy, batch).reserved
+        return self._scaled_reserved(policy, batch)
+
+    def best(self, policy: str) -> Row | None:
+        """The largest batch of `policy` that fits, as a row; the smallest there is for the target "memory"."""
+        if policy not in self.bests:
+            self.bests[policy] = self._best(policy)
+        return self.bests[policy]
+
+    def _best(self, policy: str) -> Row | None:
+        batch = self.batch or 1
+        if self.batch is None and self.target != "memory":
+            batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most)
+        row = self.estimate(policy, max(batch, 1))
+        return row if self.room.fits(row) else None
+
+    def _candidates(self) -> list[Row]:
+        return [row for row in map(self.best, self.anchors) if row is not None]
+
+    def _beats(self, one: str, other: str) -> bool:
+        """Whether `one` is better than `other` by the target, or needs less where neither fits."""
+        rows = self.best(one), self.best(other)
+        if rows[0] is None or rows[1] is None:
+            at = self.batch or 1
+            return rows[1] is None and (rows[0] is not None or self.reserved(one, at) < self.reserved(other, at))
+        return better(self.target)(rows[0]) > better(self.target)(rows[1])
+
+    def _leanest(self, n: int) -> list[Row]:
+        at = self.batch or 1
+        lean = sorted(self.anchors, key=lambda policy: self.reserved(policy, at))
+        return [self.estimate(policy, at) for policy in lean[:n]]
+
+    # -- splits -----------------------------------------------------------------------------------------------------
+
+    def _split(self, head: bool) -> None:
+        count = len(candidates.blocks_of(self.tracer.subject.model).blocks)
+        families = [Split(self, rest, count) for rest in candidates.splits(head)] if count > 1 else []
+        families = [family for family in families if family.ends_are_known()]
+        while families:
+            wanted = {family: family.next_policy() for family in families}
+            families = [family for family in families if wanted[family] is not None]
+            self.consider(policy for policy in wanted.values() if policy is not None)
+
+    # -- what is shown ----------------------------------------------------------------------------------------------
+
+    def _confirmed(self) -> list[Row]:
+        """The frontier and its neighbours, traced; estimates that a trace refutes are corrected on the way."""
+        key = better(self.target)
+        settled: set[str] = set()
+        while True:
+            rows = sorted(self._candidates(), key=key, reverse=True)
+            shown = list(dict.fromkeys([*rows[:3], *frontier(rows)]))[:_SHOWN]
+            open_rows = [row for row in shown if row.policy not in settled]
+            if not open_rows:
+                return [self.estimate(row.policy, row.batch) for row in shown]
+            self.tracer.all((row.policy, row.batch) for row in open_rows)
+            for row in open_rows:
+                self._settle(row)
+                settled.add(row.policy)
+
+    def _settle(self, estimated: Row) -> None:
+        """Set the best row of a policy that has just been traced where the estimate has it."""
+        policy, batch = estimated.policy, estimated.batch
+        while self.batch is None and self.target != "memory":
+            ratio = self.estimate(policy, batch).reserved / self._scaled_reserved(policy, batch)
+            known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
+            batch = largest_fitting(
+                lambda n, ratio=ratio: round(self._scaled_reserved(policy, n) * ratio),  # type: ignore[misc]
+                self.room.limit,
+                self.most,
+                known,
+            )
+            if (policy, batch) in self.tracer.traced or not batch:
+                break
+            self.tracer.trace(policy, batch)
+        row = self.estimate(policy, max(batch, 1))
+        self.bests[policy] = row if self.room.fits(row) else None
+
+    def _scaled_reserved(self, policy: str, batch: int) -> int:
+        return self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+
+    def _traced_batches(self, policy: str) -> list[int]:
+        """Batch sizes at which `policy` was traced on its own; those that it was estimated from are left out."""
+        return [batch for name, batch in self.tracer.traced if name == policy and batch not in (LOW, HIGH)]
+
+
+class Split:
+    """A family of policies `first:K` plus `rest`: K from 0 (all blocks under `rest`) to the number of blocks (`full`)."""
+
+    def __init__(self, search: Search, rest: tuple[str, ...], count: int) -> None:
+        self.search, self.rest, self.count = search, rest, count
+        self.nodes = [0, count]  # the K that have been traced, in order
+
+    def policy(self, first: int) -> str:
+        return candidates.split(first, self.count, self.rest)
+
+    def ends_are_known(self) -> bool:
+        self.search.consider([self.policy(0), self.policy(self.count)])
+        return all(self.policy(end) in self.search.anchors for end in self.nodes)
+
+    def next_policy(self) -> str | None:
+        """The split to trace next, None when the best one under the present estimate has been traced already."""
+        first = self._best()
+        if first is None or first in self.nodes:
+            return None
+        self.nodes = sorted([*self.nodes, first])
+        return self.policy(first)
+
+    def _best(self) -> int | None:
+        """The K, at whichever batch size, that is best when bytes and seconds are linear between the nodes."""
+        lines = {node: _Line.through(self.search, self.policy(node)) for node in self.nodes}
+        found: list[tuple[tuple[float, ...], int]] = []
+        key = better(self.search.target)
+        batches = [self.search.batch] if self.search.batch else range(1, self.search.most + 1)
+        for batch in batches:
+            for left, right in zip(self.nodes, self.nodes[1:], strict=False):
+                ends = lines[left].at(batch), lines[right].at(batch)
+                first = _crossing(left, right, ends[0][0], ends[1][0], self.search.room.limit)
+                if first is not None:
+                    share = (first - left) / (right - left)
+                    reserved, seconds = (a + share * (b - a) for a, b in zip(*ends, strict=True))
+                    found.append((key(Row("", batch, 0, int(reserved), seconds)), first))
+        return max(found, key=lambda entry: (entry[0], -entry[1]))[1] if found else None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Bytes reserved and seconds of a policy, linear in the batch size."""
+
+    batch: int
+    reserved: int
+    seconds: float
+    more_reserved: float  # for each further sample
+    more_seconds: float
+
+    @classmethod
+    def through(cls, search: Search, policy: str) -> _Line:
+        if search.batch:
+            row = search.estimate(policy, search.batch)
+            return cls(search.batch, row.reserved, row.seconds, 0.0, 0.0)
+        low, best = search.estimate(policy, LOW), search.best(policy)
+        high = best if best is not None and best.batch > 2 * LOW else search.estimate(policy, 2 * LOW)
+        span = high.batch - LOW
+        return cls(
+            LOW, low.reserved, low.seconds, (high.reserved - low.reserved) / span, (high.seconds - low.seconds) / span
+        )
+
+    def at(self, batch: int) -> tuple[float, float]:
+        more = batch - self.batch
+        seconds = self.seconds + more * self.more_seconds
+        return self.reserved + more * self.more_reserved, max(seconds, self.seconds * batch / self.batch / 10)
+
+
+def _crossing(left: int, right: int, at_left: float, at_right: float, limit: int) -> int | None:
+    """The smallest K of `left` ... `right` that fits when bytes go linearly from one end to the other."""
+    if at_left <= limit:
+        return left
+    if at_right > limit or at_right >= at_left:
+        return None
+    return left + max(1, math.ceil((at_left - limit) / (at_left - at_right) * (right - left)))

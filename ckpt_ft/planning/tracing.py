@@ -1,0 +1,221 @@
+"""Traces policies of one model at batch sizes, several at once on forked processes, each only once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpointing.apply import applied_policy, apply_policy, remove_policy
+from ..errors import UserError
+from ..memory.fake import trace_step
+from ..memory.gpus import GPU
+from ..memory.trace import StepTrace
+
+Step = Callable[[nn.Module, Any], Any]
+Traced = StepTrace | str  # the trace, or why there is none
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is traced: a model, its step for any batch size, its optimizer, on a device ("cpu" or a GPU)."""
+
+    model: nn.Module
+    step_for_batch: Callable[[int], Step]
+    make_optimizer: Callable[[nn.Module], Any] | None
+    device: str | GPU
+
+    def trace(self, policies: Sequence[str], batch: int) -> list[Traced]:
+        """For each policy the trace of one step, or the reason why it is no candidate for this model.
+
+        Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper:
+        the step under each is then counted twice, once as its own warm-up.
+        """
+        session = _Session(self, list(policies), self.step_for_batch(batch))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return session.run()
+
+
+class _Session:
+    """One call of trace_step in which every step runs under another policy."""
+
+    def __init__(self, subject: Subject, policies: list[str], step: Step) -> None:
+        self.subject, self.step = subject, step
+        self.refused = {policy: reason for policy in policies if (reason := _refusal(subject.model, policy))}
+        self.policies = policies
+        self._todo = [policy for policy in policies if policy not in self.refused]
+
+    def run(self) -> list[Traced]:
+        traced: dict[str, Traced] = dict(self.refused)
+        if self._todo:
+            order = [self._todo[0], *self._todo]  # the first one warms up
+            steps = iter(order)
+            trace = trace_step(
+                self.subject.model,
+                lambda model, optimizer: self._one(next(steps), model, optimizer),
+                make_optimizer=self.subject.make_optimizer,
+                device=self.subject.device,
+                warmup_steps=len(self._todo),
+            )
+            alone = replace(trace, ops=[op for op in trace.ops if op.at >= trace.start])
+            windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]
+            for policy, window in zip(self._todo, windows, strict=True):
+                traced[policy] = self.refused.get(policy) or window
+        return [traced[policy] for policy in self.policies]
+
+    def _one(self, policy: str, model: nn.Module, optimizer: Any) -> None:
+        applied = apply_policy(model, policy)
+        try:
+            self.step(model, optimizer)
+            idle = applied.never_fired()
+        finally:
+            applied.remove()
+        if idle:
+            self.refused[policy] = f"no operator of '{idle[0]}' runs in this model's blocks"
+
+
+def _refusal(model: nn.Module, policy: str) -> str:
+    try:
+        apply_policy(model, policy).remove()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def split_steps(trace: StepTrace) -> list[StepTrace]:
+    """Each step of `trace` as a trace of its own: what was resident, then the step twice, the first as a warm-up.
+
+    What the step leaves alive is taken to be dropped before the second time.
+    """
+    starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
+    alive: dict[int, None] = {}
+    traces, at = [], 0
+    for start, stop in zip(starts, starts[1:], strict=False):
+        for event in trace.events[at:start]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                del alive[~event]
+        at = start
+        traces.append(_twice(trace, list(alive), start, stop))
+    return traces
+
+
+def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> StepTrace:
+    window = trace.events[start:stop]
+    freed = {~event for event in window if event < 0}
+    left = [event for event in window if event >= 0 and event not in freed]
+    gone = [index for index in resident if index in freed]
+    first = [event for event in window if event >= 0 or ~event not in gone]  # lives on: the second step frees it
+    warm = [*resident, *first, *(~index for index in reversed(left))]
+    number = {index: place for place, index in enumerate(dict.fromkeys(e if e >= 0 else ~e for e in [*warm, *window]))}
+    events = [number[event] if event >= 0 else ~number[~event] for event in [*warm, *window]]
+    shift = len(warm) - start
+    return replace(
+        trace,
+        storages=[trace.storages[index] for index in number],
+        events=events,
+        ops=[replace(op, at=op.at + shift) for op in trace.ops if start <= op.at < stop],
+        marks=[(mark + shift, name) for mark, name in trace.marks if start <= mark < stop],
+    )
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Tracing replaces the policy that stands on `model`: put it back afterwards."""
+    standing = applied_policy(model)
+    target, policy = (standing.model, standing.policy) if standing is not None else (None, None)
+    try:
+        yield
+    finally:
+        remove_policy(model)
+        if target is not None and policy is not None:
+            apply_policy(target, policy)
+
+
+class Tracer:
+    """Answers `trace(policy, batch)` from what was traced already, or traces it; a context manager.
+
+    Args:
+        jobs: processes to trace on; 1 traces in this one. They are forked, so that a step may be any closure; where
+            that cannot be (CUDA in use, other threads that hold locks, no fork on this system) this process does all.
+        report: told a line before each trace.
+    """
+
+    def __init__(self, subject: Subject, jobs: int = 1, report: Report | None = None) -> None:
+        self.subject, self.report = subject, report or (lambda line: None)
+        self.traced: dict[tuple[str, int], Traced] = {}
+        self._jobs = jobs if _can_fork() else 1
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Tracer:
+        if self._jobs > 1:
+            global _SUBJECT
+            _SUBJECT = self.subject  # what the forked processes inherit
+            self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("fork"))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def trace(self, policy: str, batch: int) -> Traced:
+        """One trace, or why there is none."""
+        return self.all([(policy, batch)])[0]
+
+    def all(self, wanted: Iterable[tuple[str, int]]) -> list[Traced]:
+        """A trace for each (policy, batch), in order."""
+        wanted = list(wanted)
+        missing: dict[int, list[str]] = {}
+        for policy, batch in dict.fromkeys(wanted):
+            if (policy, batch) not in self.traced:
+                missing.setdefault(batch, []).append(policy)
+        sessions = [part for batch, policies in missing.items() for part in _shares(policies, batch, self._jobs)]
+        running: list[Future[list[Traced]] | None] = [None] * len(sessions)
+        if self._pool is not None:
+            running = [self._pool.submit(_trace, *session) for session in sessions]
+        for (policies, batch), future in zip(sessions, running, strict=True):
+            self.report(f"tracing batch {batch} under {'; '.join(policies)}")
+            traces = self.subject.trace(policies, batch) if future is None else future.result()
+            self.traced.update({(policy, batch): trace for policy, trace in zip(policies, traces, strict=True)})
+        return [self.traced[key] for key in wanted]
+
+
+def _shares(policies: list[str], batch: int, jobs: int) -> list[tuple[list[str], int]]:
+    """`policies` dealt to at most `jobs` sessions, like beside unlike: those that re-run blocks take longest."""
+    return [(share, batch) for share in (policies[start::jobs] for start in range(jobs)) if share]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+_SUBJECT: Subject | None = None
+
+
+def _trace(policies: list[str], batch: int) -> list[Traced]:
+    """In a forked process."""
+    torch.set_num_threads(1)
+    assert _SUBJECT is not None, "set before the fork"
+    return _SUBJECT.trace(policies, batch)
+
+
+def _can_fork() -> bool:
+    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform != "linux":
+        return False
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (torch.cuda.is_initialized() or distributed or threading.active_count() > 2)
