@@ -31,6 +31,7 @@ from .regions import (
     local,
     takes_casts,
 )
+from .rotary import RotaryAttention, is_rotary_attention
 from .standin import Installed, StandIn
 
 
@@ -73,6 +74,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
             stand_in, dropped, kept = ModuleRegion(module, model), "output", "input"
         elif (names := gated_names(module)) is not None:
             stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
+        elif is_rotary_attention(module):
+            stand_in, dropped, kept = RotaryAttention(module), "rotated queries and keys", "their norms' inputs"
         elif has_products(module):
             stand_in, dropped, kept = Products(module), "products and residual sums", "their operands"
         else:

@@ -436,3 +436,15 @@ def test_describe() -> None:
         "LlamaRMSNorm": (5, "output", "input"),
         "SiLUActivation": (2, "output", "input"),
     }
+
+
+@pytest.mark.parametrize(("name", "treated"), [("qwen3", True), ("llama", False)])
+def test_rotary_embedding_behind_a_norm(name: str, treated: bool) -> None:
+    """Rotated queries and keys are dropped only where unrotated ones are rebuilt anyway."""
+    model, inputs = build(name)
+    rows = [row for row in treat(model).describe() if row["dropped"] == "rotated queries and keys"]
+    assert [row["count"] for row in rows] == ([2] if treated else [])
+    output = model(**inputs)
+    rotations = {h.source for h in handles() if str(h.source.region) == "apply_rotary_pos_emb"}
+    assert len(rotations) == (2 if treated else 0)
+    del output
