@@ -41,6 +41,27 @@ def test_the_same_bits(name: str, policy: str, plain: dict[str, dict[str, torch.
     assert_same(numbers(model, batches(2)), plain[name])
 
 
+@pytest.mark.parametrize("policy", ["offload", "full,offload"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_from_the_host(name: str, policy: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
+    model = make(name)
+    apply_policy(model, policy)
+    assert_same(numbers(model, batches(2)), plain[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pointwise_to_rounding(name: str, plain: dict[str, dict[str, torch.Tensor]]) -> None:
+    model = make(name)
+    apply_policy(model, "pointwise")
+    found = numbers(model, batches(2))
+    assert found.keys() == plain[name].keys()
+    for key, expected in plain[name].items():
+        if key == "rng" or not expected.is_floating_point():
+            assert torch.equal(found[key], expected), key
+        else:
+            assert (found[key] - expected).norm() <= 1e-6 * expected.norm() + 1e-9, key
+
+
 def resnet50() -> Any:
     from transformers import ResNetConfig, ResNetForImageClassification
 
