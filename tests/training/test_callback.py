@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.arguments import ACArguments
@@ -59,6 +59,29 @@ def test_a_stock_script_gains_a_policy_in_three_lines(tmp_path: Path) -> None:
     assert callback.report is not None
     assert trainer.model.state_dict().keys() == plain.model.state_dict().keys()
     assert not any("forward" in vars(module) for module in trainer.model.modules())  # the policy is off again
+
+
+def test_trackers_get_the_figures_that_the_report_ends_with(tmp_path: Path) -> None:
+    sent: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            sent.append(dict(logs))
+
+    peaks = {}
+    for policy in ("none", "full"):
+        sent.clear()
+        trainer = Trainer(model=tiny(), args=arguments(tmp_path / policy), train_dataset=ROWS, callbacks=[Tracker()])
+        report = ACCallback(ACArguments(ac_policy=policy, ac_report="json")).attach(trainer)
+        trainer.train()
+        assert report.report is not None
+        (rank,) = report.report.ranks
+        logged = [entry["memory/backward_gib"] for entry in sent if "loss" in entry]
+        assert max(logged) * 2**30 == rank.peaks["backward"]["allocated"]
+        assert "memory/backward_gib" not in sent[-1]  # the summary at the end is not a step
+        peaks[policy] = rank.peaks["forward"]["allocated"]
+        assert [path.name for path in (tmp_path / policy).glob("memory_report.*")] == ["memory_report.json"]
+    assert peaks["full"] < 0.8 * peaks["none"]
 
 
 def test_blocks_are_rerun_while_training_and_not_before_or_after(tmp_path: Path) -> None:
