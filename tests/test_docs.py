@@ -1,0 +1,175 @@
+"""What README.md and docs/ tell people to type: run where that is cheap, its flags parsed where it is not.
+
+A bash fence below `<!-- needs a GPU -->`, `<!-- needs a download -->` or `<!-- long -->` is not run. The fences of a
+page run in order in one empty directory, so that a page reads as a session.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from ckpt_ft import cli
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import parse_bytes
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKS = {"needs a GPU", "needs a download", "long"}
+NOT_OURS = {"pip", "git", "cd"}  # commands that are neither run nor read
+_FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block of a page and the comment right above it."""
+
+    page: Path
+    line: int
+    language: str
+    mark: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Each command line in words, variables in front of it left out."""
+        words = [shlex.split(line, comments=True) for line in self.text.replace("\\\n", " ").splitlines()]
+        without = [list(line[next((i for i, w in enumerate(line) if "=" not in w), 0) :]) for line in words]
+        return [line for line in without if line]
+
+
+def fences(page: Path, *languages: str) -> list[Fence]:
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Fence(page, text.count("\n", 0, m.start("language")) + 1, m["language"], m["mark"] or "", m["text"])
+        for m in _FENCE.finditer(text)
+    ]
+    return [fence for fence in found if fence.language in languages]
+
+
+BASH = [fence for page in PAGES for fence in fences(page, "bash", "sh", "shell", "console")]
+PYTHON = [fence for page in PAGES for fence in fences(page, "python", "py")]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for fence in (fence for fence in BASH if fence.page == page and not fence.mark):
+        for command in fence.commands:
+            if command[0] == "ckpt-ft":
+                run_cli(command[1:], monkeypatch)
+            elif command[:2] == ["python", "-c"]:
+                exec(compile(command[2], fence.where, "exec"), {})
+            elif command[0] == "python":
+                subprocess.run([sys.executable, *command[1:]], check=True, timeout=300)
+
+
+def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: most of a command's time is imports."""
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *arguments])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert cli._main() == 0
+
+
+@pytest.mark.parametrize("fence", [pytest.param(fence, id=fence.where) for fence in BASH])
+def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fence.mark in {"", *MARKS}
+    monkeypatch.chdir(ROOT)
+    for program, *arguments in fence.commands:
+        if program == "ckpt-ft":
+            parse_cli(arguments)
+        elif program in ("accelerate", "torchrun"):
+            parse_launch(arguments)
+        elif program == "make":
+            targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(arguments) <= set(targets)
+        elif program == "python":
+            assert arguments[0] == "-c" or (ROOT / arguments[0]).is_file()
+        else:
+            assert program in NOT_OURS or fence.mark
+
+
+def parse_cli(arguments: Sequence[str]) -> None:
+    """The command's own parser, and those of the values that it gets as text."""
+    group: Any = typer.main.get_command(cli.app)
+    name, *rest = arguments
+    given = group.commands[name].make_context(name, list(rest)).params
+    Policy.parse(given.get("policy") or "none")
+    if given.get("device") not in (None, "cpu"):
+        find_gpu(given["device"])
+    for amount in ("capacity", "budget"):
+        if given.get(amount):
+            parse_bytes(given[amount])
+
+
+def parse_launch(arguments: Sequence[str]) -> None:
+    at = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+    if "--config_file" in arguments[:at]:
+        assert (ROOT / arguments[arguments.index("--config_file") + 1]).is_file()
+    parse_recipe(arguments[at], list(arguments[at + 1 :]))
+
+
+def parse_recipe(script: str, flags: list[str]) -> None:
+    recipe = load(script)
+    if script == "recipes/diffusion_unet.py":
+        from ckpt_ft.training.parser import parse_args
+
+        names = ("DiffusionModelArguments", "ImageArguments", "LoopArguments", "ACArguments")
+        parse_args([getattr(recipe, name) for name in names], flags)
+    else:
+        recipe.parse([*flags, "--use_cpu"])  # half precision is refused where there is neither a GPU nor this
+
+
+def load(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{Path(script).stem}", ROOT / script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("fence", [pytest.param(fence, id=fence.where) for fence in PYTHON])
+def test_python_compiles_and_imports_what_exists(fence: Fence) -> None:
+    for node in ast.walk(ast.parse(fence.text, fence.where)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_ft"):
+            module = importlib.import_module(node.module or "")
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_policy_of_the_table_is_one() -> None:
+    text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    table = text.partition("| term |")[2].partition("\n\n")[0]
+    terms = [term for row in table.splitlines()[2:] for term in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(terms) == 16
+    assert [str(Policy.parse(term)) for term in terms] == terms
