@@ -16,31 +16,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .cli_options import (
+    AsJson,
+    Attention,
+    BatchSize,
+    Device,
+    Dtype,
+    FourBit,
+    Lora,
+    LoraTargets,
+    MixedPrecision,
+    Model,
+    Optimizer,
+    PolicyOption,
+    Resolution,
+    SeqLength,
+    gpu_or_cpu,
+    make_settings,
+)
+from .cli_planning import register
 from .errors import UserError, run
 from .policy import Policy
 from .units import format_bytes, parse_bytes
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__)
-
-Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
-PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
-SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
-Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
-Device = Annotated[str, typer.Option("--device", help="a GPU by name, or cpu")]
-Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bfloat16 or float16")]
-MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
-Lora = Annotated[int, typer.Option("--lora", help="LoRA rank; 0 trains all weights")]
-LoraTargets = Annotated[
-    str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
-]
-Attention = Annotated[
-    str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
-]
-FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside newer typers
 
@@ -111,9 +110,9 @@ def estimate(
     from .planning.workload import load
 
     Policy.parse(policy)
-    gpu = _gpu(device)
+    gpu = gpu_or_cpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
-    settings = _settings(
+    settings = make_settings(
         seq_length,
         resolution,
         dtype,
@@ -153,8 +152,8 @@ def explain(
     from .planning.workload import load
 
     Policy.parse(policy)
-    gpu = _gpu(device)
-    settings = _settings(seq_length, resolution, dtype, mixed_precision, "none", lora, "", "", False)
+    gpu = gpu_or_cpu(device)
+    settings = make_settings(seq_length, resolution, dtype, mixed_precision, "none", lora, "", "", False)
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings)
@@ -196,7 +195,7 @@ def check(
     from .planning.check import check_model
 
     Policy.parse(policy)
-    settings = _settings(seq_length, resolution, "float32", mixed_precision, "none", lora, "", "", False)
+    settings = make_settings(seq_length, resolution, "float32", mixed_precision, "none", lora, "", "", False)
     with _progress() as progress:
         progress(f"running {model} with and without '{policy}'")
         parity = check_model(model, policy, settings, batch_size, seed)
@@ -214,38 +213,6 @@ def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the
     if not file.is_file():
         raise UserError(f"{path}: no memory_report.json here; recipes write it to their --output_dir")
     MemoryReport.from_json(file).print()
-
-
-def _settings(
-    seq_length: int,
-    resolution: int,
-    dtype: str,
-    mixed_precision: str,
-    optimizer: str,
-    lora: int,
-    lora_targets: str,
-    attn_implementation: str,
-    load_in_4bit: bool,
-) -> Any:
-    from .planning.workload import Settings
-
-    return Settings(
-        dtype=dtype,
-        mixed_precision=mixed_precision,
-        optimizer=optimizer,
-        lora_r=lora,
-        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
-        seq_length=seq_length,
-        resolution=resolution,
-        attn_implementation=attn_implementation,
-        load_in_4bit=load_in_4bit,
-    )
-
-
-def _gpu(name: str) -> Any:
-    from .memory.gpus import find_gpu
-
-    return None if name == "cpu" else find_gpu(name)
 
 
 def _estimate(workload: Any, policy: str, batch_size: int, gpu: Any, capacity: int | None) -> Estimate:
@@ -325,6 +292,8 @@ class _progress:
     def __exit__(self, *exception: Any) -> None:
         self.status.stop()
 
+
+register(app)
 
 if __name__ == "__main__":
     main()

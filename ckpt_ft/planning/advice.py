@@ -33,8 +33,11 @@ class Fix:
     slower: float
 
 
-def advise(tracer: Tracer, row: Row, trace: StepTrace) -> list[Fix]:
-    """The fixes that save at least 1 % of `row`'s bytes, largest saving first."""
+def advise(tracer: Tracer, row: Row, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
+    """The fixes that save at least 1 % of `row`'s bytes, largest saving first.
+
+    fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
+    """
     found = []
     if "head" not in row.policy.split(","):
         headed = tracer.trace(with_term(row.policy, "head"), row.batch)
@@ -43,7 +46,7 @@ def advise(tracer: Tracer, row: Row, trace: StepTrace) -> list[Fix]:
         with make(tracer.subject, trace) as changed:
             if changed is not None:
                 found.append(_fix(change, row, changed.trace([row.policy], row.batch)[0]))
-    if row.batch > 1:
+    if fixed_batch and row.batch > 1:
         half = tracer.trace(row.policy, row.batch // 2)
         change = f"micro-batches of {row.batch // 2} and twice the gradient accumulation"
         found.append(_fix(change, row, half, row.batch // 2))
@@ -61,7 +64,7 @@ def _fix(change: str, row: Row, trace: StepTrace | str | None, batch: int | None
 
 @contextmanager
 def _fused(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
-    """torch's fused optimizer in place of the one with temporaries the size of all gradients, where these are the peak."""
+    """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
     make = subject.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
@@ -80,8 +83,8 @@ def _fused(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
 @contextmanager
 def _sdpa(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
     """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
-    models = [m for m in subject.model.modules() if getattr(getattr(m, "config", None), "_attn_implementation", "") == "eager"]
-    capable = [model for model in models if getattr(model, "_supports_sdpa", False)]
+    able = [module for module in subject.model.modules() if getattr(module, "_supports_sdpa", False)]
+    capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
         yield None
         return

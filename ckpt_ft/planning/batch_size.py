@@ -20,8 +20,9 @@ from torch import nn
 
 from ..checkpointing.apply import applied_policy
 from ..errors import UserError
-from ..memory.gpus import current_gpu
+from ..memory.gpus import GPU, current_gpu
 from ..memory.tracker import Tracker
+from ..policy import Policy
 from ..units import format_bytes
 from .plan import make_room
 from .rows import Room, largest_fitting
@@ -75,7 +76,6 @@ def find_max_batch_size(
     make_optimizer: Callable[[nn.Module], Any] | None = None,
     max_batch_size: int = 1024,
     margin: str | int | None = None,
-    prove: bool = True,
     report: Report | None = None,
 ) -> MaxBatchSize:
     """The largest batch whose training step fits, under the policy that stands on `model`.
@@ -86,7 +86,6 @@ def find_max_batch_size(
         step_for_batch: batch size -> step(model, optimizer), one optimizer step on the longest samples there are.
         budget: bytes or "24GiB"; None for the whole GPU. A CPU needs one.
         margin: kept free, as in `plan`.
-        prove: run the steps; False only predicts.
 
     In a distributed run every rank calls it, and all get the smallest of their answers.
 
@@ -95,17 +94,11 @@ def find_max_batch_size(
     """
     device = next(model.parameters()).device
     gpu = current_gpu(device.index) if device.type == "cuda" else None
-    room = make_room(budget, gpu, margin)
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
-    with as_it_was(model), Tracer(Subject(model, step_for_batch, make_optimizer, gpu or "cpu"), report=report) as tracer:
-        curve = Search(tracer, room, "effective_batch", most=max_batch_size)
-        rows = curve.run([policy])
-    if policy in curve.rejected:
-        raise UserError(f"policy '{policy}': {curve.rejected[policy]}")
-    predicted = agreed(rows[0].batch if rows else 0)
-    if not prove:
-        return MaxBatchSize(predicted, predicted, room)
+    room = make_room(budget, gpu, margin)
+    curve, predicted = _predict(model, step_for_batch, policy, room, gpu, make_optimizer, max_batch_size, report)
+    predicted = agreed(predicted)
     runner = _Runner(model, step_for_batch, make_optimizer, room, device)
     with _restored(model, device):
         try:
@@ -113,6 +106,49 @@ def find_max_batch_size(
         finally:
             runner.clean()
     return MaxBatchSize(batch, predicted, room, runner.trials)
+
+
+def predict_max_batch_size(
+    model: nn.Module,
+    step_for_batch: Callable[[int], Step],
+    policy: str = "none",
+    budget: str | int | None = None,
+    gpu: GPU | None = None,
+    *,
+    make_optimizer: Callable[[nn.Module], Any] | None = None,
+    max_batch_size: int = 1024,
+    margin: str | int | None = None,
+    report: Report | None = None,
+) -> MaxBatchSize:
+    """The largest batch that fits `gpu` (None: the CPU) under `policy`, predicted only: `model` may be on meta.
+
+    Raises:
+        UserError: a budget that the device does not have, or a policy that does not suit the model.
+    """
+    room = make_room(budget, gpu, margin)
+    text = str(Policy.parse(policy))
+    _, batch = _predict(model, step_for_batch, text, room, gpu, make_optimizer, max_batch_size, report)
+    return MaxBatchSize(batch, batch, room)
+
+
+def _predict(
+    model: nn.Module,
+    step_for_batch: Callable[[int], Step],
+    policy: str,
+    room: Room,
+    gpu: GPU | None,
+    make_optimizer: Callable[[nn.Module], Any] | None,
+    most: int,
+    report: Report | None,
+) -> tuple[Search, int]:
+    """The search with its traces, and the largest batch that they say fits."""
+    subject = Subject(model, step_for_batch, make_optimizer, gpu or "cpu")
+    with as_it_was(model), Tracer(subject, report=report) as tracer:
+        search = Search(tracer, room, "effective_batch", most=most)
+        rows = search.run([policy])
+    if policy in search.rejected:
+        raise UserError(f"policy '{policy}': {search.rejected[policy]}")
+    return search, rows[0].batch if rows else 0
 
 
 def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, int, str]:
@@ -129,8 +165,16 @@ def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, in
     if 2 * micro <= min(largest, total):
         steps = -(-total // largest)
         micro = -(-total // steps)
-    kept = f"the effective batch stays {total}" if micro * steps == total else f"the effective batch becomes {micro * steps}, was {total}"
-    return micro, steps, f"micro-batch {micro} (was {batch}) x {steps} accumulation steps (was {accumulation}): {kept} per device"
+    kept = (
+        f"the effective batch stays {total}"
+        if micro * steps == total
+        else f"the effective batch becomes {micro * steps}, was {total}"
+    )
+    return (
+        micro,
+        steps,
+        f"micro-batch {micro} (was {batch}) x {steps} accumulation steps (was {accumulation}): {kept} per device",
+    )
 
 
 def agreed(value: int) -> int:
@@ -157,15 +201,11 @@ def _prove(runner: _Runner, predicted_bytes: Callable[[int], int], first: int, m
             ratio, aim = peak / predicted_bytes(batch), float(limit)
         scale = ratio * limit / aim
         guess = largest_fitting(lambda n, scale=scale: round(predicted_bytes(n) * scale), limit, most, known)  # type: ignore[misc]
+        if guess == 0 and 1 not in known:
+            guess = 1  # nothing is predicted to fit any more: does a single sample?
         if guess in known or guess == 0:
-            if known.get(guess, 0) <= limit:
-                return guess if guess or 1 in known else _last(runner)
-        batch = max(guess, 1)
-
-
-def _last(runner: _Runner) -> int:
-    """Nothing is predicted to fit any more: whether a single sample does."""
-    return 1 if runner.attempt(1) is not None else 0
+            return guess
+        batch = guess
 
 
 class _Runner:

@@ -110,10 +110,15 @@ class Plan:
 
     def table(self) -> str:
         """The rows as a Markdown table."""
-        lines = ["| policy | batch | peak allocated | reserved | seconds | samples/s |", "|---|---:|---:|---:|---:|---:|"]
+        lines = [
+            "| policy | batch | peak allocated | reserved | seconds | samples/s |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
         for row in self.rows:
             speed = f"{row.seconds:.3g} | {row.samples_per_second:.3g}"
-            lines.append(f"| {row.policy} | {row.batch} | {format_bytes(row.peak)} | {format_bytes(row.reserved)} | {speed} |")
+            lines.append(
+                f"| {row.policy} | {row.batch} | {format_bytes(row.peak)} | {format_bytes(row.reserved)} | {speed} |"
+            )
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
@@ -170,7 +175,7 @@ def plan(
         best = tracer.traced[rows[0].policy, rows[0].batch]
         assert not isinstance(best, str), "a row has a trace"
         holders = [asdict(holder) for holder in best.holders(8)]
-        fixes = advise(tracer, rows[0], best)
+        fixes = advise(tracer, rows[0], best, batch_size is not None)
     return Plan(
         rows=rows,
         room=room,
@@ -192,7 +197,9 @@ def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | Non
     """
     if gpu is None:
         if budget is None:
-            raise UserError("a plan for the CPU needs a budget, as in --budget 600MiB: its memory is shared with all else")
+            raise UserError(
+                "a plan for the CPU needs a budget, as in --budget 600MiB: its memory is shared with all else"
+            )
         return Room(parse_bytes(budget), 0, parse_bytes(margin) if margin else 0)
     given = gpu.memory if budget is None else parse_bytes(budget)
     if given > gpu.memory:
@@ -214,7 +221,9 @@ def _too_small(search: Search, model: nn.Module) -> str:
     parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
     below = ""
     if parameters > room.budget:
-        below = f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
+        below = (
+            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
+        )
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
         f"--budget {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that works is "

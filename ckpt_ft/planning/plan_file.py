@@ -35,7 +35,9 @@ def versions() -> dict[str, str]:
 def check_versions(made_with: Mapping[str, str], source: str) -> None:
     """Raises UserError where a plan was made with other versions than those at hand."""
     here = versions()
-    changed = [f"{name} {old}, here {here.get(name, 'none')}" for name, old in made_with.items() if here.get(name) != old]
+    changed = [
+        f"{name} {old}, here {here.get(name, 'none')}" for name, old in made_with.items() if here.get(name) != old
+    ]
     if changed:
         raise UserError(f"{source}: made with {'; '.join(changed)}: what fits may have changed; make it again")
 
@@ -63,8 +65,12 @@ def source_digest() -> str:
 
 def cache_path(question: Mapping[str, Any]) -> Path:
     """Where the answer to `question` (all that a plan depends on, as JSON) is kept: $CKPT_FT_CACHE or ~/.cache/ckpt_ft."""
-    text = json.dumps({"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str)
-    base = os.environ.get("CKPT_FT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckpt_ft"
+    text = json.dumps(
+        {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
+    )
+    base = (
+        os.environ.get("CKPT_FT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckpt_ft"
+    )
     return Path(base) / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

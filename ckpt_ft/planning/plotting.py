@@ -18,7 +18,9 @@ def plot_plan(plan: Plan, path: Path) -> Path:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     line = sorted(plan.frontier, key=lambda row: row.reserved)
-    axes.step([r.reserved / GIB for r in line], [r.samples_per_second for r in line], where="post", color="tab:blue", lw=1)
+    axes.step(
+        [r.reserved / GIB for r in line], [r.samples_per_second for r in line], where="post", color="tab:blue", lw=1
+    )
     for row in plan.rows:
         at = (row.reserved / GIB, row.samples_per_second)
         axes.plot(*at, "o", color="tab:red" if row is plan.best else "tab:blue")

@@ -1,0 +1,64 @@
+"""The options that several commands of `ckpt-ft` share, and what they mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from .memory.gpus import GPU
+    from .planning.workload import Settings
+
+Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
+PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
+SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
+Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
+Device = Annotated[str, typer.Option("--device", help="a GPU by name, or cpu")]
+Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bfloat16 or float16")]
+MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
+Lora = Annotated[int, typer.Option("--lora", help="LoRA rank; 0 trains all weights")]
+LoraTargets = Annotated[
+    str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
+]
+Attention = Annotated[
+    str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
+]
+FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+
+def make_settings(
+    seq_length: int,
+    resolution: int,
+    dtype: str,
+    mixed_precision: str,
+    optimizer: str,
+    lora: int,
+    lora_targets: str,
+    attn_implementation: str,
+    load_in_4bit: bool,
+) -> Settings:
+    """The settings that the options of a command give."""
+    from .planning.workload import Settings
+
+    return Settings(
+        dtype=dtype,
+        mixed_precision=mixed_precision,
+        optimizer=optimizer,
+        lora_r=lora,
+        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
+        seq_length=seq_length,
+        resolution=resolution,
+        attn_implementation=attn_implementation,
+        load_in_4bit=load_in_4bit,
+    )
+
+
+def gpu_or_cpu(name: str) -> GPU | None:
+    """The GPU of `--device`, None for "cpu"."""
+    from .memory.gpus import find_gpu
+
+    return None if name == "cpu" else find_gpu(name)
