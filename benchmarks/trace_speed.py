@@ -86,6 +86,7 @@ def with_mem_tracker(model: nn.Module, step: Step) -> None:
         with tracker:
             for _ in range(2):
                 step(model, optimizer)
+                tracker.reset_mod_stats()  # it takes no second step otherwise
 
 
 def seconds(call: Callable[[], object]) -> float:
