@@ -141,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
     max_train_steps = args.max_train_steps or args.num_train_epochs * -(-len(samples) // per_step)
     optimizer = make_optimizer(parameters, args, args.learning_rate * (per_step if args.scale_lr else 1))
-    lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, args.lr_warmup_steps, max_train_steps)
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=max_train_steps
+    )
     ema = EMAModel(parameters) if args.use_ema else None
     unet, optimizer = accelerator.prepare(unet, optimizer)
     accelerator.register_for_checkpointing(*(part for part in (lr_scheduler, ema) if part is not None))
@@ -166,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         generator=torch.Generator(),  # a loader draws a seed when it starts: not from the RNG that draws the noise
     )
     if args.report_to != "none":
-        accelerator.init_trackers(args.tracker_project_name, {**vars(model_args), **vars(args)})
+        settings = vars(model_args) | vars(image_args) | vars(args) | vars(ac_args)
+        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in settings.items()})
     losses = LossLog(accelerator, args.output_dir, step)
     if validation.prompts and step == 0 and accelerator.is_main_process:
         validation.run(accelerator.unwrap_model(unet), accelerator, step)

@@ -1,0 +1,347 @@
+"""recipes/diffusion_unet.py run for real, in this process, on tiny pipelines of every architecture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from ckpt_ft.errors import UserError, WorkFailed, run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.loss_log import read_losses
+from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.tiny_diffusion import make_tiny_pipeline
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--max_train_samples", "20", "--train_batch_size", "2", "--max_train_steps", "4", "--lr_warmup_steps", "1"]
+QUIET = ["--ac_report", "none"]
+RANDOM = [  # everything in a step that draws random numbers
+    "--rank", "2", "--lora_dropout", "0.2", "--no_center_crop", "--random_flip", "--proportion_empty_prompts", "0.3",
+    "--noise_offset", "0.1", "--snr_gamma", "5", "--use_ema", "--gradient_accumulation_steps", "2",
+    "--lr_scheduler", "cosine",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny pipelines, their VAE's decoder left random."""
+    root = tmp_path_factory.mktemp("pipelines")
+    for kind in ("sd1", "sd2", "sdxl"):
+        make_tiny_pipeline(kind, 0, (16, 32)).save_pretrained(root / kind)
+    return {kind: str(root / kind) for kind in ("sd1", "sd2", "sdxl")}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipes_diffusion_unet", ROOT / "recipes" / "diffusion_unet.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def train(recipe: ModuleType, base: str, out: Path, *flags: str, quiet: bool = True) -> list[float]:
+    """The losses of a run that writes to `out`."""
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    GradientState._reset_state()
+    recipe.main(
+        ["--pretrained_model_name_or_path", base, *SMALL, *(QUIET if quiet else []), "--output_dir", str(out), *flags]
+    )
+    return [line["loss"] for line in read_losses(str(out))]
+
+
+def draw(pipeline: DiffusionPipeline) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    return np.asarray(
+        pipeline("a red circle", height=32, width=32, num_inference_steps=2, generator=generator).images[0]
+    )
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+    losses = train(recipe, tiny[kind], tmp_path / "out", "--learning_rate", "1e-3", "--checkpointing_steps", "4")
+    assert len(losses) == 4
+    classes = {"sd1": StableDiffusionPipeline, "sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
+    trained = classes[kind].from_pretrained(tmp_path / "out")
+    base = classes[kind].from_pretrained(tiny[kind])
+    assert trained.unet.state_dict().keys() == base.unet.state_dict().keys()
+    assert not torch.equal(trained.unet.conv_in.weight, base.unet.conv_in.weight)
+    assert torch.equal(trained.vae.encoder.conv_in.weight, base.vae.encoder.conv_in.weight)
+    assert draw(trained).shape == (32, 32, 3)
+    assert (draw(trained) != draw(base)).any()
+    # A checkpoint holds the U-Net as diffusers reads it.
+    unet = type(trained.unet).from_pretrained(tmp_path / "out" / "checkpoint-4", subfolder="unet")
+    assert torch.equal(unet.conv_in.weight, trained.unet.conv_in.weight)
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+    flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-2", "--checkpointing_steps", "4"]
+    train(recipe, tiny[kind], tmp_path / "out", *flags)
+    pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
+    plain = draw(pipeline)
+    pipeline.load_lora_weights(tmp_path / "out")
+    config = pipeline.unet.peft_config["default_0"]
+    assert (config.r, config.lora_alpha) == (2, 8)
+    assert (draw(pipeline) != plain).any()
+    files = [
+        path / "pytorch_lora_weights.safetensors" for path in (tmp_path / "out", tmp_path / "out" / "checkpoint-4")
+    ]
+    result, checkpoint = map(load_file, files)
+    assert all(torch.equal(result[name], checkpoint[name]) for name in result)
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "out" / "checkpoint-4").iterdir()) < 300_000
+    )  # no frozen U-Net
+
+
+@pytest.mark.parametrize("flags", [["--use_ema"], RANDOM], ids=["cached", "random"])
+def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
+    """Bit for bit, from a checkpoint in the middle of the first or of a later epoch, and so is what is saved."""
+    flags = [*flags, "--max_train_steps", "6", "--checkpointing_steps", "2", "--learning_rate", "1e-3"]
+    flags += ["--max_train_samples", "7"]
+    whole = train(recipe, tiny["sdxl"], tmp_path / "whole", *flags)
+    for step in (2, 4):
+        part = tmp_path / f"from-{step}"
+        part.mkdir()
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", part / f"checkpoint-{step}")
+        shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+        assert train(recipe, tiny["sdxl"], part, *flags, "--resume_from_checkpoint", "latest") == whole
+        results = sorted(path.relative_to(part) for path in part.glob("*.safetensors")) or [
+            Path("unet/diffusion_pytorch_model.safetensors")
+        ]
+        for name in results:
+            assert (part / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
+    for policy in ("full", "save:conv+attention"):
+        flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
+        assert train(recipe, tiny["sd2"], tmp_path / policy, *flags) == plain
+
+
+def test_cached_latents_train_as_uncached(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    cached = train(recipe, tiny["sd1"], tmp_path / "cached")
+    plain = train(recipe, tiny["sd1"], tmp_path / "plain", "--cache_latents", "false")
+    assert plain == pytest.approx(cached, rel=1e-5)
+
+
+def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    prompts = ["a large red circle at the top left on white", "a small blue star at the right on black"]
+    flags = ["--validation_prompt", *prompts, "--validation_steps", "2", "--validation_inference_steps", "2"]
+    flags += ["--report_to", "tensorboard", "--ac_policy", "full", "--use_ema"]
+    out = tmp_path / "out"
+    losses = train(recipe, tiny["sd2"], out, *flags, quiet=False)
+    plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--use_ema")
+    assert losses == plain  # neither validation nor measuring touches what training draws
+    assert sorted(path.name for path in (out / "samples").iterdir()) == [f"step-00000{n}.png" for n in (0, 2, 4)]
+    sheet = Image.open(out / "samples.png")
+    assert sheet.height == 4 * Image.open(out / "samples" / "step-000000.png").height  # and what was asked for
+    report = json.loads((out / "memory_report.json").read_text())
+    assert set(report["ranks"][0]["peaks"]) == {"forward", "backward", "optimizer"}
+    assert report["provenance"]["policy"] == "full"
+    assert report["predicted"]["allocated"] == pytest.approx(
+        max(peak["allocated"] for peak in report["ranks"][0]["peaks"].values()), rel=0.05
+    )
+    assert (out / "memory_report.md").exists()
+    assert list((out / "logs").rglob("events.out.tfevents*"))
+
+
+def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(4):
+        Image.new("RGB", (50, 40), (60 * number, 0, 0)).save(images / f"{number}.png")
+    rows = [{"file_name": f"{number}.png", "what": f"shade {number}"} for number in range(4)]
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = tmp_path / "run.yaml"
+    config.write_text(f"train_data_dir: {images}\ncaption_column: what\nresolution: 40\nrank: 3\nmax_train_steps: 9\n")
+    losses = train(recipe, tiny["sd1"], tmp_path / "out", "--config", str(config))
+    assert len(losses) == 4  # the command line wins
+    adapter = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    assert min(next(value for name, value in adapter.items() if "lora" in name).shape) == 3
+
+
+def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second checkpoint is written; what went before goes on from the first."""
+    import accelerate.checkpointing
+
+    out = tmp_path / "out"
+    save = accelerate.checkpointing.save
+
+    def full(state: object, place: Path, **kwargs: object) -> None:
+        if "checkpoint-4" in str(place):
+            raise OSError(28, "No space left on device")
+        save(state, place, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerate.checkpointing, "save", full)
+        with pytest.raises(WorkFailed, match="No space left on device"):
+            train(recipe, tiny["sd1"], out, "--checkpointing_steps", "2", "--rank", "2")
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "losses.jsonl"]
+    flags = ["--rank", "2", "--resume_from_checkpoint", "latest"]
+    assert len(train(recipe, tiny["sd1"], out, *flags)) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pretrained_model_name_or_path", "/nowhere"], "no U-Net in it"),
+        (["--rank", "0"], "--rank 0"),
+        (["--resolution", "36"], "not a multiple of 8"),
+        (["--train_data_dir", "/nowhere"], "no such directory"),
+        (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
+        (["--ac_policy", "save:atention"], "did you mean 'attention'"),
+        (["--lerning_rate", "1"], "did you mean '--learning_rate'"),
+    ],
+)
+def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=words):
+        train(recipe, tiny["sd1"], out, *flags)
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_exit_codes(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["diffusion_unet.py", "--rank", "0", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stopped:
+        run(recipe.main)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --rank 0: a LoRA rank is at least 1")
+    assert said.count("\n") == 1
+
+
+CONFIGS = sorted((ROOT / "recipes" / "diffusion").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
+    model, images, _, ac = parse_args(
+        (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments), ["--config", str(config)]
+    )
+    assert model.pretrained_model_name_or_path is not None
+    assert (model.rank is not None) is ("lora" in config.stem)
+    assert images.cache_latents
+    assert ac.policy is not None
+    comment = " ".join(line.strip("# \\") for line in config.read_text().splitlines() if line.startswith("#"))
+    assert f"accelerate launch --config_file accelerate_configs/single_gpu.yaml {SCRIPT}" in comment
+    assert f"--config recipes/diffusion/{config.name}" in comment
+
+
+SCRIPT = "recipes/diffusion_unet.py"
+ONE_THREAD = (
+    "import os, runpy, sys; os.cpu_count = lambda: 1; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def start(base: str, out: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """The recipe in a process of its own, with the thread count of the runs in this one."""
+    command = [sys.executable, "-c", ONE_THREAD, SCRIPT, "--pretrained_model_name_or_path", base, *SMALL, *QUIET]
+    with (out.parent / f"{out.name}.log").open("ab") as log:
+        return subprocess.Popen([*command, "--output_dir", str(out), *flags], cwd=ROOT, stdout=log, stderr=log)
+
+
+def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: int) -> None:
+    """Kill the run `kills` times, each after a random number of steps and a random fraction of a second; finish it."""
+    draw = random.Random(seed)
+    for _ in range(kills):
+        latest = ["--resume_from_checkpoint", "latest"] if list(out.glob("checkpoint-*")) else []
+        process = start(base, out, *flags, *latest)
+        before = max((line["step"] for line in read_losses(str(out))), default=0)
+        until = draw.randint(1, 3)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            steps = [line["step"] for line in read_losses(str(out))]
+            if steps and (max(steps) - (before if max(steps) >= before else 0)) >= until:
+                break
+            time.sleep(0.005)
+        time.sleep(draw.random() * 0.2)
+        process.kill()
+        process.wait()
+    process = start(
+        base, out, *flags, *(["--resume_from_checkpoint", "latest"] if list(out.glob("checkpoint-*")) else [])
+    )
+    assert process.wait(300) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kills: int) -> None:
+    """Killed with signal 9 and resumed, a run makes the losses and the weights of one that was left alone."""
+    flags = ["--max_train_steps", str(6 + 4 * (kills - 1)), "--checkpointing_steps", "1"]
+    flags += ["--checkpoints_total_limit", "2", "--learning_rate", "1e-3", "--rank", "2", "--lora_dropout", "0.1"]
+    whole = train(recipe, tiny["sd1"], tmp_path / "whole", *flags)
+    kill_until_done(tiny["sd1"], tmp_path / "killed", kills, flags, seed=kills)
+    assert [line["loss"] for line in read_losses(str(tmp_path / "killed"))] == whole
+    name = "pytorch_lora_weights.safetensors"
+    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("sd2", []),
+        pytest.param("sd1", ["--rank", "2"], marks=pytest.mark.slow),
+        pytest.param("sdxl", ["--rank", "2", "--use_ema"], marks=pytest.mark.slow),
+        pytest.param("sdxl", [], marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: list[str]) -> None:
+    """They train one model on different rows with different noise, report both ranks' memory, and resume."""
+
+    def launch(out: Path, *more: str) -> list[float]:
+        script = [SCRIPT, "--pretrained_model_name_or_path", tiny[kind], *SMALL, "--output_dir", str(out)]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", *script]
+            + ["--checkpointing_steps", "2", "--ac_policy", "full", *flags, *more],
+            cwd=ROOT, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [line["loss"] for line in read_losses(str(out))]
+
+    whole = launch(tmp_path / "whole")
+    assert len(whole) == 4
+    report = json.loads((tmp_path / "whole" / "memory_report.json").read_text())
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    states = [tmp_path / "whole" / "checkpoint-2" / f"random_states_{rank}.pkl" for rank in (0, 1)]
+    assert states[0].read_bytes() != states[1].read_bytes()
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    assert launch(part, "--resume_from_checkpoint", "latest", "--ac_report", "none") == whole
