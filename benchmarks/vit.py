@@ -9,6 +9,7 @@ Predicted by `trace_step` for an A100 of 80 GB, in Trainer's loop; peak and time
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import warnings
 
@@ -65,6 +66,7 @@ def measured(policy: str, resolution: int) -> Measured | None:
     return measure(model, step, subject.make_optimizer)
 
 
+@functools.cache
 def most(policy: str, resolution: int, precise: bool = False) -> int:
     """The largest batch on the card."""
     print(f"largest batch at {resolution}: {policy}", file=sys.stderr, flush=True)

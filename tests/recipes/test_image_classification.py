@@ -123,6 +123,23 @@ def test_families_on_class_folders(
     assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
 
 
+@pytest.mark.parametrize("kind", ["vit", "swin", "convnext"])
+def test_adapters_of_every_family(recipe: ModuleType, folder: Path, tmp_path: Path, kind: str) -> None:
+    small_model(kind).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--use_peft"]
+    flags += ["--ac_policy", "full", "--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "4"]
+    out = train(recipe, tmp_path / "out", *flags)
+    assert 0 <= json.loads((out / "eval_results.json").read_text())["eval_accuracy"] <= 1
+    base = AutoModelForImageClassification.from_pretrained(
+        tmp_path / "model", num_labels=3, ignore_mismatched_sizes=True
+    )
+    adapted = PeftModel.from_pretrained(base, out)
+    changed = [name for name, value in adapted.state_dict().items() if "lora_B" in name and value.abs().max() > 0]
+    linear = [m for n, m in base.named_modules() if isinstance(m, torch.nn.Linear) and "lora" in n]
+    assert len(changed) == len(linear) // 2 > 0
+
+
 def test_an_adapter_brings_its_batch_norm_along(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
     """Its statistics changed in training; without them base model + adapter would predict otherwise when loaded."""
     base = train(recipe, tmp_path / "base", "--dataset_name", str(folder), "--max_steps", "1")
