@@ -13,7 +13,7 @@ from ..errors import WorkFailed
 from ..policy import Policy
 
 # From what keeps most to what keeps least: each drops something that the one before it keeps.
-LADDER = ("none", "pointwise", "save:attention+matmul", "save:attention", "full", "full,head", "full,offload,head")
+LADDER = ("none", "pointwise", "save:attention", "full", "full,head", "full,offload,head")
 
 
 class Measured(Protocol):
@@ -43,7 +43,7 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
     if text in LADDER:
         return list(LADDER[LADDER.index(text) + 1 :])
     assert policy is not None
-    rung = LADDER.index("full" if policy.checkpoints else "save:attention+matmul")
+    rung = LADDER.index("full" if policy.checkpoints else "pointwise")
     return [step for step in LADDER[rung:] if policy.head <= ("head" in step)]
 
 
