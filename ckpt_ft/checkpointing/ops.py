@@ -83,7 +83,11 @@ def check_op_name(name: str) -> None:
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")
-    if any(
-        getattr(packet, part)._schema.is_mutable for part in overload or packet.overloads() if not part.endswith("out")
-    ):
+    if any(_writes_in_place(getattr(packet, part)) for part in overload or packet.overloads()):
         raise UserError(f"save: '{name}' writes into its input; there is no output of its own to keep")
+
+
+def _writes_in_place(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator changes an argument other than one that is given for its output."""
+    schema = op._schema
+    return schema.is_mutable and not any(argument.is_out for argument in schema.arguments)

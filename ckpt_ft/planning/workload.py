@@ -139,7 +139,7 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
 
         return Adafactor(trainable, scale_parameter=False, relative_step=False, lr=1e-4)
     if name == "adamw_8bit":
-        from ..memory.stand_ins import AdamW8bit
+        from ..memory.adamw_8bit import AdamW8bit
 
         return AdamW8bit(trainable, lr=1e-4)
     return torch.optim.AdamW(trainable, lr=1e-4, fused=True if name == "adamw_fused" else None)
@@ -303,14 +303,14 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
     return model.train()
 
 
-def adapt(model: Any, settings: Settings) -> nn.Module:
+def adapt(model: Any, settings: Settings) -> Any:
     """`model` with 4-bit weights and LoRA adapters (fp32 on a half-precision base, as peft makes them), if asked."""
     if settings.load_in_4bit:
-        from ..memory.stand_ins import quantize_4bit
+        from ..memory.nf4 import to_nf4
 
-        quantize_4bit(model, compute_dtype=DTYPES[settings.dtype])
+        to_nf4(model, DTYPES[settings.dtype])
     if not settings.lora_r:
-        return model  # type: ignore[no-any-return]
+        return model
     from peft import LoraConfig, get_peft_model
 
     targets = list(settings.lora_targets) or "all-linear"

@@ -1,0 +1,51 @@
+"""AdamW with 8-bit moments in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
+
+Each moment of a tensor of at least 4096 elements is one byte an element with one float32 scale (absmax) for every 256 of
+them; smaller tensors keep float32 moments. Two maps of 256 float32 levels are shared by all tensors of a device
+(bitsandbytes, optim/optimizer.py, Optimizer2State; Dettmers et al. 2022, arXiv:2110.02861). The update is one kernel for
+a tensor and makes no temporaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+BLOCK, MINIMUM = 256, 4096
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The state of 8-bit AdamW and writes of its size; it is for tracing, and leaves the parameters' values alone.
+
+    Args:
+        params: parameters or groups of them.
+        lr: kept in the groups.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.maps: dict[torch.device, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make what state is missing, and touch what the kernel touches."""
+        loss = closure() if closure is not None else None
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                self._make(p, state)
+            for value in state.values():
+                value.mul_(1)
+            p.mul_(1)
+        return loss
+
+    def _make(self, p: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        small = p.numel() < MINIMUM
+        for moment in ("1", "2"):
+            state[f"state{moment}"] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
+            if not small:
+                state[f"absmax{moment}"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+        if not small and p.device not in self.maps:
+            self.maps[p.device] = [torch.zeros(256, device=p.device) for _ in range(2)]
