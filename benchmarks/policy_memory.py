@@ -2,8 +2,8 @@
 
     python benchmarks/policy_memory.py [--device a100-80gb] [--models NAME ...] [--json FILE]
 
-`kept` is what forward leaves for backward (activations alive when backward begins), `peak` the most that is allocated
-in the step. GiB = 2**30 bytes.
+`kept` is what forward leaves for backward (tensor bytes of activations alive when backward begins), `peak` the most
+that is allocated in the step, as CUDA's caching allocator counts it. GiB = 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import transformers
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.trace import StepTrace
 from ckpt_ft.planning.workload import Settings, load
 from ckpt_ft.units import GIB
 
@@ -47,8 +48,14 @@ def measure(name: str, device: str) -> dict[str, dict[str, int]]:
         apply_policy(workload.model, policy)
         trace = trace_step(workload.model, workload.step(batch), make_optimizer=workload.make_optimizer, device=device)
         remove_policy(workload.model)
-        rows[policy] = {"kept": sum(trace.module_activations().values()), "peak": trace.peak_allocated}
+        rows[policy] = {"kept": kept_bytes(trace), "peak": trace.peak_allocated}
     return rows
+
+
+def kept_bytes(trace: StepTrace) -> int:
+    """Bytes of activations that are alive when the measured step's backward begins."""
+    begins = next(at for at, name in trace.marks if name == "backward" and at >= trace.start)
+    return sum(s.nbytes for s, _ in trace.live_at(begins - 1) if s.category == "activations")
 
 
 def table(name: str, rows: dict[str, dict[str, int]]) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 
 from .logits import Logits, local
-from .standin import Installed, StandIn
+from .standin import Installed, StandIn, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
@@ -36,7 +36,10 @@ class Deferring(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
-        if labels is None or not self.module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if labels is None or not self.module.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _say_compiled()
             return self.forward(*args, **kwargs)
         before, local.deferring = local.deferring, True
         self.layer.deferred = False
@@ -112,3 +115,13 @@ def _without_logits(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(None if isinstance(value, Logits) else value for value in output)
     return type(output)(**{key: None if isinstance(value, Logits) else value for key, value in output.items()})
+
+
+def _say_compiled() -> None:
+    from torch._dynamo.comptime import comptime
+
+    comptime(_warn_compiled)  # runs while the compiler traces, and takes no closure
+
+
+def _warn_compiled(context: Any) -> None:
+    warn_once("policy 'head' does nothing under torch.compile: the logits are computed whole")

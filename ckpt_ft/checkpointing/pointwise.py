@@ -7,7 +7,6 @@ what.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +31,7 @@ from .regions import (
     takes_casts,
 )
 from .rotary import RotaryAttention, is_rotary_attention
-from .standin import Installed, StandIn
+from .standin import Installed, StandIn, warn_once
 
 
 class Watched(StandIn):
@@ -100,18 +99,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
 def _say_compiled() -> None:
     from torch._dynamo.comptime import comptime
 
-    comptime(_warn_compiled)
+    comptime(_warn_compiled)  # runs while the compiler traces, and takes no closure
 
 
 def _warn_compiled(context: Any) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "policy 'pointwise' under torch.compile: the compiler's own partitioner decides what is recomputed; "
-            "'pointwise' does nothing here",
-            stacklevel=2,
-        )
-
-
-_warned = False
+    warn_once("policy 'pointwise' does nothing under torch.compile: its partitioner decides what is recomputed")

@@ -1,6 +1,6 @@
 """Rotary embedding as a region of `pointwise`, where it gains something: behind a norm of queries and keys.
 
-Attention keeps rotated queries and keys, and their rotation's backward needs nothing but cosines and sines; so dropping
+Attention keeps rotated queries and keys, and the rotation's backward needs nothing but cosines and sines; so dropping
 the rotated ones gains only if the unrotated ones are rebuilt anyway, from the projections that a query and key norm
 keeps (Qwen3, Gemma 3, OLMo 2). transformers calls the rotation as a function of the modeling file,
 `apply_rotary_pos_emb`. Here the attention's forward runs with globals in which that name means the region; the file's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,3 +51,13 @@ class Installed:
     def describe(self) -> list[dict[str, Any]]:
         """Rows for `explain()`: module class, how many, what is dropped and what is kept instead."""
         return self.rows
+
+
+def warn_once(message: str) -> None:
+    """Warn, the first time that this is said in the process."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+_said: set[str] = set()

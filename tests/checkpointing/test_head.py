@@ -13,7 +13,7 @@ from tiny_models import LANGUAGE, build, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_ft.checkpointing import head, logits, pointwise
+from ckpt_ft.checkpointing import head, logits, pointwise, standin
 from ckpt_ft.errors import UserError, WorkFailed
 
 VOCABULARY = 99
@@ -145,6 +145,16 @@ def test_only_in_training_with_labels() -> None:
     assert model(**inputs).loss.grad_fn is not None
     assert model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
     assert model.train()(**inputs, return_dict=False)[1] is None
+
+
+def test_compiled_runs_whole_and_says_so() -> None:
+    model, inputs = build("llama")
+    head.install(model)
+    compiled = torch.compile(model, backend="eager")
+    standin._said.clear()
+    with pytest.warns(UserWarning, match="'head' does nothing under torch.compile"):
+        output = compiled(**inputs)
+    assert output.logits.shape == (2, 12, VOCABULARY)
 
 
 def test_nothing_stays_alive() -> None:

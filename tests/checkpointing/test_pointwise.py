@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tiny_models import build, gradients, loss_of
 from torch import nn
 
-from ckpt_ft.checkpointing import pointwise
+from ckpt_ft.checkpointing import pointwise, standin
 from ckpt_ft.checkpointing.discard import MAX_CHAIN, Discarded, Pass, Reader, claim_on
 from ckpt_ft.errors import UserError
 
@@ -360,6 +360,18 @@ def test_autocast_copies_share_one() -> None:
     del output
 
 
+def test_autocast_in_backward_only() -> None:
+    """A recompute runs under the autocast of its forward: here none, though backward has it."""
+    model, inputs = build("llama")
+    treated = copy.deepcopy(model)
+    treat(treated)
+    for m in (model, treated):
+        loss = m(**inputs).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+    assert all(g.equal(gradients(treated)[name]) for name, g in gradients(model).items())
+
+
 def test_gradients_off_and_generate_pay_nothing() -> None:
     model, inputs = build("llama")
     reference = model.eval().generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
@@ -388,13 +400,13 @@ def test_compile_runs_the_plain_model_and_says_so() -> None:
     plain = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     treat(model)
-    pointwise._warned = False
+    standin._said.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             compiled(**inputs).loss.backward()
-    assert sum("'pointwise' does nothing here" in str(w.message) for w in caught) == 1
+    assert sum("'pointwise' does nothing under torch.compile" in str(w.message) for w in caught) == 1
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, 2 * plain[name], rtol=1e-4, atol=1e-6)
 
