@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py                  # prints, and writes docs/accuracy.md
     python benchmarks/accuracy.py --rows 3 --no-write
 
-Models are built from the numbers of benchmarks/data/t4_lora_steps.csv, on the meta device, offline; the training loop is
-the one its README describes.
+Models are built from the numbers of benchmarks/data/t4_lora_steps.csv, on the meta device, offline; the training loop
+is the one its README describes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from figures import resnet, twelve_blocks  # type: ignore[import-not-found]  # beside this script
 from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from ckpt_ft.memory.fake import trace_step
 from ckpt_ft.memory.nf4 import to_nf4
 from ckpt_ft.memory.trace import StepTrace
 from ckpt_ft.units import MIB
-
-sys.path.insert(0, str(Path(__file__).parent))
-from figures import resnet, twelve_blocks
 
 HERE = Path(__file__).parent
 PHASES = ("forward", "backward", "optimizer")
@@ -60,11 +57,18 @@ AttentionMaskInterface.register("sdpa_efficient", sdpa_mask)
 
 def build(row: dict[str, str]) -> nn.Module:
     """The row's model with its adapters, on the meta device."""
-    names = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_attention_heads": "num_attention_heads",
-             "num_kv_heads": "num_key_value_heads", "intermediate_size": "intermediate_size", "vocab_size": "vocab_size",
-             "head_dim": "head_dim"}  # fmt: skip
+    theirs = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads"}
+    ours = (
+        "hidden_size",
+        "num_layers",
+        "num_attention_heads",
+        "num_kv_heads",
+        "intermediate_size",
+        "vocab_size",
+        "head_dim",
+    )
     kind = "qwen2" if row["model_id"].startswith("Qwen/Qwen2") else "llama"  # Qwen2 has biases on q, k and v
-    sizes = {theirs: int(row[ours]) for ours, theirs in names.items()}
+    sizes = {theirs.get(name, name): int(row[name]) for name in ours}
     config = AutoConfig.for_model(
         kind, **sizes, tie_word_embeddings=row["tie_word_embeddings"] == "true", use_cache=False
     )
@@ -161,7 +165,9 @@ def replay_figures() -> str:
     """The table of ResNet-50 and the twelve blocks."""
     lines = []
     for name, published, traced, step in (*resnet(), *twelve_blocks()):
-        lines.append([name, f"{published:.0f}", f"{traced:.0f}", percent(traced / published - 1), f"{1e3 * step.seconds:.0f}"])
+        lines.append(
+            [name, f"{published:.0f}", f"{traced:.0f}", percent(traced / published - 1), f"{1e3 * step.seconds:.0f}"]
+        )
         print(*lines[-1], flush=True)
     return table(["workload", "published MB", "traced MB", "error", "predicted ms"], lines)
 
@@ -171,8 +177,8 @@ def document(rows: str, rank: float, figures: str) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
     return f"""# How true a trace is
 
-Made by `python benchmarks/accuracy.py` with {versions}, on a CPU. Everything called traced or predicted is; what is compared
-with was measured by others (benchmarks/data/README.md). Errors are signed: predicted over published, less one.
+Made by `python benchmarks/accuracy.py` with {versions}, on a CPU. What is called traced or predicted is; what it is
+compared with was measured by others (benchmarks/data/README.md). Errors are signed: predicted over published, less 1.
 
 ## LoRA steps on a T4
 
@@ -181,21 +187,22 @@ with was measured by others (benchmarks/data/README.md). Errors are signed: pred
 Seconds: rank correlation over these rows {rank:.3f}.
 
 What is left:
-- fp16, allocated: where an error is not zero, a large block keeps up to 1 MiB that is not split off, and which block that is
-  depends on what the process loaded and freed before the first step.
+- fp16, allocated: where an error is not zero, a large block keeps up to 1 MiB that is not split off, and which block
+  that is depends on what the process loaded and freed before the first step.
 - NF4, allocated: the same; quantising while loading leaves holes, and the base is up to 9 MiB above its tensors in the
   published runs (Qwen). The trace starts from a clean load.
-- reserved: also the holes that loading leaves, which a trace does not have, most visible where the whole step is small;
-  published repeats differ by up to 12 MiB themselves.
-- seconds: a roofline, not a simulation (ckpt_ft/memory/cost.py); NF4's kernels and the memory-efficient attention are its weak spots.
+- reserved: also the holes that loading leaves, which a trace does not have, most visible where the whole step is
+  small; published repeats differ by up to 12 MiB themselves.
+- seconds: a roofline, not a simulation (ckpt_ft/memory/cost.py); NF4's kernels and the memory-efficient attention are
+  its weak spots.
 
 ## ResNet-50 on a T4, twelve blocks on an A100
 
 {figures}
 
-Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes for strided and
-1x1 convolutions is not documented, and the trace takes none for them (ckpt_ft/memory/cudnn.py). In the twelve blocks it grows with
-the number of models that were trained before: something of theirs was still alive.
+Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes for
+strided and 1x1 convolutions is not documented, and the trace takes none for them (ckpt_ft/memory/cudnn.py). In the
+twelve blocks it grows with the number of models that were trained before: something of theirs was still alive.
 """
 
 

@@ -1,8 +1,8 @@
 """The two published workloads besides the T4 rows: a ResNet-50 on a T4 and twelve toy blocks on an A100.
 
-Each function yields (name, published megabytes of 1e6 bytes, traced megabytes, trace). What was published leaves open, and
-the figures answer: the ResNet's loop never zeroed its gradients, and of the toy models that were trained before, the
-gradients were still there and the optimizers were not.
+Each function yields (name, published megabytes of 1e6 bytes, traced megabytes, trace). What was published leaves
+open, and the figures answer: the ResNet's loop never zeroed its gradients, and of the toy models that were trained
+before, the gradients were still there and the optimizers were not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ class ResNet50(nn.Module):
         return self.head(self.stages(self.stem(x)))
 
 
-RESNET = {"none": (3033.27, 276.69), "stages:3+4": (2627.26, 316.66), "stages": (1765.28, 368.39), "full": (1360.01, 368.90)}
+RESNET = {
+    "none": (3033.27, 276.69),
+    "stages:3+4": (2627.26, 316.66),
+    "stages": (1765.28, 368.39),
+    "full": (1360.01, 368.90),
+}
 
 
 def resnet() -> Iterator[Row]:
@@ -136,7 +141,9 @@ def twelve_blocks() -> Iterator[Row]:
             models = nn.ModuleList(make() for _, _, make in TOYS[:alive]).to(torch.bfloat16)
         calls = iter(range(2 * at + 2))
 
-        def step(models: nn.Module, optimizers: dict[int, torch.optim.Optimizer], calls: Iterator[int] = calls) -> None:
+        def step(
+            models: nn.Module, optimizers: dict[int, torch.optim.Optimizer], calls: Iterator[int] = calls
+        ) -> None:
             turn = next(calls) // 2
             model = models[turn]  # type: ignore[index]
             if turn not in optimizers:

@@ -1,6 +1,6 @@
 """How long a trace takes, beside `torch.distributed._tools.MemTracker` on the same step in the same process.
 
-    python benchmarks/trace_speed.py            # Llama-7B and SDXL's U-Net, AdamW, two steps; real sizes, no weights
+python benchmarks/trace_speed.py            # Llama-7B and SDXL's U-Net, AdamW, two steps; real sizes, no weights
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def sdxl_unet() -> tuple[nn.Module, Step]:
         ).to(torch.bfloat16).train()  # fmt: skip
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        half = {"dtype": torch.bfloat16}
-        added = {"text_embeds": torch.randn(1, 1280, **half), "time_ids": torch.randn(1, 6, **half)}
-        latents, time_, text = torch.randn(1, 4, 128, 128, **half), torch.randint(0, 1000, (1,)), torch.randn(1, 77, 2048, **half)
-        model(latents, time_, encoder_hidden_states=text, added_cond_kwargs=added).sample.float().pow(2).mean().backward()
+        texts, text, ids = torch.randn(1, 77, 2048), torch.randn(1, 1280), torch.randn(1, 6)
+        latents, times = torch.randn(1, 4, 128, 128), torch.randint(0, 1000, (1,))
+        added = {"text_embeds": text.bfloat16(), "time_ids": ids.bfloat16()}
+        out = model(latents.bfloat16(), times, encoder_hidden_states=texts.bfloat16(), added_cond_kwargs=added).sample
+        out.float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

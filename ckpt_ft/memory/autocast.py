@@ -1,9 +1,9 @@
 """torch.autocast("cuda") on tensors that only look like CUDA's.
 
-The traced tensors are fake CPU ones, so CPU autocast is what casts them, and its op lists differ from CUDA's: CUDA computes
-softmax, norms, exp, pow and sums in float32 where the CPU does not touch them. While a step is traced, kernels for the
-AutocastCPU key take CUDA's side (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Ops
-that both lists treat alike keep their C++ kernels and with them the cache of cast weights.
+The traced tensors are fake CPU ones, so CPU autocast is what casts them, and its op lists differ from CUDA's: CUDA
+computes softmax, norms, exp, pow and sums in float32 where the CPU does not touch them. While a step is traced,
+kernels for the AutocastCPU key take CUDA's side (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP,
+AT_FORALL_FP32, ...). Ops that both lists treat alike keep their C++ kernels and with them the cache of cast weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LOWER = (
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "group_norm", "rms_norm", "cosine_similarity", "nuclear_norm", "nuclear_norm.dim", "pdist", "renorm", "logsumexp", "dist",
-    "linalg_matrix_norm", "linalg_vector_norm", "frobenius_norm.dim", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
-    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
+    "group_norm", "rms_norm", "cosine_similarity", "nuclear_norm", "nuclear_norm.dim", "pdist", "renorm", "logsumexp",
+    "dist", "linalg_matrix_norm", "linalg_vector_norm", "frobenius_norm.dim", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 # On CUDA their output is float32 unless a dtype was asked for: the op converts while it reads, no cast is stored.
 FLOAT32_OUTPUT = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
@@ -112,8 +112,13 @@ def _as_it_is(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-_TREATMENTS = ((LOWER, _to_lower), (FLOAT32, _to_float32), (FLOAT32_OUTPUT, _with_float32_output), (WIDEST, _to_widest),
-               (UNTOUCHED, _as_it_is))  # fmt: skip
+_TREATMENTS = (
+    (LOWER, _to_lower),
+    (FLOAT32, _to_float32),
+    (FLOAT32_OUTPUT, _with_float32_output),
+    (WIDEST, _to_widest),
+    (UNTOUCHED, _as_it_is),
+)
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:

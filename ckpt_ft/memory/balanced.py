@@ -3,8 +3,8 @@
 A fake tensor has no values, so where a step asks for one, a stated case answers:
 - indices (topk, argmax, sort, one_hot) fall evenly on their classes: an expert sees tokens * top_k / experts of them;
 - other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
-- what asks "is there any NaN, padding, packing?" hears no: any(), == and is-NaN are False, all() is True; but any() of a
-  mask that indices made is True;
+- what asks "is there any NaN, padding, packing?" hears no: any(), == and is-NaN are False, all() is True; but
+  any() of a mask that indices made is True;
 - any other number read is 1, an index 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
@@ -164,5 +164,6 @@ class Balanced:
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         self._note("unique() is taken to find every value different: the worst case")
-        n, index = args[0].numel(), {"dtype": torch.int64, "device": "cpu"}
-        return torch.empty(n, dtype=args[0].dtype, device="cpu"), torch.empty(n, **index), torch.empty(n, **index)
+        values = args[0].flatten()
+        indices = torch.empty(values.numel(), dtype=torch.int64, device="cpu")
+        return torch.empty_like(values), indices, torch.empty_like(indices)

@@ -58,7 +58,7 @@ def to(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Everything is on the device already: only another dtype or memory format is a copy. [native/TensorConversions.cpp]"""
+    """All is on the device already: only another dtype or memory format copies. [native/TensorConversions.cpp]"""
     same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
     return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
 
@@ -78,7 +78,7 @@ def composite(arch: int) -> dict[str, Callable[..., Any]]:
 
 
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and rstd are float32 whatever the input (acc_type); GroupNorm's are not. [native/cuda/layer_norm_kernel.cu]"""
+    """Mean and rstd are float32 (acc_type) whatever the input; GroupNorm's not. [native/cuda/layer_norm_kernel.cu]"""
     out, mean, rstd = func(*args, **kwargs)
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
@@ -91,7 +91,7 @@ def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN's: the batch's statistics in float32, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
+    """cuDNN's: statistics in float32, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
     out, mean, rstd = func(*args, **kwargs)
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
@@ -104,7 +104,7 @@ RULES: dict[Any, Rule] = {
 
 
 def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Without dropout its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu, _efficient_attention_forward]"""
+    """Without dropout its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
     dropout = args[5] if len(args) > 5 else 0.0
     return () if dropout else (2, 3)
 
@@ -127,7 +127,7 @@ def cublas_workspace(arch: int) -> int:
 
 
 def matmul(arch: int) -> After:
-    """The first matmul of a thread allocates its cuBLAS workspace, for good; autograd's thread is another than the main one.
+    """A thread's first matmul allocates its cuBLAS workspace, for good; autograd's thread is not the main one.
 
     A matmul with a bias goes through cuBLASLt, which takes a workspace of 1 MiB of its own.
     [cuda/CublasHandlePool.cpp; native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt]
@@ -146,7 +146,7 @@ def matmul(arch: int) -> After:
 
 
 def softmax_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-    """grad * output, the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu, softmax_backward_cuda_out]"""
+    """grad * output, of the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu]"""
     tracker.scratch(args[0].numel() * args[0].itemsize, str(func))
 
 
@@ -167,7 +167,7 @@ def efficient_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwarg
 
 
 def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """float32 query gradient and row sums, rows in 128s; one key and value gradient per query head when heads are shared.
+    """float32 query gradient and row sums, rows in 128s; a key and value gradient per query head if they share.
 
     [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
     """
@@ -223,7 +223,7 @@ def behave_like(arch: int) -> Iterator[None]:
 
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
-    """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity: a step that counts."""
+    """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity."""
     lists = [
         function.__globals__["_foreach_supported_types"]
         for function in (_default_to_fused_or_foreach, _has_foreach_support)

@@ -1,7 +1,7 @@
 """Scratch of cuDNN's convolutions, from how its algorithms work; nothing here is fitted to a model.
 
-Which algorithm cuDNN's heuristics take is not documented; these are the two that need memory, each where it is the fast
-one. Depthwise and grouped convolutions, and those that channels-last tensors enter, are taken to need none.
+Which algorithm cuDNN's heuristics take is not documented; these are the two that need memory, each where it is the
+fast one. Depthwise and grouped convolutions, and those that channels-last tensors enter, are taken to need none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 from .tracker import After, Tracker
 
 aten = torch.ops.aten
-_ARGUMENTS = {aten.convolution.default: (0, 1, 3), aten.convolution_backward.default: (1, 2, 4)}  # input, weight, stride
+_ARGUMENTS = {
+    aten.convolution.default: (0, 1, 3),
+    aten.convolution_backward.default: (1, 2, 4),
+}  # input, weight, stride
 
 
 def nhwc_copies(operands: list[Tensor]) -> int:
@@ -27,7 +30,7 @@ def nhwc_copies(operands: list[Tensor]) -> int:
 
 
 def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) -> int:
-    """Non-fused Winograd F(4x4, 3x3) holds its transformed operands: 36 values for each 16 of input and output, 9 of weight.
+    """Non-fused Winograd F(4x4, 3x3): 36 values for each 16 of input and output and each 9 of weight.
 
     [Lavin and Gray 2016, arXiv:1509.09308]
     """

@@ -27,8 +27,8 @@ from . import cuda, fake_kernels
 from .balanced import Balanced
 from .memo import CPU, Memo
 from .opinfo import tensors
-from .tracker import Tracker
 from .trace import StepTrace
+from .tracker import Tracker
 
 if TYPE_CHECKING:
     from .gpus import GPU
@@ -47,9 +47,11 @@ def trace_step(
     """Trace `step(model, optimizer)` as it would run on `device`, after `warmup_steps` calls of it.
 
     Args:
-        model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never changed;
+        model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never
+        changed;
             dtypes, ties and requires_grad are kept.
-        step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over are
+        step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over
+        are
             taken as fake ones on the device.
         make_optimizer: builds the optimizer from the model; without it `step` gets None.
         device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
@@ -104,9 +106,9 @@ def _resolve(device: str | GPU) -> tuple[str, GPU | None]:
 class FakeTracker(Tracker):
     """A Tracker of fake tensors that stands between the step and FakeTensorMode.
 
-    Real tensors are taken as fake ones; requests for another device are answered on the fake one; what depends on data is
-    answered by balanced.py. On a GPU, pinned memory and 0-dim tensors made from Python numbers (Adam's step counts) are
-    the host's and left out.
+    Real tensors are taken as fake ones; requests for another device are answered on the fake one; what depends on
+    data is answered by balanced.py. On a GPU, pinned memory and 0-dim tensors made from Python numbers (Adam's step
+    counts) are the host's and left out.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
@@ -157,6 +159,7 @@ class FakeTracker(Tracker):
         if isinstance(value, Tensor) and type(value) is not FakeTensor:
             known = self._fakes.get(id(value))
             if known is None:
+                assert self.fake_mode is not None
                 fake = self.fake_mode.from_tensor(value) if value.device.type == "cpu" else fake_like(value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]

@@ -1,4 +1,4 @@
-"""Where PyTorch's fake kernels return something else than its real ones, on every device: corrected here, one row each."""
+"""Where PyTorch's fake kernels return something else than its real ones, on any device: one row each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mixed_norm(at_weight: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and rstd are of the weight's dtype where that is wider than the input's. [ATen/native/cpu/mixed_data_type.h]"""
+    """Mean and rstd are of the weight's dtype where that is the wider. [ATen/native/cpu/mixed_data_type.h]"""
     out, mean, rstd = func(*args, **kwargs)
     dtype = args[0].dtype if args[at_weight] is None else args[at_weight].dtype
     return out, as_dtype(mean, dtype), as_dtype(rstd, dtype)
@@ -33,7 +33,7 @@ def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The fake kernel knows bfloat16 only; the real ones compute the others too. [aten/src/ATen/native/GroupedMMUtils.h]"""
+    """The fake kernel knows bfloat16 only, the real ones the others too. [ATen/native/GroupedMMUtils.h]"""
     a, b = args[:2]
     groups = args[2].numel() if len(args) > 2 and args[2] is not None else 0
     if a.dim() == 3 and b.dim() == 2:

@@ -1,8 +1,8 @@
 """Remembers what an op returns for given shapes, so that a fake op met before costs microseconds.
 
-FakeTensorMode has a cache of its own; most of its time goes into being right under symbolic shapes and many devices. In a
-trace there is one device and no symbols, and what an op returns depends on its arguments' shapes, strides and dtypes only:
-new tensors, views of an argument, or the argument itself.
+FakeTensorMode has a cache of its own; most of its time goes into being right under symbolic shapes and many devices.
+In a trace there is one device and no symbols, and what an op returns depends on its arguments' shapes, strides and
+dtypes only: new tensors, views of an argument, or the argument itself.
 """
 
 from __future__ import annotations

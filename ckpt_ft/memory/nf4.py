@@ -1,8 +1,8 @@
 """A linear layer held in NF4, in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
 
-Two weights in a byte, one float32 scale (absmax) for every 64 of them, no double quantisation. Forward and backward each
-make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit). The
-sixteen levels are QLoRA's (Dettmers et al. 2023, appendix E).
+Two weights in a byte, one float32 scale (absmax) for every 64 of them, no double quantisation. Forward and backward
+each make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit).
+The sixteen levels are QLoRA's (Dettmers et al. 2023, appendix E).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Matmul(torch.autograd.Function):
         return F.linear(x, layer.dequantized(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return torch.matmul(grad, ctx.layer.dequantized(grad.dtype)), None, None
 
 
@@ -50,7 +50,11 @@ class NF4Linear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.compute_dtype = linear.in_features, linear.out_features, compute_dtype
+        self.in_features, self.out_features, self.compute_dtype = (
+            linear.in_features,
+            linear.out_features,
+            compute_dtype,
+        )
         weight, device = linear.weight, linear.weight.device
         blocks = weight.detach().float().view(-1, BLOCK)
         levels = torch.tensor(LEVELS, device=device)
@@ -73,7 +77,9 @@ class NF4Linear(nn.Linear):
         return out.clone()  # PEFT clones what a 4-bit layer returns (peft/tuners/lora/bnb.py)
 
 
-def to_nf4(model: nn.Module, compute_dtype: torch.dtype = torch.float16, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
+def to_nf4(
+    model: nn.Module, compute_dtype: torch.dtype = torch.float16, skip: tuple[str, ...] = ("lm_head",)
+) -> nn.Module:
     """Hold every linear layer of `model` in NF4, but for modules named in `skip`; the rest goes to float32, frozen.
 
     As bitsandbytes' 4-bit loading and peft.prepare_model_for_kbit_training leave it. Works on "meta" too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,7 +31,8 @@ _NO_KERNEL = {
 }
 # Ops that read rows of their first argument, not all of it: they move what they write, twice.
 _GATHERS = {"embedding", "index_select", "gather", "index"}
-# A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements (ATen/native/cuda/MultiTensorApply.cuh).
+# A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements
+# (ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
 
 
@@ -76,7 +77,7 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return 0, 0, "", 0
     written = list(tensors((out,)))
     read = list(tensors(args))
-    main = next((t for t in read if t.is_floating_point()), (read or written or [None])[0])
+    main = next((t for t in read if t.is_floating_point()), next(iter(read + written), None))
     moved = written if gathers else read
     nbytes = sum(t.numel() * t.itemsize for t in moved) + sum(t.numel() * t.itemsize for t in written)
     flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
@@ -88,6 +89,6 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return int(flops), nbytes, "" if main is None else str(main.dtype)[6:], kernels
 
 
-def _launches(group: list[torch.Tensor]) -> int:
+def _launches(group: Sequence[torch.Tensor]) -> int:
     chunks = sum(-(-t.numel() // _CHUNK) for t in group)
     return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))

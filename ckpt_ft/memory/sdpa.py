@@ -1,7 +1,7 @@
 """Which kernel F.scaled_dot_product_attention runs on a GPU, and the call that saves what that kernel saves.
 
-Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (who may run) and .../attention.cpp (what is prepared), and
-honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags read here.
+Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (who may run) and .../attention.cpp (what is prepared),
+and honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags read here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Call:
         self.regular = query.dim() == 4 and last_dims_dense and (same_heads or self.grouped) and 0 not in query.shape
 
     def fits_flash(self, arch: int) -> bool:
-        """check_flash_attention_hardware_support and its neighbours: sm80 up, half precision, no mask, heads to 256."""
+        """check_flash_attention_hardware_support and its neighbours: sm80 up, half, no mask, heads to 256."""
         small_smem = arch in (86, 89, 120, 121)
         heads = self.head == self.value_head and self.head <= 256
         if small_smem and self.trains and self.head > 192:
@@ -38,7 +38,7 @@ class Call:
         return self.regular and arch >= 80 and self.query.dtype in HALF and self.mask is None and heads and square
 
     def fits_cudnn(self, arch: int) -> bool:
-        """check_cudnn_*: sm80 up, half precision, head sizes in eights up to 128 (256 on Hopper and data-centre Blackwell)."""
+        """check_cudnn_*: sm80 up, half precision, heads in eights to 128 (256 on Hopper, B200)."""
         limit = 256 if arch in (90, 100) else 128
         heads = max(self.head, self.value_head) <= limit and self.head % 8 == 0 and self.value_head % 8 == 0
         long = self.query.size(-2) > 1 and self.key.size(-2) > 1
@@ -48,13 +48,15 @@ class Call:
         """check_mem_efficient_*: bfloat16 from sm80, no grouped heads, heads aligned for the matrix units."""
         dtypes = (*HALF, torch.float32) if arch >= 80 else (torch.float16, torch.float32)
         dtype = self.query.dtype
-        alignment = 8 if dtype in HALF and arch >= 75 else 4 if arch >= 80 or dtype in HALF else 1  # minimum_gemm_alignment
+        alignment = (
+            8 if dtype in HALF and arch >= 75 else 4 if arch >= 80 or dtype in HALF else 1
+        )  # minimum_gemm_alignment
         aligned = self.head % alignment == 0 and self.value_head % alignment == 0
         return self.regular and not self.grouped and dtype in dtypes and aligned
 
 
 def choose(call: Call, arch: int) -> str:
-    """"cudnn", "flash", "efficient" or "math" on compute capability `arch` (75 for 7.5). [select_sdp_backend]"""
+    """ "cudnn", "flash", "efficient" or "math" on compute capability `arch` (75 for 7.5). [select_sdp_backend]"""
     flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
     cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
     if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15 up
@@ -105,7 +107,7 @@ def attention(
 
 
 def _expanded(mask: Tensor, query: Tensor, key: Tensor, aligned: bool) -> Tensor:
-    """The mask for all heads, its rows padded to 16 elements in memory where the kernel loads them so. [preprocess_mask]"""
+    """The mask for all heads, its rows padded to 16 elements where the kernel loads them so. [preprocess_mask]"""
     if aligned and mask.size(-1) % 16:
         length = mask.size(-1)
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]

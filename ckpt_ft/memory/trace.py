@@ -2,7 +2,8 @@
 
 It is made by tracker.py, from fake tensors (a prediction) or real CPU ones (a measurement). Peak, breakdown, timeline,
 reserved bytes and seconds are views of it: nothing in this project computes memory by a formula of its own. On a GPU a
-storage counts as the caching allocator's block that holds it (allocator.py), on "cpu" as the bytes that were asked for.
+storage counts as the caching allocator's block that holds it (allocator.py), on "cpu" as the bytes that were asked
+for.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ class StepTrace:
 
     @property
     def peak_reserved(self) -> int:
-        """Bytes: torch.cuda.max_memory_reserved() of the process, warm-up included; on "cpu" what was allocated at most."""
+        """Bytes: torch.cuda.max_memory_reserved() of the process, warm-up included; on "cpu" its peak allocated."""
         return self.replay.peak_reserved()
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak bytes of each phase of the measured step, what was already resident included; 0 for a phase not entered."""
+        """Peak bytes of each phase of the measured step, with what was resident; 0 for a phase not entered."""
         peaks = dict.fromkeys(PHASES, 0)
         marks = [mark for mark in self.marks if mark[0] >= self.start and mark[1] in peaks]
         ends = [at for at, _ in marks[1:]] + [len(self.events)]
@@ -147,7 +148,7 @@ class StepTrace:
         return sorted(rows, key=lambda row: -row.nbytes)[:n]
 
     def module_activations(self) -> dict[str, int]:
-        """Bytes of activations that each module's forward left for backward, when the measured step's first backward begins."""
+        """Bytes of activations that each module's forward left when the measured step's first backward begins."""
         begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
         totals: dict[str, int] = defaultdict(int)
         for storage, nbytes in self.live_at(begins[0] - 1) if begins else []:
@@ -169,7 +170,7 @@ class StepTrace:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the measured step on `device`; raises UserError for "cpu", whose speed is not modelled."""
+        """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
         from . import cost, gpus
 
         gpu = self.gpu or gpus.find_gpu(self.device)

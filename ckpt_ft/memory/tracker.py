@@ -1,9 +1,9 @@
 """Tracker: records a StepTrace while tensors, real or fake, are dispatched.
 
 A dispatch mode sees every operator below autograd; each storage that an operator returns is followed by a weak
-reference until it dies. Nothing is hooked onto tensors or gradients, so that what autograd keeps and steals stays as it is
-without the tracker: the phase is read from autograd's graph task, and a backward op belongs to the module whose forward
-made its node, found by the node's sequence number (torch/csrc/autograd/function.h).
+reference until it dies. Nothing is hooked onto tensors or gradients, so that what autograd keeps and steals stays as
+it is without the tracker: the phase is read from autograd's graph task, and a backward op belongs to the module whose
+forward made its node, found by the node's sequence number (torch/csrc/autograd/function.h).
 
 What dispatch cannot see it does not count: scratch that a kernel allocates inside, and sparse tensors.
 """
@@ -36,8 +36,8 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwarg
 After = Callable[["Tracker", Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
 
-class _Seen(weakref.ref):  # type: ignore[type-arg]
-    """A followed storage: its address, its index in the record, and the zone (see Tracker) that it was allocated in."""
+class _Seen(weakref.ref):
+    """A followed storage: its address, its index in the record, and the zone that it was allocated in."""
 
     __slots__ = ("address", "index", "zone")
     address: int
@@ -177,8 +177,8 @@ class Tracker(TorchDispatchMode):
     def _record(self, nbytes: int, category: str, op: str) -> int:
         if self.limit is not None and self.allocated + nbytes > self.limit:
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)}; the limit is {format_bytes(self.limit)}, "
-                f"of which {format_bytes(self.allocated)} are allocated (a limit set on a traced run, {op or 'resident'})"
+                f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
+                f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
             )
         self._storages.append(Storage(nbytes, category, op, self._module() if op else "", self._phase if op else ""))
         self.allocated += nbytes
@@ -355,6 +355,6 @@ class Tracker(TorchDispatchMode):
         return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """A tensor that was made elsewhere: it was there all along if this is the first step, else it came just now."""
+        """A tensor made elsewhere: it was there all along if this is the first step, else it came just now."""
         first = sum(name == "step" for _, name in self._marks) <= 1
         self._follow(tensor, "activations", "", resident=first)

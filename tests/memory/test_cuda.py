@@ -55,7 +55,9 @@ KERNELS = [
 @pytest.mark.parametrize(("gpu", "dtype", "head", "masked", "kernel"), KERNELS)
 def test_attention_kernel(gpu: str, dtype: torch.dtype, head: int, masked: bool, kernel: str) -> None:
     mask = torch.ones(128, 128, dtype=torch.bool) if masked else None
-    ran = names(trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *qkv(head=head, dtype=dtype), device=gpu))
+    ran = names(
+        trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *qkv(head=head, dtype=dtype), device=gpu)
+    )
     fused = [name for name in ran if name.startswith("_scaled_dot_product")]
     assert fused == ([] if kernel == "math" else [f"_scaled_dot_product_{kernel}_attention"])
     assert ("bmm" in ran) == (kernel == "math")
@@ -141,8 +143,12 @@ def test_autocast_follows_cudas_lists() -> None:
             y = x @ w
             assert y.dtype == torch.float16
             assert torch.is_autocast_enabled()
-            assert [f(y).dtype for f in (torch.exp, lambda y: y.softmax(-1), lambda y: F.layer_norm(y, (64,)))] == [torch.float32] * 3
-            assert [f(y).dtype for f in (torch.relu, lambda y: torch.cat([y, y]), lambda y: y.max(-1).values)] == [torch.float16] * 3
+            assert [f(y).dtype for f in (torch.exp, lambda y: y.softmax(-1), lambda y: F.layer_norm(y, (64,)))] == [
+                torch.float32
+            ] * 3
+            assert [f(y).dtype for f in (torch.relu, lambda y: torch.cat([y, y]), lambda y: y.max(-1).values)] == [
+                torch.float16
+            ] * 3
             assert (y.sum().dtype, torch.bmm(x[None], w[None]).dtype) == (torch.float32, torch.float16)
             assert torch.addcmul(x, y, y).dtype == torch.float32
             with torch.autocast("cuda", enabled=False):
@@ -150,7 +156,11 @@ def test_autocast_follows_cudas_lists() -> None:
             return (y @ w).sum()
 
     x, w = torch.zeros(64, 64), torch.zeros(64, 64)
-    casts = [op for op in trace(ops, x, w).ops if op.name == "aten._to_copy.default" and op.phase == "forward" and op.dtype == "float32"]
+    casts = [
+        op
+        for op in trace(ops, x, w).ops
+        if op.name == "aten._to_copy.default" and op.phase == "forward" and op.dtype == "float32"
+    ]
     assert len(casts) == 2 + 2  # x and w are cast once and cached; what bmm takes are views of them, which are not
     assert torch.exp(torch.zeros(1, dtype=torch.float16)).dtype == torch.float16
 

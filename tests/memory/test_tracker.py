@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-
-from ckpt_ft.memory.tracker import Tracker
-from ckpt_ft.memory.trace import StepTrace
-
 from trace_models import adamw, language_model, training_step, unet
+
+from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.tracker import Tracker
 
 
 def tracked(model: nn.Module, step, optimizer=None, steps: int = 2, **options) -> StepTrace:

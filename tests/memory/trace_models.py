@@ -7,8 +7,14 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -42,8 +48,8 @@ def resnet(size: int = 64) -> tuple[nn.Module, Loss]:
 
 
 def vit() -> tuple[nn.Module, Loss]:
-    config = ViTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=64,
-                       patch_size=16, num_labels=10)  # fmt: skip
+    config = ViTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
+                       image_size=64, patch_size=16, num_labels=10)  # fmt: skip
     pixels, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
     return ViTForImageClassification(config).train(), lambda model: model(pixel_values=pixels, labels=labels).loss
 
