@@ -23,7 +23,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
 from ckpt_ft.memory.fake import trace_step
@@ -44,7 +44,13 @@ from ckpt_ft.training.diffusion import (
 from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
 from ckpt_ft.training.encoders import Encoders, load_scheduler, load_unet, unet_config
 from ckpt_ft.training.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
-from ckpt_ft.training.loop_checkpoints import load_checkpoint, open_output_dir, save_checkpoint, written
+from ckpt_ft.training.loop_checkpoints import (
+    clear_when_disk_is_full,
+    load_checkpoint,
+    open_output_dir,
+    save_checkpoint,
+    written,
+)
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.loss_log import LossLog
 from ckpt_ft.training.oom import advise_on_oom
@@ -78,6 +84,7 @@ BUILT_IN = {
 }
 
 
+@clear_when_disk_is_full()
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
         (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
@@ -204,12 +211,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
 
             memory.step()
-            lr_scheduler.step()
-            if ema is not None:
-                ema.step(parameters)
             step, samples_seen = step + 1, samples_seen + per_step
             progress.update()
             progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
+            lr_scheduler.step()
+            if ema is not None:
+                ema.step(parameters)
             if step % args.checkpointing_steps == 0:
                 save_checkpoint(
                     accelerator, args.output_dir, step, samples_seen, identity, args.checkpoints_total_limit

@@ -6,10 +6,12 @@ directory is atomic on POSIX. Old ones are renamed away before they are deleted,
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +139,20 @@ def written(
         intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
         free = format_bytes(shutil.disk_usage(root).free)
         raise WorkFailed(f"writing {name} to {root} failed: {problems[0]} ({free} free on the disk){intact}")
+
+
+@contextmanager
+def clear_when_disk_is_full() -> Iterator[None]:
+    """Turn a full disk, met elsewhere than in a checkpoint, into a `WorkFailed`. Also a decorator."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise WorkFailed(
+            f"the disk is full: {error}; checkpoints written before are whole: make room, then "
+            "--resume_from_checkpoint latest"
+        ) from error
 
 
 def _flush(directory: Path) -> None:

@@ -47,6 +47,9 @@ class Validation:
         """
         images = self._draw(unet, accelerator)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if step == 0:
+            for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
+                old.unlink()
         sheet = contact_sheet(images, columns=len(images), tile=min(TILE, self.size * 3), margin=_MARGIN)
         sheet.save(self.folder / f"step-{step:06}.png")
         if self.size > TILE:
@@ -119,6 +122,8 @@ class Validation:
         rows = [
             (f"step {int(file.stem[5:])}", Image.open(file)) for file in sorted(self.folder.glob("step-??????.png"))
         ]
+        if not rows:
+            return
         known = {drawing.caption: drawing for drawing in drawings()}
         if all(prompt in known for prompt in self.prompts):
             wanted = [

@@ -17,7 +17,12 @@ from accelerate.state import AcceleratorState, PartialState
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training import loop_checkpoints
 from ckpt_ft.training.checkpoints import last_complete_checkpoint
-from ckpt_ft.training.loop_checkpoints import load_checkpoint, open_output_dir, save_checkpoint
+from ckpt_ft.training.loop_checkpoints import (
+    clear_when_disk_is_full,
+    load_checkpoint,
+    open_output_dir,
+    save_checkpoint,
+)
 from ckpt_ft.training.loss_log import LossLog, read_losses
 
 IDENTITY = {"rank": None}
@@ -121,6 +126,17 @@ def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, before)
     assert names(tmp_path) == ["checkpoint-1"]
     load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
+
+
+def test_disk_full_elsewhere() -> None:
+    @clear_when_disk_is_full()
+    def work(number: int) -> None:
+        raise OSError(number, os.strerror(number), "losses.jsonl")
+
+    with pytest.raises(WorkFailed, match=r"the disk is full: .*losses\.jsonl"):
+        work(errno.ENOSPC)
+    with pytest.raises(OSError, match="Permission"):
+        work(errno.EACCES)
 
 
 def test_what_cannot_be_resumed(accelerator: Accelerator, tmp_path: Path) -> None:
