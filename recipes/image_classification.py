@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.augment import Collator, ImageRows
+from ckpt_ft.training.augment import Collator, ImageRows, NewCropsEachEpoch
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.card import write_model_card
 from ckpt_ft.training.checkpoints import check_output_dir, resume_path
@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 2. Model: one output for each class
     processor = load_processor(model_args)
     model = load_classifier(model_args, names)
-    mind_batch_norm(model, training_args, len(train_rows))
 
     # 3. What the model is shown: random crops in training, its own framing in evaluation
     train_dataset = ImageRows(
@@ -90,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
 
     # 4. Training: the policy and the memory report are one callback
+    mind_batch_norm(model, training_args, len(train_rows))
     memory = ACCallback(ac_args)
     trainer = Trainer(
         model=model,
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data_collator=Collator(position_arguments(model, data_args.resolution)),
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=choose,
-        callbacks=[memory],
+        callbacks=[memory, NewCropsEachEpoch(train_dataset)],
     )
     with advise_on_oom(memory):
         result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

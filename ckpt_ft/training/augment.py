@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset as TorchDataset
+from transformers import TrainerCallback
 
 from .images import open_image
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 Row = dict[str, Any]
 _ASPECTS = (3 / 4, 4 / 3)  # width / height of a crop before it is made square
@@ -43,11 +45,8 @@ class ImageRows(TorchDataset[Row]):
         self, rows: Dataset, processor: Any, resolution: int | None, min_crop: float | None = None, seed: int = 0
     ) -> None:
         self.rows, self.processor, self.resolution = rows, processor, resolution
-        self.min_crop, self.seed, self.epoch = min_crop, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw anew; the data loader calls it at the start of each epoch."""
-        self.epoch = epoch
+        self.min_crop, self.seed = min_crop, seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # workers that outlive an epoch see it change
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +55,7 @@ class ImageRows(TorchDataset[Row]):
         row = self.rows[index]
         image = open_image(row["image"])
         if self.min_crop is not None:
-            draw = random.Random(f"{self.seed} {self.epoch} {index}")
+            draw = random.Random(f"{self.seed} {self.epoch.item()} {index}")
             image = random_crop(image, self.min_crop, draw)
             image = ImageOps.mirror(image) if draw.random() < 0.5 else image
         return {"pixel_values": self.pixels(image), "labels": row["label"]}
@@ -84,6 +83,18 @@ def random_crop(image: Image.Image, min_area: float, draw: random.Random) -> Ima
             return image.crop((left, top, left + w, top + h))
     side = min(width, height)
     return ImageOps.fit(image, (side, side))
+
+
+class NewCropsEachEpoch(TrainerCallback):
+    """Tells `rows` the epoch. Data loaders would call a `set_epoch`, but not on several ranks, nor after a resume."""
+
+    def __init__(self, rows: ImageRows) -> None:
+        self.rows = rows
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.rows.epoch.fill_(int(state.epoch or 0))
 
 
 class Collator:
