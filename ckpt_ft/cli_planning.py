@@ -143,12 +143,12 @@ def max_batch(
         workload = load(model, settings)
         found = predict_max_batch_size(
             workload.model, workload.step, policy, budget or None, gpu_or_cpu(device),
-            make_optimizer=workload.make_optimizer, max_batch_size=max_batch_size, margin=margin or None, report=progress,
+            make_optimizer=workload.make_optimizer, max_batch_size=max_batch_size, margin=margin or None,
+            report=progress,
         )  # fmt: skip
     if as_json:
-        print(
-            json.dumps({"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)})
-        )
+        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)}
+        print(json.dumps(answer))
     else:
         print(f"{model} under '{policy}' on {device}: {found}")
 

@@ -34,6 +34,7 @@ from ckpt_ft.training.classifiers import (
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.planning import fit_to_memory, train_within
 from ckpt_ft.training.vision import VisionArguments, accuracy, choose, load_images
 
 # What runs when no model is named.
@@ -88,8 +89,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
 
-    # 4. Training: the policy and the memory report are one callback
+    # 4. What --ac_policy auto and --find_max_batch_size leave open
+    collator = Collator(position_arguments(model, data_args.resolution))
+    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
     mind_batch_norm(model, training_args, len(train_rows))
+
+    # 5. Training: the policy and the memory report are one callback
     memory = ACCallback(ac_args)
     trainer = Trainer(
         model=model,
@@ -97,15 +102,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=processor,
-        data_collator=Collator(position_arguments(model, data_args.resolution)),
+        data_collator=collator,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=choose,
         callbacks=[memory, NewCropsEachEpoch(train_dataset)],
     )
     with advise_on_oom(memory):
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        result = train_within(trainer, memory, fitted)
 
-    # 5. What is left behind: weights or adapter, image processor, metrics, a card with the memory table
+    # 6. What is left behind: weights or adapter, image processor, metrics, a card with the memory table
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)

@@ -29,6 +29,7 @@ from ckpt_ft.training.encode import PadCollator, encode_rows
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.planning import fit_to_memory, train_within
 from ckpt_ft.training.sample import make_sample
 
 # What runs when no model is named.
@@ -80,20 +81,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_model(model_args)
     check_context(model, data_args.max_length)
 
-    # 3. Training: the policy and the memory report are one callback
+    # 3. What --ac_policy auto and --find_max_batch_size leave open
+    collator = PadCollator(tokenizer.pad_token_id)
+    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
+
+    # 4. Training: the policy and the memory report are one callback
     trainer = Trainer(
         model=model,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        data_collator=PadCollator(tokenizer.pad_token_id),
+        data_collator=collator,
     )
     memory = ACCallback(ac_args).attach(trainer)
     with advise_on_oom(memory):
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        result = train_within(trainer, memory, fitted)
 
-    # 4. What is left behind: weights or adapter, metrics, a card with the memory table
+    # 5. What is left behind: weights or adapter, metrics, a card with the memory table
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)

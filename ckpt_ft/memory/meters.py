@@ -29,15 +29,18 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """A Tracker for the length of a step; it sees the phases itself. Keeps the trace of the fullest step."""
+    """A Tracker for the length of a step; it sees the phases itself. Keeps the trace of the fullest step.
 
-    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-        self.model, self.optimizer = model, optimizer
+    limit: bytes that the step may not pass (see Tracker).
+    """
+
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, limit: int | None = None) -> None:
+        self.model, self.optimizer, self.limit = model, optimizer, limit
         self.fullest: StepTrace | None = None
         self._tracker: Tracker | None = None
 
     def begin(self) -> None:
-        self._tracker = Tracker(self.model, self.optimizer, ops=False)
+        self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
         self._tracker.__enter__()
         self._tracker.start_step()
 

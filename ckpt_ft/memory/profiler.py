@@ -46,6 +46,7 @@ class MemoryProfiler:
         sample: on CPU, measure every so many steps.
         total_steps: how many steps there will be, where that is known.
         snapshot: on CUDA, where to dump the allocator's state if memory runs out.
+        limit: on CPU, bytes; the step that would pass it raises torch.OutOfMemoryError. Every step is then measured.
 
     Attributes:
         batch: the largest batch that the model was given in a measured step.
@@ -63,15 +64,16 @@ class MemoryProfiler:
         sample: int = 50,
         total_steps: int | None = None,
         snapshot: str | Path | None = None,
+        limit: int | None = None,
     ) -> None:
         if sample < 1:
             raise UserError(f"memory profiler: sample={sample}: measure every step (1) or every so many")
         if accelerator is not None and model is not None:
             model = accelerator.unwrap_model(model)
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.sample, self.total_steps = sample, total_steps
+        self.sample, self.total_steps = 1 if limit else sample, total_steps
         self.device = _device(accelerator, model)
-        self.meter: Meter = CudaMeter(self.device) if self.device.type == "cuda" else CpuMeter(model, optimizer)
+        self.meter: Meter = CudaMeter(self.device) if self.device.type == "cuda" else CpuMeter(model, optimizer, limit)
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.batch = LargestBatch()

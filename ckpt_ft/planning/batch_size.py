@@ -65,7 +65,8 @@ class MaxBatchSize:
             return f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}"
         out = sum(not trial.fits for trial in self.trials)
         steps = f"{len(self.trials)} step{'s' if len(self.trials) > 1 else ''}, {out} out of memory"
-        return f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}, proved {self.batch} ({steps})"
+        within = format_bytes(self.room.budget)
+        return f"largest batch in {within}: predicted {self.predicted}, proved {self.batch} ({steps})"
 
 
 def find_max_batch_size(
@@ -226,7 +227,7 @@ class _Runner:
         self.warm = False
 
     def attempt(self, batch: int) -> int | None:
-        """The peak of a step as every later one is like, the largest of all ranks; None where memory ran out on any."""
+        """The peak of a step as all later ones are like, the largest of all ranks; None where memory ran out."""
         if not self.warm:
             self.optimizer = self.make_optimizer(self.model) if self.make_optimizer else None
             if self._step(batch) is None:

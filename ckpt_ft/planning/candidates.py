@@ -1,4 +1,4 @@
-"""Which policies are worth a trace on a model: scopes, op groups, pointwise, head and offload, and splits over layers."""
+"""Which policies are worth a trace on a model: scopes, op groups, pointwise, head, offload, splits over layers."""
 
 from __future__ import annotations
 

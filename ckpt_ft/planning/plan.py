@@ -104,8 +104,8 @@ class Plan:
         """Raises UserError where `model` is not the one that the plan was made for."""
         if fingerprint(model) != self.fingerprint:
             raise UserError(
-                f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes or "
-                "dtypes); make a plan for it, or use --ac_policy auto"
+                f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
+                "or dtypes); make a plan for it, or use --ac_policy auto"
             )
 
     def table(self) -> str:
@@ -152,7 +152,8 @@ def plan(
         budget: memory that the process may take, "24GiB" or bytes; None for all of the device's.
         device: a name in gpus.py, a GPU, or "cpu" (whose seconds are nominal and only rank).
         batch_size: only this micro-batch size; None looks at all up to `max_batch_size`.
-        target: "throughput", "memory" (fewest bytes, at batch size 1 unless given) or "effective_batch" (largest batch).
+        target: "throughput" (of speeds within 1 % of the best, the one of fewest bytes), "memory" (fewest bytes, at
+            batch size 1 unless given) or "effective_batch" (the largest batch).
         margin: kept free beside the CUDA context; None for 2 % of the budget on a GPU, nothing on "cpu".
         policies: candidates; None for all that suit the model.
         name: what the plan calls the model.
@@ -204,7 +205,8 @@ def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | Non
     given = gpu.memory if budget is None else parse_bytes(budget)
     if given > gpu.memory:
         raise UserError(
-            f"--budget {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; give at most that, or a larger device"
+            f"--budget {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
+            "give at most that, or a larger device"
         )
     kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0
     return Room(given, gpu.context, kept)
@@ -226,6 +228,6 @@ def _too_small(search: Search, model: nn.Module) -> str:
         )
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
-        f"--budget {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that works is "
-        f"{format_bytes(needed)}, under '{leanest}'{blocks}"
+        f"--budget {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that works "
+        f"is {format_bytes(needed)}, under '{leanest}'{blocks}"
     )

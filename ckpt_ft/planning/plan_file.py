@@ -64,7 +64,7 @@ def source_digest() -> str:
 
 
 def cache_path(question: Mapping[str, Any]) -> Path:
-    """Where the answer to `question` (all that a plan depends on, as JSON) is kept: $CKPT_FT_CACHE or ~/.cache/ckpt_ft."""
+    """Where the answer to `question` (all that a plan depends on) is kept: in $CKPT_FT_CACHE, or ~/.cache/ckpt_ft."""
     text = json.dumps(
         {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
     )

@@ -85,8 +85,8 @@ class Room:
 def better(target: str) -> Callable[[Row], tuple[float, ...]]:
     """A sort key by which the best row is the largest.
 
-    throughput: most samples a second. memory: fewest bytes reserved. effective_batch: the largest batch, then the faster.
-    Near ties go to the smaller footprint: predicted speeds closer than 0.1 % are the same.
+    throughput: most samples a second. memory: fewest bytes reserved. effective_batch: the largest batch, then the
+    faster. Between predicted speeds that agree to three digits the smaller footprint decides.
     """
     if target not in TARGETS:
         raise UserError(f"--target {target}: choose one of {', '.join(TARGETS)}")
@@ -109,8 +109,8 @@ def frontier(rows: Iterable[Row]) -> list[Row]:
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
     """The largest n of 1 ... `most` with needs(n) <= limit, 0 if there is none; `needs` must not fall with n.
 
-    Interpolates between the ends of the bracket, which is exact after few calls where `needs` is linear, and halves it
-    every third time, which bounds the calls where it is not. `known` holds values of `needs`; they are not asked again.
+    Interpolates between the ends of the bracket, which is exact after few calls where `needs` is linear, and halves
+    it every third time, which bounds the calls where it is not. `known` holds values of `needs`.
     """
     values = dict(known or {})
 
@@ -136,10 +136,7 @@ def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: M
 def _interpolated(values: Mapping[int, int], fits: int, over: int, limit: int) -> int:
     """Where the line through the two known points nearest to the edge crosses `limit`."""
     below = sorted(n for n in values if n <= fits)
-    if over in values:
-        points = [below[-1], over] if below else [over]
-    else:
-        points = below[-2:]
+    points = [*below[-1:], over] if over in values else below[-2:]
     if len(points) < 2:
         return points[0] + 1 if below else 1
     a, b = points

@@ -17,6 +17,7 @@ from ..memory.trace import Op, StepTrace, Storage
 Value = TypeVar("Value", bound=tuple[int, ...])
 _AMBIGUOUS = None
 EXACT = 1e-3
+_STAYS = ("parameters", "buffers", "gradients", "optimizer", "workspace")
 
 
 class _Table(Generic[Value]):
@@ -46,12 +47,15 @@ class Growth:
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
 
-        Where a module made more of them for the larger batch (a loss in chunks), each chunk stays as it is and there are
-        more of them.
+        Where a module made more of them for the larger batch (a loss in chunks), each stays as it is and there are
+        more of them. What only the warm-up made (the optimizer's state) stays as it is too.
         """
-        for one, other in _paired(small.storages, large.storages, lambda s: (s.module, s.phase, s.op)):
-            for before, after in _aligned(one, other, lambda s: s.nbytes):
+        for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
+            for before, after in zip(one, other if len(one) == len(other) else one, strict=True):
                 self._storages.learn(*_storage_keys(before), (after.nbytes,))
+        for storage in small.storages:
+            if self._storages.get(*_storage_keys(storage)) is None and storage.category in _STAYS:
+                self._storages.learn(*_storage_keys(storage), (storage.nbytes,))
         for ones, others in _paired(small.ops, large.ops, lambda o: (o.module, o.phase, o.name)):
             if len(ones) == len(others):
                 for op, grown in zip(ones, others, strict=True):
@@ -68,7 +72,7 @@ class Growth:
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
 
     def scale(self, trace: StepTrace, batch: int, ops: bool = True) -> StepTrace:
-        """`trace` (at `low`) at `batch`, its ops as they were unless `ops`; what has not been learned stays as it is."""
+        """`trace` (at `low`) at `batch`; what has not been learned stays as it is, without `ops` all ops do."""
         share = (batch - self.low) / (self.high - self.low)
 
         def grown(before: int, after: int) -> int:
@@ -98,12 +102,10 @@ def _paired(small: Sequence[Record], large: Sequence[Record], key) -> Iterable[t
     return [pair for pair in groups.values() if pair[0] and pair[1]]
 
 
-def _aligned(one: list[Storage], other: list[Storage], size) -> Iterable[tuple[Storage, Storage]]:  # type: ignore[no-untyped-def]
-    """Position by position; where there are more of them, those of a size that both have."""
-    if len(one) == len(other):
-        return zip(one, other, strict=True)
-    sizes = {size(record) for record in other}
-    return ((record, record) for record in one if size(record) in sizes)
+def _measured(trace: StepTrace) -> list[Storage]:
+    """The storages that the measured step allocates, and those that were there all along."""
+    made = {event for event in trace.events[trace.start :] if event >= 0}
+    return [s for index, s in enumerate(trace.storages) if index in made or not s.op]
 
 
 def _storage_keys(s: Storage) -> tuple[Hashable, Hashable]:

@@ -2,10 +2,10 @@
 
 1. The ends: `none`, `full`, `pointwise`, each with and without `head`, say whether the head is what holds the peak.
 2. Every other policy, and what of it pays: offload of the two leanest.
-3. Splits: the first K blocks `full`, the rest as they are or `pointwise`. Between the values of K traced so far bytes and
-   seconds are taken to be linear; the best K under that is traced next, until it is one that has been.
-4. What is to be shown is traced on its own at the batch size that it is shown for. Where that refutes the estimate, the
-   estimate is corrected by as much and the batch size that follows is traced, until it is one that has been.
+3. Splits: the first K blocks `full`, the rest as they are or `pointwise`. Between the values of K traced so far bytes
+   and seconds are taken to be linear; the best K under that is traced next, until it is one that has been.
+4. What is to be shown is traced on its own at the batch size that it is shown for. Where that refutes the estimate,
+   the estimate is corrected by as much and the batch size that follows is traced, until it is one that has been.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .scaling import Growth
 from .tracing import Tracer
 
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
+_TIE = 0.01
 _SHOWN = 6  # rows beside the pick that are worth a trace each
 
 
@@ -81,10 +82,9 @@ class Search:
         known = ("none", HIGH) in self.tracer.traced
         if known and "none" in policies:
             self._learn_from("none")
-        unknown = [policy for policy in policies if not self.growth.knows(self.anchors[policy])]
-        self.tracer.all((policy, HIGH) for policy in unknown)
-        for policy in unknown:
-            self._learn_from(policy)
+        for policy in policies:  # one after another: what one teaches, the next need not
+            if not self.growth.knows(self.anchors[policy]):
+                self._learn_from(policy)
 
     def _learn_from(self, policy: str) -> None:
         large = self.tracer.trace(policy, HIGH)
@@ -158,11 +158,20 @@ class Search:
             shown = list(dict.fromkeys([*rows[:3], *frontier(rows)]))[:_SHOWN]
             open_rows = [row for row in shown if row.policy not in settled]
             if not open_rows:
-                return [self.estimate(row.policy, row.batch) for row in shown]
+                return self._pick_first([self.estimate(row.policy, row.batch) for row in shown])
             self.tracer.all((row.policy, row.batch) for row in open_rows)
             for row in open_rows:
                 self._settle(row)
                 settled.add(row.policy)
+
+    def _pick_first(self, rows: list[Row]) -> list[Row]:
+        """Of the rows within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
+        if self.target != "throughput" or not rows:
+            return rows
+        fastest = max(row.samples_per_second for row in rows)
+        near = [row for row in rows if row.samples_per_second >= (1 - _TIE) * fastest]
+        pick = min(near, key=lambda row: row.reserved)
+        return [pick, *(row for row in rows if row is not pick)]
 
     def _settle(self, estimated: Row) -> None:
         """Set the best row of a policy that has just been traced where the estimate has it."""
@@ -191,7 +200,7 @@ class Search:
 
 
 class Split:
-    """A family of policies `first:K` plus `rest`: K from 0 (all blocks under `rest`) to the number of blocks (`full`)."""
+    """A family of policies `first:K` plus `rest`: K from 0 (all under `rest`) to the number of blocks (`full`)."""
 
     def __init__(self, search: Search, rest: tuple[str, ...], count: int) -> None:
         self.search, self.rest, self.count = search, rest, count

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def split_steps(trace: StepTrace) -> list[StepTrace]:
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     alive: dict[int, None] = {}
     traces, at = [], 0
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         for event in trace.events[at:start]:
             if event >= 0:
                 alive[event] = None

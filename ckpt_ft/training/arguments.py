@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..policy import Policy
 from ..units import parse_bytes
 
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+
 REPORT_KINDS = ("json", "md", "png")
+ON_OOM = ("replan", "stop")
 
 
 @dataclass
@@ -22,8 +28,14 @@ class ACArguments:
 
     Attributes:
         ac_policy: a policy, as `Policy.parse` takes it; None leaves the model as it is and still reports.
-        ac_budget: an amount of memory such as "24GiB", for the policy `auto`.
+            A file that `ckpt-ft plan --output plan.json` wrote stands for the policy that it picked.
+        ac_budget: an amount of memory such as "24GiB": what `auto` and `find_max_batch_size` may use. On a CPU,
+            training that would pass it runs out of memory as on a card of that size.
         ac_report: comma-separated kinds of report written to the output directory, or "none" for no measuring at all.
+        find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and proof, and use
+            it as far as gradient accumulation can keep the effective batch as it was.
+        ac_on_oom: "replan": under `auto`, go on under a leaner policy from the last checkpoint when memory runs out;
+            "stop": stop with advice.
         ac_check: compare one step's loss, gradients, buffers and RNG with and without the policy before training.
 
     Raises:
@@ -38,7 +50,19 @@ class ACArguments:
         },
     )
     ac_budget: str | None = field(
-        default=None, metadata={"help": "Memory that --ac_policy auto may use, with its unit, e.g. 24GiB."}
+        default=None,
+        metadata={"help": "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB."},
+    )
+    find_max_batch_size: bool = field(
+        default=False,
+        metadata={"help": "Use the largest micro-batch that fits; accumulation keeps the effective batch."},
+    )
+    ac_on_oom: str = field(
+        default="replan",
+        metadata={
+            "help": "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last "
+            "checkpoint) or stop."
+        },
     )
     ac_report: str = field(
         default="json,md,png",
@@ -50,23 +74,49 @@ class ACArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.ac_policy is not None:
+        if self.ac_policy is not None and not self.from_plan:
             self.ac_policy = str(_parsed(self.ac_policy))
         if self.ac_budget is not None:
             parse_bytes(self.ac_budget)
-            if self.ac_policy != "auto":
+            if self.ac_policy != "auto" and not self.from_plan and not self.find_max_batch_size:
                 given = "without a policy" if self.ac_policy is None else f"with --ac_policy {self.ac_policy}"
                 raise UserError(
-                    f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto; add it, or drop it"
+                    f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto or "
+                    "--find_max_batch_size; add one, or drop it"
                 )
+        if self.ac_on_oom not in ON_OOM:
+            raise UserError(f"--ac_on_oom {self.ac_on_oom}: choose one of {', '.join(ON_OOM)}")
         if self.ac_check and self.ac_policy is None:
             raise UserError("--ac_check compares a policy with plain training; give one, as in --ac_policy full")
         self.reports  # noqa: B018  validated while nothing has been done yet
 
     @property
     def policy(self) -> Policy | None:
-        """The parsed policy, None when the model is left as it is."""
-        return None if self.ac_policy is None else Policy.parse(self.ac_policy)
+        """The parsed policy, None when the model is left as it is; of a plan, the one that it picked."""
+        if self.ac_policy is None:
+            return None
+        return Policy.parse(self.plan.best.policy if self.from_plan else self.ac_policy)
+
+    @property
+    def limit(self) -> int | None:
+        """The budget in bytes."""
+        return None if self.ac_budget is None else parse_bytes(self.ac_budget)
+
+    @property
+    def from_plan(self) -> bool:
+        """Whether the policy is a plan's file."""
+        return self.ac_policy is not None and self.ac_policy.endswith(".json")
+
+    @property
+    def plan(self) -> Plan:
+        """The plan whose file was given; raises UserError where there is none, or one of other versions."""
+        from ..planning.plan import Plan
+
+        assert self.ac_policy is not None
+        path = Path(self.ac_policy)
+        if not path.is_file():
+            raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
+        return Plan.from_json(path.read_text(encoding="utf-8"), f"--ac_policy {path}")
 
     @property
     def reports(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class ACCallback(TrainerCallback):
         self.applied: AppliedPolicy | None = None
         self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
+        self.add_to_report: Callable[[MemoryReport], None] | None = None  # called before the report is shown
         self._accelerator: Accelerator | None = None
         self._scalars: dict[str, float] = {}
 
@@ -83,6 +85,7 @@ class ACCallback(TrainerCallback):
                 kwargs["optimizer"],
                 total_steps=state.max_steps - state.global_step,
                 snapshot=Path(args.output_dir) / "oom_snapshot.pickle",
+                limit=self.settings.limit,
             )
             self.profiler.__enter__()
 
@@ -108,6 +111,8 @@ class ACCallback(TrainerCallback):
                 per_device_batch_size=args.per_device_train_batch_size,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
             )
+            if self.add_to_report is not None:
+                self.add_to_report(self.report)
             self.report.print()
             self._write(args.output_dir)
         self.close()

@@ -87,6 +87,7 @@ class LoopMemory:
             optimizer,
             total_steps=total_steps,
             snapshot=Path(output_dir) / "oom_snapshot.pickle",
+            limit=self.settings.limit,
         )
         with self.profiler:
             yield

@@ -1,0 +1,225 @@
+"""What a Trainer recipe asks the planner: which policy, which micro-batch, and what to do when memory still runs out.
+
+    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)     # before the Trainer is made
+    ...
+    with advise_on_oom(memory):
+        result = train_within(trainer, memory, fitted)
+
+The step that is traced and tried is the Trainer's, on the longest row there is, as many times as the batch has rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from ..checkpointing.apply import apply_policy
+from ..errors import UserError
+from ..memory.gpus import current_gpu
+from ..memory.report import MaxBatch, MemoryReport, PolicyRow
+from ..planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
+from ..planning.plan import Plan, plan
+from ..policy import Policy
+from ..units import format_bytes
+from .arguments import ACArguments
+from .checkpoints import last_complete_checkpoint
+from .oom import is_oom
+
+if TYPE_CHECKING:
+    from ..planning.tracing import Step
+    from .callback import ACCallback
+
+logger = logging.getLogger(__name__)
+_LEANER = 0.9  # of the budget: what is planned for after memory ran out
+
+
+@dataclass
+class Fitted:
+    """What was planned before training, and what is needed to plan again.
+
+    plan: under `--ac_policy auto` or a plan's file. largest: under `--find_max_batch_size`.
+    """
+
+    model: nn.Module
+    step_for_batch: Callable[[int], Step]
+    make_optimizer: Callable[[nn.Module], Any]
+    args: TrainingArguments
+    settings: ACArguments
+    plan: Plan | None = None
+    largest: MaxBatchSize | None = None
+
+    def make_plan(self, budget: str | int | None, batch_size: int | None) -> Plan:
+        """A plan for this model on the device at hand."""
+        return plan(
+            self.model,
+            self.step_for_batch,
+            budget,
+            current_gpu() or "cpu",
+            make_optimizer=self.make_optimizer,
+            batch_size=batch_size,
+            report=logger.info,
+        )
+
+    def describe(self, report: MemoryReport) -> None:
+        """Put the largest batch and the next best policies into `report`."""
+        if self.largest is not None:
+            device = self.plan.device if self.plan else str(self.args.device)
+            report.max_batch = MaxBatch(device, self.largest.predicted, self.largest.batch)
+        if self.plan is not None:
+            seconds = self.plan.device != "cpu"  # nominal ones are no prediction
+            rows = self.plan.rows[1:4]
+            report.next_policies = [PolicyRow(r.policy, r.reserved, r.seconds if seconds else None) for r in rows]
+
+
+def fit_to_memory(
+    model: nn.Module,
+    args: TrainingArguments,
+    settings: ACArguments,
+    rows: Sequence[Any],
+    collate: Callable[[list[Any]], dict[str, Any]],
+) -> Fitted:
+    """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
+
+    Args:
+        model: on any device; it is moved to that of training.
+        rows: the training data, of dicts; of those with "input_ids" the longest is taken.
+
+    Raises:
+        UserError: nothing fits, a plan for another model, or no budget on a CPU.
+    """
+    step_for_batch = _steps(args, rows, collate)
+    fitted = Fitted(model, step_for_batch, _optimizer_maker(args), args, settings)
+    if settings.from_plan:
+        fitted.plan = settings.plan
+        fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
+    if settings.ac_policy != "auto" and not settings.find_max_batch_size:
+        return fitted
+    model.to(args.device)
+    if settings.ac_policy == "auto":
+        batch_size = None if settings.find_max_batch_size else args.per_device_train_batch_size
+        fitted.plan = fitted.make_plan(settings.ac_budget, batch_size)
+        settings.ac_policy = fitted.plan.best.policy
+        _say(args, f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
+    if settings.find_max_batch_size:
+        fitted.largest = _largest(fitted)
+    return fitted
+
+
+def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
+    """`trainer.train()`; under `auto`, when memory runs out, again under a leaner plan from the last checkpoint.
+
+    Without a checkpoint it starts again only if not one step had been made. Raises what training raised where there is
+    no leaner plan, or with `--ac_on_oom stop`.
+    """
+    memory.add_to_report = fitted.describe
+    resume = fitted.args.resume_from_checkpoint
+    budget: int | None = None
+    while True:
+        try:
+            return trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            if not is_oom(error) or not _may_replan(trainer, fitted):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            reason = " ".join(str(error).split())
+            failed = error
+        memory.close()
+        trainer.optimizer = trainer.lr_scheduler = None
+        fitted.model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert fitted.plan is not None
+        budget = round((budget or fitted.plan.room.budget) * _LEANER)
+        try:
+            fitted.plan = fitted.make_plan(budget, fitted.args.per_device_train_batch_size)
+        except UserError:
+            raise failed from None
+        fitted.settings.ac_policy = fitted.plan.best.policy
+        memory.policy = Policy.parse(fitted.plan.best.policy)
+        resume = last_complete_checkpoint(fitted.args.output_dir)
+        place = resume or "the beginning"
+        logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), memory.policy, place)
+
+
+def _may_replan(trainer: Trainer, fitted: Fitted) -> bool:
+    started = trainer.state.global_step > 0
+    saved = last_complete_checkpoint(fitted.args.output_dir) is not None
+    automatic = fitted.plan is not None and not fitted.settings.from_plan
+    return automatic and fitted.settings.ac_on_oom == "replan" and (saved or not started)
+
+
+def _largest(fitted: Fitted) -> MaxBatchSize:
+    """The largest micro-batch, proved; `args` take what of it keeps the effective batch."""
+    args, settings = fitted.args, fitted.settings
+    applied = apply_policy(fitted.model, settings.policy) if settings.policy is not None else None
+    try:
+        found = find_max_batch_size(
+            fitted.model, fitted.step_for_batch, settings.ac_budget, make_optimizer=fitted.make_optimizer
+        )
+    finally:
+        if applied is not None:
+            applied.remove()
+    batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    args.per_device_train_batch_size, args.gradient_accumulation_steps, note = keep_effective(
+        batch, steps, found.batch
+    )
+    _say(args, f"--find_max_batch_size: {found}\n{note}")
+    return found
+
+
+def _steps(
+    args: TrainingArguments, rows: Sequence[Any], collate: Callable[[list[Any]], dict[str, Any]]
+) -> Callable[[int], Step]:
+    """Batch size -> the Trainer's step on so many copies of the longest row."""
+    longest = _longest(rows)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    # A second micro-batch meets the gradients of the first; a third is like the second.
+    passes = min(2, args.gradient_accumulation_steps)
+
+    def step_for_batch(size: int) -> Step:
+        batch = send_to_device(collate([longest] * size), args.device)
+
+        def step(model: nn.Module, optimizer: Any) -> None:
+            for _ in range(passes):
+                autocast = torch.autocast(args.device.type, dtype) if dtype else contextlib.nullcontext()
+                with autocast:
+                    loss = model(**batch).loss
+                loss.backward()
+            if args.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            model.zero_grad()
+
+        return step
+
+    return step_for_batch
+
+
+def _longest(rows: Sequence[Any]) -> Any:
+    names = getattr(rows, "column_names", None)
+    if names is None or "input_ids" not in names:
+        return rows[0]
+    lengths = [len(ids) for ids in rows["input_ids"]]  # type: ignore[call-overload]  # a datasets.Dataset
+    return rows[max(range(len(lengths)), key=lengths.__getitem__)]
+
+
+def _optimizer_maker(args: TrainingArguments) -> Callable[[nn.Module], Any]:
+    def make_optimizer(model: nn.Module) -> Any:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind([p for p in model.parameters() if p.requires_grad], **options)
+
+    return make_optimizer
+
+
+def _say(args: TrainingArguments, text: str) -> None:
+    if args.process_index == 0:
+        print(text, flush=True)
