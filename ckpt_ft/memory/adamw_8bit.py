@@ -43,9 +43,10 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _make(self, p: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         small = p.numel() < MINIMUM
-        for moment in ("1", "2"):
-            state[f"state{moment}"] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
-            if not small:
-                state[f"absmax{moment}"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
         if not small and p.device not in self.maps:
             self.maps[p.device] = [torch.zeros(256, device=p.device) for _ in range(2)]
+        for i in range(2):
+            state[f"state{i + 1}"] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
+            if not small:
+                state[f"absmax{i + 1}"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+                state[f"qmap{i + 1}"] = self.maps[p.device][i]
