@@ -18,8 +18,9 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DECODED = 10_000  # images that are decoded to their end before training; of those after them only the header is read
+DECODED = 5_000  # images that are decoded to their end before training; of those after them only the header is read
 _SHOWN = 3  # bad images named in an error
+_UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -67,15 +68,23 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
                 to_rgb(opened)
     except UnidentifiedImageError:
         return f"{name} is no image that Pillow can read", ""
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's decoders raise
+    except _UNDECODABLE as error:
         return f"{name} cannot be read ({' '.join(str(error).split())})", ""
     return None, kind
 
 
 def open_image(image: Mapping[str, Any]) -> Image.Image:
-    """The RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says."""
-    with _opened(image) as opened:
-        return to_rgb(opened)
+    """The RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says.
+
+    Raises:
+        UserError: it cannot be read: changed since, or cut short and not among those that `readable` decoded.
+    """
+    try:
+        with _opened(image) as opened:
+            return to_rgb(opened)
+    except _UNDECODABLE as error:
+        name = image["path"] or "an image"
+        raise UserError(f"{name} cannot be read ({' '.join(str(error).split())}); repair it or take it out") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

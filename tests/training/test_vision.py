@@ -154,6 +154,14 @@ def test_images_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.count("skipped: ") == 3
 
 
+def test_an_image_cut_short_after_it_was_read(tmp_path: Path) -> None:
+    train, _, _ = load(folder(tmp_path, a=1, b=1))
+    file = tmp_path / "b" / "0.png"
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(UserError, match=r"b/0.png cannot be read \(.*\); repair it or take it out"):
+        open_image(train[1]["image"])
+
+
 def test_other_images_become_rgb_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path, a=1, b=1)
     Image.new("L", (8, 8), 7).save(tmp_path / "a" / "grey.png")
