@@ -17,12 +17,14 @@ from transformers import TrainerCallback
 
 from ..checkpointing.apply import AppliedPolicy, apply_policy
 from ..errors import UserError, WorkFailed
+from ..memory.gpus import current_gpu
 from ..memory.meters import CpuMeter
 from ..memory.profiler import MemoryProfiler
 from ..memory.report import MemoryReport
 from ..policy import Policy
 from ..units import format_bytes
 from .arguments import ACArguments
+from .predict import predict_trainer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -111,6 +113,7 @@ class ACCallback(TrainerCallback):
                 per_device_batch_size=args.per_device_train_batch_size,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
             )
+            self._predict(kwargs["model"], kwargs["optimizer"], args)
             if self.add_to_report is not None:
                 self.add_to_report(self.report)
             self.report.print()
@@ -134,6 +137,21 @@ class ACCallback(TrainerCallback):
         return [
             f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in meter.fullest.holders(n)
         ]
+
+    def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
+        """Put the prediction of the largest measured step into the report, on the main process."""
+        assert self.report is not None
+        assert self.profiler is not None
+        if not self.report.main or not self.profiler.batch.elements:
+            return
+        if args.world_size > 1:
+            self.report.notes.append("no prediction: what DDP, FSDP and DeepSpeed add to a process is not traced")
+            return
+        try:
+            device = current_gpu(args.device.index) or "cpu"
+            self.report.predict(predict_trainer(model, optimizer, self.profiler.batch, args, device))
+        except UserError as error:
+            self.report.notes.append(f"no prediction: {error}")
 
     def _write(self, output_dir: str) -> None:
         """The kinds of report that were asked for, on the main process; without matplotlib there is no picture."""
