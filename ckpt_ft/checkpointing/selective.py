@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from . import rng
+from . import offload, rng
 from .ops import check_op_name, group_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
@@ -146,7 +146,7 @@ class _Keeping(_Mode):
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
         """A matmul's output is handed on as an `_unsafe_view`: the same memory, its versions counted apart."""
         entry = self.by_storage.get(viewed.untyped_storage()._cdata)
-        if entry is not None:
+        if entry is not None and entry.watched:
             entry.watch(_alias(view))
 
 
@@ -186,10 +186,17 @@ class _KeptOutput:
     """An operator's output, detached from the graph that its first run builds, with the generator's state after it."""
 
     def __init__(self, out: Any, after: rng.Snapshot | None) -> None:
-        self.out = tree_map_only(torch.Tensor, _alias, out)
         self.after = after
         self.watched: list[tuple[torch.Tensor, int]] = []
-        tree_map_only(torch.Tensor, self.watch, self.out)
+        self.out = tree_map_only(torch.Tensor, self.keep, out)
+
+    def keep(self, x: torch.Tensor) -> Any:
+        """The tensor as it is kept: parked on the host under `offload`, where later writes do not reach it."""
+        kept = offload.keep(_alias(x))
+        if isinstance(kept, torch.Tensor):
+            self.watch(kept)
+            return kept
+        return _Parked(kept)
 
     def watch(self, x: torch.Tensor) -> None:
         self.watched.append((x, x._version))
@@ -201,7 +208,14 @@ class _KeptOutput:
     def hand_back(self) -> Any:
         if self.after is not None:
             self.after.restore()
-        return self.out
+        return tree_map_only(_Parked, lambda parked: offload.give(parked.kept), self.out)
+
+
+class _Parked:
+    """What `offload.keep` gave for a tensor."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

@@ -152,3 +152,17 @@ def test_on_a_gpu() -> None:
     torch.cuda.synchronize()
     assert all(g.equal(gradients(model)[key]) for key, g in gradients(plain).items())
     assert usage.host_bytes == 0
+
+
+def test_outputs_that_save_keeps_are_parked_too() -> None:
+    from ckpt_ft.memory.fake import trace_step
+    from ckpt_ft.planning.workload import Settings, load
+
+    workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=512))
+    kept = {}
+    for policy in ("save:attention+matmul", "save:attention+matmul,offload"):
+        applied = apply_policy(workload.model, policy)
+        trace = trace_step(workload.model, workload.step(4), device="a100-40gb")
+        kept[policy] = sum(trace.module_activations().values())
+        applied.remove()
+    assert kept["save:attention+matmul,offload"] < 0.01 * kept["save:attention+matmul"]
