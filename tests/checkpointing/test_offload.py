@@ -11,6 +11,7 @@ import torch
 from tiny_models import build, gradients, loss_of
 from torch import nn
 
+from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing import offload, pointwise
 from ckpt_ft.checkpointing.offload import Parked, Usage
 from ckpt_ft.checkpointing.recompute import Checkpointed
