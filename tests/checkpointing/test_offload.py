@@ -159,7 +159,7 @@ def test_outputs_that_save_keeps_are_parked_too() -> None:
     from ckpt_ft.memory.fake import trace_step
     from ckpt_ft.planning.workload import Settings, load
 
-    workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=512))
+    workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=1024))
     kept = {}
     for policy in ("save:attention+matmul", "save:attention+matmul,offload"):
         applied = apply_policy(workload.model, policy)
