@@ -120,7 +120,8 @@ class Validation:
     def write_sheet(self, path: Path) -> None:
         """All validations as the rows of one picture; below them, for prompts of drawn shapes, what was asked for."""
         rows = [
-            (f"step {int(file.stem[5:])}", Image.open(file)) for file in sorted(self.folder.glob("step-??????.png"))
+            (f"step {int(file.stem[5:])}", Image.open(file).copy())
+            for file in sorted(self.folder.glob("step-??????.png"))
         ]
         if not rows:
             return

@@ -173,8 +173,8 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--use_ema")
     assert losses == plain  # neither validation nor measuring touches what training draws
     assert sorted(path.name for path in (out / "samples").iterdir()) == [f"step-00000{n}.png" for n in (0, 2, 4)]
-    sheet = Image.open(out / "samples.png")
-    assert sheet.height == 4 * Image.open(out / "samples" / "step-000000.png").height  # and what was asked for
+    with Image.open(out / "samples.png") as sheet, Image.open(out / "samples" / "step-000000.png") as row:
+        assert sheet.height == 4 * row.height  # three validations and what was asked for
     report = json.loads((out / "memory_report.json").read_text())
     assert set(report["ranks"][0]["peaks"]) == {"forward", "backward", "optimizer"}
     assert report["provenance"]["policy"] == "full"
@@ -334,7 +334,7 @@ def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: l
     def launch(out: Path, *more: str) -> list[float]:
         script = [SCRIPT, "--pretrained_model_name_or_path", tiny[kind], *SMALL, "--output_dir", str(out)]
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", *script]
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
             + ["--checkpointing_steps", "2", "--ac_policy", "full", *flags, *more],
             cwd=ROOT, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
