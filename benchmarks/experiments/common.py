@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass
 class Figure:
-    """A published figure beside ours; `ours` is None where there is none, and `note` says why, or what the error is."""
+    """A published figure beside ours; where `ours` is None `note` says why."""
 
     source: str
     what: str
@@ -177,18 +177,34 @@ def policy_table(section: Section, policies: list[str], full: Case, small: Case,
         fake, real = predict(small, policy, "cpu"), measure(small, policy)
         measured = measure_cuda(full, policy)
         seen = [mb(measured.peak), f"{1e3 * measured.seconds:.1f}"] if measured else ["-", "-"]
-        rows.append([
-            f"`{policy}`", mb(kept(trace)), mb(trace.peak_allocated), f"{1e3 * trace.seconds:.1f}",
-            f"{flops(trace) / flops(base):.2f}", f"{fake.peak_allocated}", f"{real.peak_allocated}",
-            *(seen if cuda else []),
-        ])  # fmt: skip
-    header = ["policy", "kept MB", f"peak MB, predicted ({device})", "ms, predicted", "FLOPs / first row",
-              "small on CPU: predicted bytes", "measured bytes"]  # fmt: skip
+        rows.append(
+            [
+                f"`{policy}`",
+                mb(kept(trace)),
+                mb(trace.peak_allocated),
+                f"{1e3 * trace.seconds:.1f}",
+                f"{flops(trace) / flops(base):.2f}",
+                f"{fake.peak_allocated}",
+                f"{real.peak_allocated}",
+                *(seen if cuda else []),
+            ]
+        )
+    header = [
+        "policy",
+        "kept MB",
+        f"peak MB, predicted ({device})",
+        "ms, predicted",
+        "FLOPs / first row",
+        "small on CPU: predicted bytes",
+        "measured bytes",
+    ]
     section.table(header + (["peak MB, measured on CUDA", "ms, measured"] if cuda else []), rows)
     return traces
 
 
-def line_plot(path: Path, series: dict[str, tuple[list[float], list[float]]], axes: tuple[str, str], **marks: Any) -> None:
+def line_plot(
+    path: Path, series: dict[str, tuple[list[float], list[float]]], axes: tuple[str, str], **marks: Any
+) -> None:
     """Lines of (x, y); `marks` may give `star=(x, y, text)` and `log=True` for both axes."""
     from matplotlib.figure import Figure as Canvas
 

@@ -1,4 +1,4 @@
-"""The twelve-block homework: attention and MLP sublayers checkpointed apart, every other block, with and without flash.
+"""The twelve-block homework: attention and MLP sublayers checkpointed apart, every other block, flash.
 
 One process, as it was: models of a later cell are built while the earlier ones, their gradients included, still live;
 each run's AdamW dies with the run.
@@ -6,7 +6,9 @@ each run's AdamW dies with the run.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +83,7 @@ class ToyModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
+            assert isinstance(block, ToyBlock), "what __init__ put there"
             chosen = index % 2 == 1 if self.variant.every_other else index > 0
             for path, wanted in ((block.attend, self.variant.attention), (block.feed, self.variant.mlp)):
                 x = checkpoint(path, x, use_reentrant=False) if chosen and wanted else path(x)
@@ -134,7 +137,7 @@ def predict_all(device: str, size: Size) -> list[int]:
     """Peak bytes of each of the nine runs, by the trace."""
     trace = trace_step(nn.Module(), session(size), device=device, warmup_steps=RUNS - 1)
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
-    return [trace.replay.peak_allocated(*bounds) for bounds in zip(starts, starts[1:], strict=False)]
+    return [trace.replay.peak_allocated(*bounds) for bounds in itertools.pairwise(starts)]
 
 
 def measure_all(size: Size) -> list[int]:
@@ -161,28 +164,42 @@ def measure_all_cuda(size: Size) -> list[int]:
     return peaks
 
 
-def homework(quick: bool = False) -> Section:
+def homework(images: Path, quick: bool) -> Section:
     """All nine figures."""
     section = Section("The twelve-block homework")
     section.text(
-        "Twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads, AdamW;",
-        "block 0 is never checkpointed. One notebook in one process: the peak of a run holds the parameters and gradients of",
-        "every model before it, and those of its own cell that have not run yet. The trace runs the notebook's three cells in",
-        "order. Small size on the CPU: depth 4, width 32, sequence 64, fp32.",
+        "Twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4",
+        "heads, AdamW; block 0 is never checkpointed. One notebook in one process: the peak of a run holds the",
+        "parameters and gradients of every model before it, and those of its own cell that have not run yet. The",
+        "trace runs the notebook's three cells in order. Small size on the CPU: depth 4, width 32, sequence 64,",
+        "fp32.",
     )
     full = Size(depth=2, length=128) if quick else Size()
     small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)
-    predicted, fake, real, cuda = predict_all("a100-40gb", full), predict_all("cpu", small), measure_all(small), measure_all_cuda(full)
+    predicted, fake, real, cuda = (
+        predict_all("a100-40gb", full),
+        predict_all("cpu", small),
+        measure_all(small),
+        measure_all_cuda(full),
+    )
     rows = []
     for at, (variant, published) in enumerate(pair for cell in CELLS for pair in cell):
         figure = Figure(SOURCE, variant.name, str(published), predicted[at] / MB, published)
         section.figures.append(figure)
         row = [variant.name, str(published), mb(predicted[at]), figure.error, str(fake[at]), str(real[at])]
         rows.append([*row, *([mb(cuda[at])] if cuda else [])])
-    header = ["checkpointed", "published MB", "predicted MB (A100-40GB)", "error", "small on CPU: predicted bytes", "measured bytes"]
+    header = [
+        "checkpointed",
+        "published MB",
+        "predicted MB (A100-40GB)",
+        "error",
+        "small on CPU: predicted bytes",
+        "measured bytes",
+    ]
     section.table(header + (["measured MB on CUDA"] if cuda else []), rows)
     section.text(
-        "Attention that returns its weights keeps O(S²) of them for each block; `need_weights=False` lets SDPA choose flash,",
-        "which keeps none. That is what checkpointing the attention removes too, and what checkpointing the MLP leaves alone.",
+        "Attention that returns its weights keeps O(S²) of them for each block; `need_weights=False` lets SDPA",
+        "choose flash, which keeps none. That is what checkpointing the attention removes too, and what",
+        "checkpointing the MLP leaves alone.",
     )
     return section

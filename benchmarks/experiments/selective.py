@@ -1,8 +1,9 @@
-"""Selective checkpointing: matmul list, all compute-intensive ops, an allow-list, attention only; and torch.compile's budget."""
+"""Selective checkpointing by lists of ops or submodules, and torch.compile's activation memory budget."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -33,27 +34,40 @@ POLICIES = {
 def selective(images: Path, quick: bool) -> Section:
     """SAC policies on feed-forward blocks and on transformer blocks."""
     section = Section("Selective activation checkpointing")
-    section.text("The documents' policies and what they are called here: " + "; ".join(f"{k}: `{v}`" for k, v in POLICIES.items()) + ".")
+    section.text(
+        "The documents' policies and what they are called here: "
+        + "; ".join(f"{k}: `{v}`" for k, v in POLICIES.items())
+        + "."
+    )
     batch, width, length = (2, 64, 32) if quick else (8, 1024, 1024)
     everything = list(POLICIES.values())
     no_attention = [policy for policy in everything if "attention" not in policy and policy != "modules:mlp"]
-    half = {"dtype": torch.bfloat16}
 
-    def built(make: Callable[[], nn.Module], **to: torch.dtype) -> Callable[[], nn.Module]:
-        return lambda: make().to(**to) if to else make()
+    def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: make().to(torch.bfloat16)
 
     section.text(f"Eight feed-forward blocks, width {width}, {batch} x {length} tokens, bf16, no optimizer:")
     ffn = policy_table(
-        section, no_attention, case(built(lambda: feed_forwards(8, width), **half), batch, length, width),
-        case(lambda: feed_forwards(4, 32), 2, 64, 32), "a100-40gb",
-    )  # fmt: skip
+        section,
+        no_attention,
+        case(half(lambda: feed_forwards(8, width)), batch, length, width),
+        case(lambda: feed_forwards(4, 32), 2, 64, 32),
+        "a100-40gb",
+    )
     section.text("Eight transformer blocks of the same width, 16 heads, causal SDPA:")
     block = policy_table(
-        section, everything, case(built(lambda: transformer(8, width, 16), **half), batch, length, width),
-        case(lambda: transformer(4, 32, 4), 2, 64, 32), "a100-40gb",
-    )  # fmt: skip
+        section,
+        everything,
+        case(half(lambda: transformer(8, width, 16)), batch, length, width),
+        case(lambda: transformer(4, 32, 4), 2, 64, 32),
+        "a100-40gb",
+    )
     order = sorted(block, key=lambda policy: kept(block[policy]))
-    section.text("From the fewest bytes kept to the most, on transformer blocks: " + ", ".join(f"`{policy}`" for policy in order) + ".")
+    section.text(
+        "From the fewest bytes kept to the most, on transformer blocks: "
+        + ", ".join(f"`{policy}`" for policy in order)
+        + "."
+    )
     section.text(f"On feed-forward blocks alone `{min(ffn, key=lambda policy: kept(ffn[policy]))}` keeps the fewest.")
     return section
 
@@ -63,8 +77,8 @@ def budgets(images: Path, quick: bool) -> Section:
     section = Section("torch.compile's activation memory budget")
     backend, reason = backend_here()
     section.text(
-        "Transformer blocks compiled on the CPU; the peak is the largest running sum of the profiler's memory events over a",
-        f"forward and backward, above what was allocated before. Backend: {backend} ({reason}).",
+        "Transformer blocks compiled on the CPU; the peak is the largest running sum of the profiler's memory",
+        f"events over a forward and backward, above what was allocated before. Backend: {backend} ({reason}).",
     )
     blocks, width, tokens = (2, 32, 16) if quick else (3, 64, 128)
     job = case(lambda: transformer(blocks, width, 4), 8, tokens, width)
@@ -74,13 +88,22 @@ def budgets(images: Path, quick: bool) -> Section:
     rows = [[f"`budget:{value:g}`, compiled", str(peak), f"{peak / peaks[1.0]:.3f}"] for value, peak in peaks.items()]
     rows += [[f"`{policy}`, eager", str(peak), f"{peak / peaks[1.0]:.3f}"] for policy, peak in eager.items()]
     section.table(["policy", "peak bytes, measured (CPU)", "/ budget:1"], rows)
-    line_plot(images / "budget.png", {"measured": (values, [float(peaks[value]) for value in values])}, ("budget", "peak bytes (CPU)"))
+    line_plot(
+        images / "budget.png",
+        {"measured": (values, [float(peaks[value]) for value in values])},
+        ("budget", "peak bytes (CPU)"),
+    )
     section.picture("budget.png", "measured peak against the budget")
-    rising = [f"{low:g} ({peaks[low]}) above {high:g} ({peaks[high]})" for high, low in zip(values, values[1:], strict=False) if peaks[low] > peaks[high]]
+    rising = [
+        f"{low:g} ({peaks[low]}) above {high:g} ({peaks[high]})"
+        for high, low in itertools.pairwise(values)
+        if peaks[low] > peaks[high]
+    ]
     section.text(
         "The peak does not fall with the budget everywhere: " + "; ".join(rising) + "."
-        if rising else "Here the peak never rises as the budget falls; it need not be so (pytorch#197838): measure."
-    )  # fmt: skip
+        if rising
+        else "Here the peak never rises as the budget falls; it need not be so (pytorch#197838): measure."
+    )
     return section
 
 
@@ -89,7 +112,10 @@ def backend_here() -> tuple[str, str]:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler:
         return "inductor", f"C++ compiler found: {Path(compiler).name}"
-    return "aot_eager_decomp_partition", "no C++ compiler: inductor cannot generate code; the partitioner runs without it"
+    return (
+        "aot_eager_decomp_partition",
+        "no C++ compiler: inductor cannot generate code; the partitioner runs without it",
+    )
 
 
 def peak_of(job: Case, policy: str, backend: str = "") -> int:
@@ -110,7 +136,7 @@ def _profiled(job: Case, model: nn.Module) -> int:
         gc.collect()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             job.step(model, None)
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     running = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         running += event.nbytes()

@@ -140,7 +140,10 @@ def runs_of_linears(install: Callable[[nn.Module], None]) -> int:
 def traps(images: Path, quick: bool) -> Section:
     """All of them."""
     section = Section("The traps")
-    section.text("Each is set on a small model on purpose; `check_parity` compares a step with it and without, then one under `full`.")
+    section.text(
+        "Each is set on a small model on purpose; `check_parity` compares a step with it and without, then one",
+        "under `full`.",
+    )
     rows = []
     for name in TRAPS:
         trapped, ours = spring(name)
@@ -148,11 +151,14 @@ def traps(images: Path, quick: bool) -> Section:
         rows.append([name, "same" if trapped.ok else "DIFFERS", said, "same" if ours.ok else "DIFFERS"])
     section.table(["trap", "check_parity", "what it says", "`full` on the same model"], rows)
     held, let_go = kept_references(keep=True), kept_references(keep=False)
-    section.table(["kept references: peak bytes (measured, CPU) of step", *map(str, range(1, 6))],
-                  [["losses kept with their graph", *map(str, held)], ["their numbers kept", *map(str, let_go)]])  # fmt: skip
+    section.table(
+        ["kept references: peak bytes (measured, CPU) of step", *map(str, range(1, 6))],
+        [["losses kept with their graph", *map(str, held)], ["their numbers kept", *map(str, let_go)]],
+    )
     section.text(
-        "A kept reference changes no number, so parity is blind to it: the tracker's peak grows from step to step. Nested",
-        f"checkpoints change no number either: the linear layers run {runs_of_linears(partial(each_block, run=plain))} times with a",
-        f"checkpoint for each of four blocks, {runs_of_linears(nested)} times with another around them all.",
+        "A kept reference changes no number, so parity is blind to it: the tracker's peak grows from step to",
+        "step. Nested checkpoints change no number either: the linear layers run",
+        f"{runs_of_linears(partial(each_block, run=plain))} times with a checkpoint for each of four blocks,",
+        f"{runs_of_linears(nested)} times with another around them all.",
     )
     return section

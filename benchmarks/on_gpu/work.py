@@ -1,0 +1,183 @@
+"""What each process does: predict a step, measure it, find the largest batch, plan; on CUDA, or dry on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import WorkFailed
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.gpus import GPU, current_gpu
+from ckpt_ft.memory.profiler import MemoryProfiler
+from ckpt_ft.memory.report import Prediction
+from ckpt_ft.planning.batch_size import find_max_batch_size
+from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.workload import DTYPES, Batch, Step, Workload, training_step
+
+from .workloads import Spec
+
+WARM_UP, TIMED, PROFILED = 2, 5, 2
+
+
+def device_facts() -> dict[str, Any]:
+    """The GPU at hand as the trace takes it, with driver-side facts; empty without one."""
+    gpu = current_gpu()
+    if gpu is None:
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {"gpu": asdict(gpu), "name": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+
+
+def predict(spec: Spec, policy: str, gpu: dict[str, Any] | None) -> dict[str, Any]:
+    """The trace's figures for `gpu` (None: for the CPU)."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    workload = spec.load()
+    apply_policy(workload.model, policy)
+    step, device = workload.step(spec.batch), GPU(**gpu) if gpu else "cpu"
+    trace = trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=device)
+    return {**asdict(Prediction.from_trace(trace)), "trace_seconds": time.perf_counter() - began}
+
+
+def measure(spec: Spec, policy: str) -> dict[str, Any]:
+    """Peaks of each phase as counted, and the median seconds of a step after the warm-up."""
+    workload = spec.load()
+    model = real_model(workload)
+    apply_policy(model, policy)
+    optimizer = workload.make_optimizer(model)
+    step = real_step(workload, spec.batch)
+    _empty_cache()
+    for _ in range(WARM_UP):
+        step(model, optimizer)
+    seconds = _timed(lambda: step(model, optimizer))
+    with MemoryProfiler(model=model, optimizer=optimizer, sample=1) as profiler:
+        for _ in range(PROFILED):
+            step(model, optimizer)
+            profiler.step()
+    rank = profiler.report(policy=policy).ranks[0]
+    figures = {figure: rank.peak(figure) for figure in ("allocated", "reserved", "active")}
+    return {
+        **figures,
+        "phases": rank.peaks,
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "retries": rank.retries,
+    }
+
+
+def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
+    """`find_max_batch_size` within `budget`: predicted, proved, and the steps that it took."""
+    workload = spec.load()
+    model = real_model(workload)
+    apply_policy(model, policy)
+    found = find_max_batch_size(
+        model,
+        lambda size: real_step(workload, size),
+        budget,
+        make_optimizer=workload.make_optimizer,
+        max_batch_size=512,
+    )
+    trials = [asdict(trial) for trial in found.trials]
+    return {"predicted": found.predicted, "proved": found.batch, "trials": trials, "budget": budget}
+
+
+def make_plan(spec: Spec, gpu: dict[str, Any] | None, budget: str, policies: list[str] | None) -> list[dict[str, Any]]:
+    """The planner's rows within `budget`, its pick first."""
+    workload = spec.load()
+    made = plan(
+        workload.model,
+        workload.step,
+        budget,
+        GPU(**gpu) if gpu else "cpu",
+        make_optimizer=workload.make_optimizer,
+        max_batch_size=64,
+        policies=policies,
+        name=spec.name,
+    )
+    return [{**asdict(row), "samples_per_second": row.samples_per_second} for row in made.rows]
+
+
+def real_model(workload: Workload) -> nn.Module:
+    """The workload's model with random weights, made where it is to run: a host copy of 8B parameters takes minutes.
+
+    Raises:
+        WorkFailed: it is not the model that the trace is of.
+    """
+    meta: Any = workload.model
+    adapted = hasattr(meta, "peft_config")
+    base: Any = meta.get_base_model() if adapted else meta
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(DTYPES[workload.settings.dtype])
+        with torch.device(_device()):
+            kind = type(base)
+            real: Any = kind.from_config(base.config) if workload.kind == "diffusion model" else kind(base.config)
+    finally:
+        torch.set_default_dtype(default)
+    if adapted:
+        from peft import get_peft_model
+
+        real = get_peft_model(real, meta.peft_config["default"])
+        for p in real.parameters():
+            if p.requires_grad:
+                p.data = p.data.float()
+    mine, theirs = ([(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (real, meta))
+    if mine != theirs:
+        differing = next((pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]), "their number")
+        raise WorkFailed(f"{workload.name}: the model that runs is not the one that is traced: {differing}")
+    made: nn.Module = real.train()
+    return made
+
+
+def real_step(workload: Workload, size: int) -> Step:
+    """The workload's step on random data: all zeros would make a GPU faster than it is."""
+
+    def make_batch() -> Batch:
+        with torch.device(_device()):
+            batch = workload.make_batch(size)
+        filled: Batch = tree_map_only(
+            torch.Tensor, lambda x: x.normal_() if x.is_floating_point() else x.random_(2), batch
+        )
+        return filled
+
+    return training_step(workload.compute_loss, make_batch, workload.settings)
+
+
+def _timed(run: Callable[[], None]) -> list[float]:
+    """Seconds of each of `TIMED` runs, by CUDA events where there is CUDA."""
+    if not torch.cuda.is_available():
+        seconds = []
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _empty_cache() -> None:
+    """Building a model reserves more than keeping it; what is measured begins here, as the trace does."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,91 @@
+"""benchmarks/founding.py: experiments small enough to run here, and the published figures that they reproduce."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import itertools
+
+from benchmarks.experiments import homework, spacing, stacks, traps
+from benchmarks.experiments.common import Figure
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_homework_to_two_percent() -> None:
+    """Nine published peaks; without flash within 0.3 %."""
+    peaks = homework.predict_all("a100-40gb", homework.Size())
+    published = [figure for cell in homework.CELLS for figure in cell]
+    for (variant, megabytes), peak in zip(published, peaks, strict=True):
+        assert peak / 1e6 == pytest.approx(megabytes, rel=0.02 if variant.flash else 0.003)
+
+
+def test_the_homework_predicted_is_measured() -> None:
+    size = homework.Size(depth=2, width=16, heads=2, length=32)
+    assert homework.predict_all("cpu", size) == homework.measure_all(size)
+
+
+def test_the_linear_stack(tmp_path: Path) -> None:
+    growth, peak = stacks.timeline(tmp_path, quick=False).figures
+    assert growth.ours == pytest.approx(4.2, rel=0.01)
+    assert peak.note == "predicted: backward"
+    assert (tmp_path / "linear_stack.png").stat().st_size > 1000
+
+
+def test_segments_save_what_layers_do_not(tmp_path: Path) -> None:
+    (figure,) = stacks.segments(tmp_path, quick=True).figures
+    assert figure.ours == 0.0
+    assert figure.note == "segments:2 saves 50 %"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("the frozen front that trains nothing", "frozen front: 8 parameters"),
+        ("dropout without RNG", "dropout without RNG"),
+        ("BatchNorm twice", "BatchNorm twice"),
+        ("no_grad inside a region", "no_grad inside a region"),
+    ],
+)
+def test_a_trap_is_named_and_full_is_not_in_it(name: str, said: str) -> None:
+    trapped, ours = traps.spring(name)
+    assert said in " ".join(trapped.causes)
+    assert ours.ok
+
+
+def test_what_parity_cannot_see() -> None:
+    assert traps.spring("nested checkpoints")[0].ok
+    assert traps.runs_of_linears(traps.nested) > traps.runs_of_linears(partial(traps.each_block, run=traps.plain)) == 8
+    held, let_go = traps.kept_references(keep=True), traps.kept_references(keep=False)
+    assert len(set(let_go)) == 1
+    assert all(later > earlier for earlier, later in itertools.pairwise(held))
+
+
+def test_checkpoint_sequential_leaves_its_last_segment_plain(tmp_path: Path) -> None:
+    section = spacing.sequential(tmp_path, quick=True)
+    torchs, ours = (row.split("|") for row in section.parts[0].splitlines()[2:4])
+    assert (int(torchs[4]), int(ours[4])) == (2, 4)  # of four blocks in two segments
+    assert torchs[5] == ours[5]  # peak bytes
+
+
+def test_errors_are_signed() -> None:
+    assert Figure("", "", "", 90.0, 100.0).error == "-10.0 %"
+    assert Figure("", "", "", 52.0, 50.0, "%").error == "+2 points"
+    assert Figure("", "", "", None).error == ""
+
+
+def test_the_script_names_its_experiments() -> None:
+    script = str(ROOT / "benchmarks" / "founding.py")
+    listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, timeout=120)
+    assert listed.returncode == 0
+    assert {line.split()[0] for line in listed.stdout.splitlines()} >= {"homework", "budgets", "traps", "compositions"}
+    wrong = subprocess.run([sys.executable, script, "--only", "home"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2
+    assert "--only home: no such experiment" in wrong.stderr
