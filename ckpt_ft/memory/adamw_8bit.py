@@ -1,9 +1,9 @@
 """AdamW with 8-bit moments in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
 
-Each moment of a tensor of at least 4096 elements is one byte an element with one float32 scale (absmax) for every 256 of
-them; smaller tensors keep float32 moments. Two maps of 256 float32 levels are shared by all tensors of a device
-(bitsandbytes, optim/optimizer.py, Optimizer2State; Dettmers et al. 2022, arXiv:2110.02861). The update is one kernel for
-a tensor and makes no temporaries.
+Each moment of a tensor of at least 4096 elements is one byte an element with one float32 scale (absmax) for every 256
+of them; smaller tensors keep float32 moments. Two maps of 256 float32 levels are shared by all tensors of a device
+(bitsandbytes, optim/optimizer.py, Optimizer2State; Dettmers et al. 2022, arXiv:2110.02861). The update is one kernel
+for a tensor and makes no temporaries.
 """
 
 from __future__ import annotations

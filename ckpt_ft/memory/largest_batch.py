@@ -37,7 +37,9 @@ class LargestBatch:
     def shapes(self) -> dict[str, list[int]]:
         """Shapes of the tensors, by argument."""
         named = {**{f"input {i}": value for i, value in enumerate(self.args)}, **self.kwargs}
-        return {name: list(value.shape) for name, value in named.items() if isinstance(value, TensorShape) and value.shape}
+        return {
+            name: list(value.shape) for name, value in named.items() if isinstance(value, TensorShape) and value.shape
+        }
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments anew, tensors full of zeros."""
