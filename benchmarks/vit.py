@@ -84,7 +84,8 @@ def every_policy(resolution: int, policies: list[str]) -> str:
         size = plain_most if policy == "none" else most(policy, resolution)
         row = [f"`{policy}`", f"{found.peak_allocated / GIB:.2f}", f"{found.peak_reserved / GIB:.2f}"]
         row += [f"{100 * (1 - found.peak_allocated / plain.peak_allocated):.0f} %", f"{1000 * found.seconds:.0f}"]
-        row += [f"{100 * (found.seconds / plain.seconds - 1):+.0f} %", str(size), f"{size / plain_most:.2f}"]
+        capped = " (the cap)" if size == SEARCHED else ""
+        row += [f"{100 * (found.seconds / plain.seconds - 1):+.0f} %", f"{size}{capped}", f"{size / plain_most:.2f}"]
         if any(here.values()):
             measurement = here[policy]
             given = (measurement.allocated / GIB, 1000 * measurement.seconds) if measurement else ()
@@ -117,11 +118,12 @@ def main() -> int:
         f"### {resolution} pixels\n\n{every_policy(resolution, arguments.policies)}"
         for resolution in arguments.resolutions
     )
+    room = f"{find_gpu(GPU).usable / GIB:.2f} GiB"
     text = f"""## ViT-L/16 on an A100 of 80 GB
 
 Predicted by `trace_step` for the step of `Trainer`: fp32 weights under bf16 autocast, SDPA, fused AdamW on all
-weights, gradients clipped. Peak and time at batch {BATCH}; the largest batch is the largest whose traced step the
-caching allocator's rules serve within {find_gpu(GPU).usable / GIB:.2f} GiB (the card less its CUDA context).
+weights, gradients clipped. Peak and time at batch {BATCH}; the largest batch, searched up to {SEARCHED}, is the largest
+whose traced step the caching allocator's rules serve within {room} (the card less its CUDA context).
 
 {tables}
 ### Beside the tutorial
