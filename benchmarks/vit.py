@@ -122,8 +122,8 @@ def main() -> int:
     text = f"""## ViT-L/16 on an A100 of 80 GB
 
 Predicted by `trace_step` for the step of `Trainer`: fp32 weights under bf16 autocast, SDPA, fused AdamW on all
-weights, gradients clipped. Peak and time at batch {BATCH}; the largest batch, searched up to {SEARCHED}, is the largest
-whose traced step the caching allocator's rules serve within {room} (the card less its CUDA context).
+weights, gradients clipped. Peak and time at batch {BATCH}; the largest batch, searched up to {SEARCHED}, is the
+largest whose traced step the caching allocator's rules serve within {room} (the card less its CUDA context).
 
 {tables}
 ### Beside the tutorial
