@@ -23,10 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # libraries ask on import: CUDA itself must not answer
 
 import torch
 
-from benchmarks.on_gpu import work
+from benchmarks.on_gpu import isolated, work
 from benchmarks.on_gpu.claims import verdicts
 from benchmarks.on_gpu.isolated import Outcome, call
 from benchmarks.on_gpu.report import markdown, pictures
@@ -198,6 +199,9 @@ def _device() -> dict[str, Any]:
     if not torch.cuda.device_count():
         raise UserError("no CUDA device here; --dry-run runs the same code on the CPU at toy size")
     found = call(work.device_facts, limit=CASE_LIMIT)
+    if not found.value:  # CUDA does not survive a fork from a process that has touched it
+        isolated.start_method = "spawn"
+        found = call(work.device_facts, limit=CASE_LIMIT)
     if not found.value:
         raise WorkFailed(f"the GPU could not be asked what it is: {found.message}")
     facts: dict[str, Any] = found.value

@@ -40,9 +40,12 @@ class Outcome:
     seconds: float
 
 
+start_method = "forkserver"  # gpu.py falls back to "spawn" where a library's import touches CUDA all the same
+
+
 def call(function: Callable[..., Any], *args: Any, limit: float) -> Outcome:
     """`function(*args)` in a new process, killed after `limit` seconds; arguments and result are pickled."""
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(start_method)
     context.set_forkserver_preload(_PRELOAD)  # what is not installed is passed over
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(send, function, args), daemon=True)
