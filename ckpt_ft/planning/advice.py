@@ -124,7 +124,7 @@ def without_kept(trace: StepTrace) -> StepTrace | None:
     begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
     if begins is None:
         return None
-    ends = next((at for at, name in trace.marks if at > begins), len(trace.events))
+    ends = max((op.at for op in trace.ops if op.phase == "backward" and op.at >= begins), default=begins)
     gone = {~event for event in trace.events[trace.start : ends] if event < 0}
     made = [event for event in trace.events[trace.start : begins] if event >= 0 and event not in gone]
     kept = [event for event in made if trace.storages[event].category == "activations"]

@@ -11,7 +11,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ def find_max_batch_size(
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
     room = make_room(budget, gpu, margin)
+    room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
     curve, predicted = _predict(model, step_for_batch, policy, room, gpu, make_optimizer, max_batch_size, report)
     predicted = agreed(predicted)
     runner = _Runner(model, step_for_batch, make_optimizer, room, device)
@@ -202,6 +203,7 @@ def _prove(runner: _Runner, predicted_bytes: Callable[[int], int], first: int, m
             ratio, aim = peak / predicted_bytes(batch), float(limit)
         scale = ratio * limit / aim
         guess = largest_fitting(lambda n, scale=scale: round(predicted_bytes(n) * scale), limit, most, known)  # type: ignore[misc]
+        guess = agreed(guess)
         if guess == 0 and 1 not in known:
             guess = 1  # nothing is predicted to fit any more: does a single sample?
         if guess in known or guess == 0:

@@ -1,0 +1,163 @@
+"""The largest batch: against brute force by real steps, after an OOM, on two ranks, and with the effective batch kept."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from small_models import MODELS, Small
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.planning import batch_size
+from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective
+
+POLICIES = {
+    "llama": ("none", "full", "pointwise", "head", "save:attention+matmul", "segments:2", "modules:mlp"),
+    "unet": ("none", "full", "pointwise", "stages", "save:conv"),
+    "resnet": ("none", "full", "pointwise", "stages"),
+    "vit": ("none", "full", "pointwise", "first:2,pointwise", "modules:attention"),
+}
+
+
+def measured(small: Small, sizes: range) -> dict[int, int]:
+    """Peak bytes of a real step in steady state at each batch size."""
+    optimizer = small.make_optimizer(small.model)
+    small.step_for_batch(1)(small.model, optimizer)
+    peaks = {}
+    for size in sizes:
+        gc.collect()
+        tracker = Tracker(small.model, optimizer, ops=False)
+        with tracker:
+            tracker.start_step()
+            small.step_for_batch(size)(small.model, optimizer)
+        peaks[size] = tracker.peak
+    return peaks
+
+
+def test_one_of_the_grid() -> None:
+    small = MODELS["llama"]()
+    apply_policy(small.model, "full")
+    peaks = measured(small, range(1, 10))
+    found = find_max_batch_size(small.model, small.step_for_batch, peaks[8] + 1, make_optimizer=small.make_optimizer)
+    assert (found.batch, found.predicted, found.trials[-1].peak) == (8, 8, peaks[8])
+    assert [trial.batch for trial in found.trials] == [8, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str) -> None:
+    torch.manual_seed(0)
+    small = MODELS[name]()
+    outcomes: Counter[str] = Counter()
+    for policy in POLICIES[name]:
+        apply_policy(small.model, policy)
+        peaks = measured(small, range(1, 13))
+        for share in (0.05, 0.27, 0.5, 0.73, 0.95):
+            budget = round(peaks[1] + share * (peaks[12] - peaks[1]))
+            found = find_max_batch_size(
+                small.model, small.step_for_batch, budget, make_optimizer=small.make_optimizer, max_batch_size=12
+            )
+            assert found.batch == max(size for size, peak in peaks.items() if peak <= budget), (policy, budget, found)
+            outcomes["runs"] += 1
+            outcomes["more than three steps"] += len(found.trials) > 3
+            outcomes["out of memory"] += any(not trial.fits for trial in found.trials)
+    assert outcomes["more than three steps"] == 0, outcomes
+    assert outcomes["out of memory"] <= outcomes["runs"] // 10, outcomes
+
+
+def test_nothing_is_left_behind() -> None:
+    small = MODELS["resnet"]()
+    before = {key: value.clone() for key, value in small.model.state_dict().items()}
+    random = torch.random.get_rng_state()
+    find_max_batch_size(small.model, small.step_for_batch, "8MiB", make_optimizer=small.make_optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in small.model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in small.model.parameters())
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.7])
+def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = MODELS["llama"]()
+    peaks = measured(small, range(1, 30))
+    right = batch_size._predict
+
+    def wrong(*args: object) -> tuple[object, int]:
+        search, size = right(*args)
+        return search, max(1, round(size * factor))
+
+    monkeypatch.setattr(batch_size, "_predict", wrong)
+    budget = peaks[12]
+    found = find_max_batch_size(small.model, small.step_for_batch, budget, make_optimizer=small.make_optimizer)
+    assert found.batch == 12
+    assert found.predicted != 12
+    assert any(not trial.fits for trial in found.trials) == (factor > 1)
+
+
+def test_memory_is_free_again_after_running_out() -> None:
+    small = MODELS["llama"]()
+    room = batch_size.make_room("4MiB", None)
+    runner = batch_size._Runner(small.model, small.step_for_batch, small.make_optimizer, room, torch.device("cpu"))
+
+    def alive() -> int:
+        gc.collect()
+        return sum(tensor.nbytes for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
+
+    before = alive()
+    assert runner.attempt(500) is None
+    assert alive() == before
+    assert runner.attempt(1) is not None  # and it goes on
+
+
+def test_not_one_sample() -> None:
+    small = MODELS["vit"]()
+    found = find_max_batch_size(small.model, small.step_for_batch, "100KiB", make_optimizer=small.make_optimizer)
+    assert (found.batch, found.predicted) == (0, 0)
+    with pytest.raises(UserError, match="needs a budget"):
+        find_max_batch_size(small.model, small.step_for_batch)
+
+
+@pytest.mark.parametrize(
+    ("given", "largest", "micro", "steps"),
+    [((8, 4), 13, 8, 4), ((64, 1), 13, 8, 8), ((4, 4), 100, 16, 1), ((7, 1), 6, 4, 2), ((1, 1), 9, 1, 1)],
+)
+def test_the_effective_batch_is_kept(given: tuple[int, int], largest: int, micro: int, steps: int) -> None:
+    assert keep_effective(*given, largest)[:2] == (micro, steps)
+
+
+def test_what_changed_is_said() -> None:
+    assert "the effective batch stays 64 per device" in keep_effective(64, 1, 13)[2]
+    assert "the effective batch becomes 8, was 7 per device" in keep_effective(7, 1, 6)[2]
+    with pytest.raises(UserError, match="not even one sample"):
+        keep_effective(8, 1, 0)
+
+
+def _on_a_rank(rank: int, results: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    small = MODELS["llama"]()
+    budget = f"{4 + 2 * rank}MiB"  # the second rank has more room
+    found = find_max_batch_size(small.model, small.step_for_batch, budget, make_optimizer=small.make_optimizer)
+    Path(results, str(rank)).write_text(str(found.batch))
+
+
+def test_ranks_agree_on_the_smallest(tmp_path: Path) -> None:
+    mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="spawn")
+    sizes = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    alone = MODELS["llama"]()
+    found = find_max_batch_size(alone.model, alone.step_for_batch, "4MiB", make_optimizer=alone.make_optimizer)
+    assert sizes == [found.batch, found.batch]
+
+
+def _rank_main(rank: int, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{results}/store", rank=rank, world_size=2)
+    try:
+        _on_a_rank(rank, results)
+    finally:
+        dist.destroy_process_group()

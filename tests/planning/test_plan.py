@@ -1,0 +1,220 @@
+"""Plans: against an exhaustive grid, as files, under bad budgets; and what they are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import MODELS
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.planning.advice import without_kept
+from ckpt_ft.planning.plan import Plan, make_room, plan
+from ckpt_ft.planning.plan_file import fingerprint
+from ckpt_ft.planning.rows import Row, better, frontier, largest_fitting
+from ckpt_ft.planning.scaling import Growth
+from ckpt_ft.planning.search import HIGH, LOW
+from ckpt_ft.planning.tracing import Subject, Tracer
+from ckpt_ft.units import GIB, MIB
+
+
+def small_plan(name: str, budget: str, **more: object) -> Plan:
+    small = MODELS[name]()
+    return plan(small.model, small.step_for_batch, budget, "cpu", make_optimizer=small.make_optimizer, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llama_plan() -> Plan:
+    return small_plan("llama", "6MiB", max_batch_size=64)
+
+
+@pytest.mark.slow
+def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
+    small = MODELS["llama"]()
+    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
+    policies = ["none", "full", "pointwise", "head", *(f"first:{k}" for k in (1, 2, 3))]
+    policies += [f"first:{k},pointwise" for k in (1, 2, 3)] + [
+        "save:attention+matmul",
+        "modules:mlp",
+        "sqrt",
+        "full,head",
+    ]
+    with Tracer(subject) as tracer:
+        batches = [*range(2, 33, 3), *(row.batch for row in llama_plan.rows)]
+        grid = [
+            Row.of(policy, batch, trace)
+            for batch in batches
+            for policy, trace in zip(policies, tracer.all((p, batch) for p in policies), strict=True)
+            if not isinstance(trace, str)
+        ]
+    fitting = [row for row in grid if llama_plan.room.fits(row)]
+    assert llama_plan.best.samples_per_second >= 0.97 * max(row.samples_per_second for row in fitting)
+
+
+def test_every_row_is_a_trace_and_fits(llama_plan: Plan) -> None:
+    small = MODELS["llama"]()
+    for row in llama_plan.rows:
+        apply_policy(small.model, row.policy)
+        step = small.step_for_batch(row.batch)
+        trace = trace_step(small.model, step, make_optimizer=small.make_optimizer, device="cpu")
+        assert (row.peak, row.reserved) == (trace.peak_allocated, trace.peak_allocated)
+        assert row.reserved <= 6 * MIB
+
+
+def test_a_plan_is_a_file(llama_plan: Plan, tmp_path: Path) -> None:
+    again = Plan.from_json(llama_plan.to_json())
+    assert again == llama_plan
+    assert json.loads(llama_plan.to_json())["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert llama_plan.plot(tmp_path / "plan.png").stat().st_size > 5000
+    assert llama_plan.table().count("\n") == len(llama_plan.rows) + 1
+
+
+def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:
+    document = json.loads(llama_plan.to_json())
+    document["versions"]["torch"] = "2.0.0"
+    with pytest.raises(UserError, match=r"made with torch 2\.0\.0, here 2\."):
+        Plan.from_json(json.dumps(document))
+    llama_plan.check_model(MODELS["llama"]().model)
+    with pytest.raises(UserError, match="made for LlamaForCausalLM, and this ViTForImageClassification"):
+        llama_plan.check_model(MODELS["vit"]().model)
+    with pytest.raises(UserError, match="not a plan"):
+        Plan.from_json("[]")
+
+
+def test_adapters_do_not_change_the_fingerprint() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = fingerprint(MODELS["llama"]().model)
+    adapted = get_peft_model(MODELS["llama"]().model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    assert fingerprint(adapted) == plain
+    assert fingerprint(MODELS["llama"]().model.half()) != plain
+
+
+def test_a_fixed_batch_and_the_other_targets() -> None:
+    fixed = small_plan("vit", "3MiB", batch_size=6, policies=["none", "pointwise", "full"])
+    assert {row.batch for row in fixed.rows} == {6}
+    leanest = small_plan("vit", "3MiB", target="memory", policies=["none", "pointwise", "full"])
+    assert (leanest.best.policy, leanest.best.batch) == ("full", 1)
+    largest = small_plan("vit", "3MiB", target="effective_batch", policies=["none", "full"])
+    assert largest.best.policy == "full"
+    assert largest.best.batch > 2 * largest.rows[1].batch
+
+
+def test_what_stands_on_the_model_stays() -> None:
+    small = MODELS["llama"]()
+    apply_policy(small.model, "every:2")
+    plan(small.model, small.step_for_batch, "6MiB", "cpu", policies=["none"], batch_size=1)
+    standing = applied_policy(small.model)
+    assert standing is not None
+    assert str(standing.policy) == "every:2"
+
+
+def test_bad_budgets() -> None:
+    with pytest.raises(
+        UserError, match=r"the parameters alone take .* the smallest budget that works is .* under 'full'"
+    ):
+        small_plan("llama", "100KiB", policies=["none", "full"])
+    with pytest.raises(UserError, match=r"t4 has 14\.56 GiB; give at most that"):
+        make_room("24GiB", find_gpu("t4"))
+    with pytest.raises(UserError, match="the CPU needs a budget"):
+        make_room(None, None)
+    with pytest.raises(UserError, match="--target speed: choose one of throughput"):
+        better("speed")
+
+
+def test_the_smallest_budget_that_works_works() -> None:
+    small = MODELS["llama"]()
+    with pytest.raises(UserError) as refused:
+        plan(small.model, small.step_for_batch, 400_000, "cpu", policies=["none", "full"])
+    needed = float(str(refused.value).split("works is ")[1].split(" KiB")[0])
+    budget = round((needed + 0.1) * 1024)
+    assert plan(small.model, small.step_for_batch, budget, "cpu", policies=["none", "full"]).best.batch == 1
+
+
+def test_context_and_margin_are_kept_free() -> None:
+    gpu = find_gpu("a100-40gb")
+    room = make_room("24GiB", gpu)
+    assert room.limit == 24 * GIB - gpu.context - round(0.02 * 24 * GIB)
+    assert make_room("24GiB", gpu, "1GiB").limit == 23 * GIB - gpu.context
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "pointwise"])
+def test_a_trace_scaled_is_the_trace(policy: str) -> None:
+    """Growth learned from `none` alone says what every policy takes at another batch size."""
+    small = MODELS["llama"]()
+    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, find_gpu("t4"))
+    with Tracer(subject) as tracer:
+        growth = Growth(LOW, HIGH)
+        low, high = (tracer.trace("none", at) for at in (LOW, HIGH))
+        growth.learn(low, high)  # type: ignore[arg-type]
+        anchor, there = (tracer.trace(policy, at) for at in (LOW, 24))
+        assert not isinstance(anchor, str)
+        assert not isinstance(there, str)
+        scaled = growth.scale(anchor, 24)
+    assert scaled.peak_allocated == pytest.approx(there.peak_allocated, rel=1e-3)
+    assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
+
+
+def test_a_shared_session_says_what_single_traces_say() -> None:
+    small = MODELS["llama"]()
+    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
+    for policy, trace in zip(
+        ("none", "full", "pointwise"), subject.trace(["none", "full", "pointwise"], 4), strict=True
+    ):
+        (alone,) = subject.trace([policy], 4)
+        assert not isinstance(trace, str)
+        assert not isinstance(alone, str)
+        assert trace.peak_allocated == alone.peak_allocated
+        assert len(trace.ops) == len(alone.ops)
+
+
+def test_forked_processes_trace_the_same() -> None:
+    small = MODELS["vit"]()
+    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
+    with Tracer(subject) as one, Tracer(subject, jobs=2) as two:
+        wanted = [("none", 3), ("full", 3), ("modules:mlp", 3)]
+        peaks = [[t.peak_allocated for t in tracer.all(wanted) if not isinstance(t, str)] for tracer in (one, two)]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("bend", [5, 40, 1000])
+@pytest.mark.parametrize("limit", [99, 100, 1234, 5000])
+def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
+    asked: list[int] = []
+
+    def needs(n: int) -> int:
+        asked.append(n)
+        return 100 + 10 * (n - 1) + 25 * max(0, n - bend)
+
+    answer = max((n for n in range(1, 301) if needs(n) <= limit), default=0)
+    asked.clear()
+    assert largest_fitting(needs, limit, 300) == answer
+    assert len(asked) == len(set(asked)) <= 12
+
+
+def test_frontier() -> None:
+    rows = [Row("a", 1, 0, 10, 1.0), Row("b", 1, 0, 8, 1.0), Row("c", 1, 0, 9, 2.0), Row("d", 1, 0, 5, 2.0)]
+    assert [row.policy for row in frontier(rows)] == ["b", "d"]
+
+
+def test_advice_kept_outputs() -> None:
+    """A loop that holds on to its outputs through backward holds the logits too; replaying without says what it costs."""
+    small = MODELS["llama"]()
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        ids = torch.zeros(16, 48, dtype=torch.long)
+        outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        model.zero_grad()
+
+    trace = trace_step(small.model, step, device="cpu")
+    without = without_kept(trace)
+    assert without is not None
+    saved = trace.peak_allocated - without.peak_allocated
+    assert saved == 16 * 48 * 256 * 4  # the logits, fp32
