@@ -14,7 +14,7 @@ import contextlib
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +85,14 @@ def fit_to_memory(
     model: nn.Module,
     args: TrainingArguments,
     settings: ACArguments,
-    rows: Sequence[Any],
+    rows: Any,
     collate: Callable[[list[Any]], dict[str, Any]],
 ) -> Fitted:
     """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
 
     Args:
         model: on any device; it is moved to that of training.
-        rows: the training data, of dicts; of those with "input_ids" the longest is taken.
+        rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest is taken.
 
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
@@ -177,7 +177,7 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
 
 
 def _steps(
-    args: TrainingArguments, rows: Sequence[Any], collate: Callable[[list[Any]], dict[str, Any]]
+    args: TrainingArguments, rows: Any, collate: Callable[[list[Any]], dict[str, Any]]
 ) -> Callable[[int], Step]:
     """Batch size -> the Trainer's step on so many copies of the longest row."""
     longest = _longest(rows)
@@ -204,11 +204,11 @@ def _steps(
     return step_for_batch
 
 
-def _longest(rows: Sequence[Any]) -> Any:
+def _longest(rows: Any) -> Any:
     names = getattr(rows, "column_names", None)
     if names is None or "input_ids" not in names:
         return rows[0]
-    lengths = [len(ids) for ids in rows["input_ids"]]  # type: ignore[call-overload]  # a datasets.Dataset
+    lengths = [len(ids) for ids in rows["input_ids"]]  # a datasets.Dataset
     return rows[max(range(len(lengths)), key=lengths.__getitem__)]
 
 
