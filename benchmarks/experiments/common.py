@@ -84,9 +84,9 @@ class Section:
         """Add a paragraph."""
         self.parts.append(" ".join(lines))
 
-    def table(self, header: list[str], rows: list[list[str]]) -> None:
-        """Add a table; the first column is text, the others are figures."""
-        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    def table(self, header: list[str], rows: list[list[str]], words: bool = False) -> None:
+        """Add a table; the first column is text, the others are figures, or `words` too."""
+        lines = [header, ["---", *["---" if words else "---:"] * (len(header) - 1)], *rows]
         self.parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
 
     def picture(self, name: str, alt: str) -> None:

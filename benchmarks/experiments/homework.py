@@ -168,11 +168,11 @@ def homework(images: Path, quick: bool) -> Section:
     """All nine figures."""
     section = Section("The twelve-block homework")
     section.text(
-        "Twelve blocks of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4",
-        "heads, AdamW; block 0 is never checkpointed. One notebook in one process: the peak of a run holds the",
-        "parameters and gradients of every model before it, and those of its own cell that have not run yet. The",
-        "trace runs the notebook's three cells in order. Small size on the CPU: depth 4, width 32, sequence 64,",
-        "fp32.",
+        "A public notebook (github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb): twelve blocks",
+        "of `nn.MultiheadAttention` and a ReLU MLP, bf16, batch 1, sequence 4096, width 512, 4 heads, AdamW;",
+        "block 0 is never checkpointed. One notebook in one process: the peak of a run holds the parameters and",
+        "gradients of every model before it, and those of its own cell that have not run yet. The trace runs the",
+        "notebook's three cells in order. Small size on the CPU: depth 4, width 32, sequence 64, fp32.",
     )
     full = Size(depth=2, length=128) if quick else Size()
     small = Size(depth=4, width=32, heads=2, length=64, dtype=torch.float32)

@@ -71,29 +71,19 @@ def timeline(images: Path, quick: bool) -> Section:
 
     trace = predict(case(build, batch, width), "none", "t4")
     trace.plot(images / "linear_stack.png")
-    growth, before_backward, after_backward = _moments(trace)
-    section.table(
-        ["moment", "MB, predicted (T4)"],
-        [
-            ["before the step", mb(trace.replay.allocated[trace.start - 1])],
-            *[[f"after layer {n + 1}", mb(nbytes)] for n, nbytes in enumerate(growth)],
-            ["before backward", mb(before_backward)],
-            ["peak, in backward", mb(trace.peaks["backward"])],
-            ["after backward", mb(after_backward)],
-            ["after the next zero_grad", mb(trace.replay.allocated[trace.start - 1] - sum(_gradient_bytes(trace)))],
-        ],
-    )
+    allocated, growth, backward = trace.replay.allocated, *_forward(trace)
+    moments = {"before the step, gradients of the last one still there": allocated[trace.start - 1]}
+    moments["after zero_grad, with the batch"] = min(allocated[trace.start : growth[0]])
+    moments |= {f"after layer {n + 1}": allocated[at] for n, at in enumerate(growth)}
+    moments |= {"before backward": allocated[backward - 1], "peak, in backward": trace.peaks["backward"]}
+    moments["after backward"] = allocated[-1]
+    section.table(["moment", "MB, predicted (T4)"], [[name, mb(nbytes)] for name, nbytes in moments.items()])
     section.picture("linear_stack.png", "the linear stack's memory over one step")
-    steps = [after - before for before, after in itertools.pairwise(growth)]
+    steps = [after - before for before, after in itertools.pairwise(allocated[at] for at in growth)]
+    phase = max(trace.peaks, key=trace.peaks.__getitem__)
     section.figures += [
         Figure(LINEAR, "growth per layer in forward", "+4.2", max(steps) / MB, 4.2),
-        Figure(
-            LINEAR,
-            "where the peak falls",
-            "backward",
-            None,
-            note=f"predicted: {max(trace.peaks, key=trace.peaks.__getitem__)}",
-        ),
+        Figure(LINEAR, "where the peak falls", "backward", None, unit="", note=f"predicted: {phase}"),
     ]
     section.text(
         f"Forward adds {mb(max(steps))} MB a layer; the peak comes in backward, where activations and gradients",
@@ -102,22 +92,11 @@ def timeline(images: Path, quick: bool) -> Section:
     return section
 
 
-def _moments(trace: StepTrace) -> tuple[list[int], int, int]:
-    """Allocated bytes after each layer's output in forward, when backward begins, and at the end of the step."""
-    allocated, backward = (
-        trace.replay.allocated,
-        next(at for at, name in trace.marks if name == "backward" and at >= trace.start),
-    )
-    outputs = [
-        at
-        for at in range(trace.start, backward)
-        if trace.events[at] >= 0 and trace.storages[trace.events[at]].op == "aten.addmm.default"
-    ]
-    return [allocated[at] for at in outputs], allocated[backward - 1], allocated[-1]
-
-
-def _gradient_bytes(trace: StepTrace) -> list[int]:
-    return [nbytes for storage, nbytes in trace.live_at(trace.start - 1) if storage.category == "gradients"]
+def _forward(trace: StepTrace) -> tuple[list[int], int]:
+    """The events at which the layers of the measured step made their outputs, and that at which backward began."""
+    backward = next(at for at, name in trace.marks if name == "backward" and at >= trace.start)
+    made = [(at, trace.storages[trace.events[at]].op) for at in range(trace.start, backward) if trace.events[at] >= 0]
+    return [at for at, op in made if op == "aten.addmm.default"], backward
 
 
 def segments(images: Path, quick: bool) -> Section:

@@ -149,7 +149,7 @@ def traps(images: Path, quick: bool) -> Section:
         trapped, ours = spring(name)
         said = "; ".join(trapped.causes) or "nothing differs"
         rows.append([name, "same" if trapped.ok else "DIFFERS", said, "same" if ours.ok else "DIFFERS"])
-    section.table(["trap", "check_parity", "what it says", "`full` on the same model"], rows)
+    section.table(["trap", "check_parity", "what it says", "`full` on the same model"], rows, words=True)
     held, let_go = kept_references(keep=True), kept_references(keep=False)
     section.table(
         ["kept references: peak bytes (measured, CPU) of step", *map(str, range(1, 6))],

@@ -13,6 +13,7 @@ from ckpt_ft.planning.workload import Settings, Workload, load
 from .common import Case, Figure, Section, kept, mb, predict
 
 SOURCE, GPU = "tutorial, A100-80GB", "a100-80gb"
+SEARCHED = 4096  # the largest batch that is looked at
 
 # strategy -> (policy, memory reduction %, compute overhead %) as the tutorial gives them
 STRATEGIES = {
@@ -82,7 +83,7 @@ def largest_batches(images: Path, quick: bool) -> Section:
     for name, (model, settings, *published) in list(BATCHES.items())[: 1 if quick else None]:
         if quick:
             model, settings = "HuggingFaceTB/SmolLM2-135M", {"lora_r": 4, "seq_length": 64}
-        none, full, saved = _found(load(model, Settings(**settings)), 64 if quick else 2048)
+        none, full, saved = _found(load(model, Settings(**settings)), SEARCHED if not quick else 64)
         without, with_, less = published
         pairs = [(without, none), (with_, full), (f"{with_ / without:.1f}", f"{full / max(none, 1):.1f}")]
         pairs.append((f"{less} %", f"{saved:.0f} %"))

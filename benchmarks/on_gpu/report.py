@@ -28,8 +28,8 @@ def markdown(results: dict[str, Any], pictures: list[Path]) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; columns after the first to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
