@@ -61,23 +61,23 @@ from ckpt_ft.training.validation import Validation
 
 # What runs when no pipeline is named.
 BUILT_IN = {
-    "train_batch_size": 32,
-    "max_train_steps": 700,
+    "train_batch_size": 16,
+    "max_train_steps": 1200,
     "learning_rate": 1.5e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 50,
     "proportion_empty_prompts": 0.1,
     "use_ema": True,
-    "validation_steps": 175,
+    "validation_steps": 300,
     "validation_inference_steps": 20,
     "validation_guidance_scale": 3.0,
     "validation_prompt": [
         "a large red circle at the top left on white",
         "a large orange square at the top on black",
         "a large yellow triangle at the top right on white",
-        "a medium green star at the left on black",
+        "a large green star at the left on black",
         "a large cyan cross at the centre on white",
-        "a medium blue ring at the right on black",
+        "a large blue ring at the right on black",
         "a large purple diamond at the bottom left on white",
         "a large pink heart at the bottom on black",
     ],
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         traced_optimizer.zero_grad()
 
     def same_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return workload.make_optimizer(model, "adamw_8bit" if args.use_8bit_adam else "adamw")
+        return workload.make_optimizer(model, "adamw_8bit" if args.use_8bit_adam else "adamw_fused")
 
     memory.report(
         args.output_dir,
@@ -260,6 +260,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
     )  # fmt: skip
+    # A barrier last: gloo's thread wants the GIL to let go of a gather's tensors, and this one, when it drops the DDP
+    # model on the way out, holds the GIL while it joins that thread.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
