@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..checkpointing.parity import Parity, check_parity
-from .workload import MIXED_PRECISION, Settings, load, read_config
+from .model_config import read_config
+from .workload import MIXED_PRECISION, Settings, load
 
 _TIMESTEPS = 1000  # of a noise schedule
 
