@@ -109,7 +109,7 @@ def page(groups: list[list[Result]], batch: int) -> str:
             "All predicted by the trace, none measured: peak allocated, activations kept for backward when forward is",
             f"done, and milliseconds of a step on {batch} images, on an {DEVICE}; the largest batch that fits a card,",
             "where asked for. `full` is every block, those that diffusers' own switch leaves out included. With fewer",
-            "images the host, not the GPU, sets the time of a step on such a card, and a policy's own work costs more.",
+            "images the host, not the GPU, sets the time of a step on such a card, and a policy's work costs more.",
             "",
             "![kept activations against step time](img/unet_frontier.png)",
             "",

@@ -66,7 +66,7 @@ def plan(
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
     from .planning.plan_file import cache_path, write_json
-    from .planning.workload import read_config
+    from .planning.model_config import read_config
 
     settings = make_settings(
         seq_length,

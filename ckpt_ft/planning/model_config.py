@@ -1,4 +1,4 @@
-"""A model's configuration by name: a file, a directory, the Hub, or one that comes with the package for use offline."""
+"""A model's configuration by name: a file, a directory, the Hub, or one that comes with the package."""
 
 from __future__ import annotations
 
