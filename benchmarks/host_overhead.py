@@ -63,8 +63,8 @@ def unet() -> tuple[nn.Module, Step]:
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 8, 8, 8), layers_per_block=2, cross_attention_dim=8, attention_head_dim=4,
-        norm_num_groups=4,
+        sample_size=8, block_out_channels=(8, 8, 8, 8), layers_per_block=2, cross_attention_dim=8,
+        attention_head_dim=4, norm_num_groups=4,
     )  # fmt: skip
     latents, when, text = torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 4, 8)
     return model, lambda m: m(latents, when, text).sample.square().mean()

@@ -65,8 +65,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from .planning.plan_file import cache_path, write_json
     from .planning.model_config import read_config
+    from .planning.plan_file import cache_path, write_json
 
     settings = make_settings(
         seq_length,
