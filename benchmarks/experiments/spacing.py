@@ -83,7 +83,7 @@ def frequency(images: Path, quick: bool) -> Section:
     best = min(cost, key=cost.__getitem__)
     points = {p: (1e3 * t.seconds, t.peak_allocated / MB) for p, t in traces.items()}
     groups = {
-        name: [xy for p, xy in points.items() if p.startswith(name) or p == "none"]
+        name: sorted(xy for p, xy in points.items() if p.startswith(name) or p == "none")
         for name in ("every", "segments", "sqrt")
     }
     line_plot(

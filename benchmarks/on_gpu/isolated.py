@@ -5,6 +5,7 @@ Processes are forked from a server that has imported the libraries and never tou
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import warnings
@@ -45,7 +46,7 @@ start_method = "forkserver"  # gpu.py falls back to "spawn" where a library's im
 
 def call(function: Callable[..., Any], *args: Any, limit: float) -> Outcome:
     """`function(*args)` in a new process, killed after `limit` seconds; arguments and result are pickled."""
-    context = multiprocessing.get_context(start_method)
+    context: Any = multiprocessing.get_context(start_method)
     context.set_forkserver_preload(_PRELOAD)  # what is not installed is passed over
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(send, function, args), daemon=True)
@@ -65,6 +66,7 @@ def call(function: Callable[..., Any], *args: Any, limit: float) -> Outcome:
 
 def _run(send: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")  # of the libraries, the same for each case
+    gc.freeze()  # collections need not walk, and so copy, what the server imported
     try:
         result = ("ok", function(*args), "")
     except torch.OutOfMemoryError as error:

@@ -144,9 +144,10 @@ def _frontiers(points: dict[str, list[tuple[str, float, float]]], path: Path) ->
     columns = min(3, len(points))
     rows = -(-len(points) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
-    for axes, (workload, found) in zip(
-        figure.subplots(rows, columns, squeeze=False).flat, points.items(), strict=False
-    ):
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[len(points) :]:
+        unused.remove()
+    for axes, (workload, found) in zip(panels, points.items(), strict=False):
         axes.scatter([ms for _, ms, _ in found], [gib for _, _, gib in found], s=14)
         for policy, ms, gib in found:
             axes.annotate(policy, (ms, gib), fontsize=6, xytext=(2, 2), textcoords="offset points")

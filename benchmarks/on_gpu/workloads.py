@@ -82,7 +82,7 @@ _TINY_LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "vocab_size": 64,
     "max_position_embeddings": 64,
