@@ -107,6 +107,7 @@ class Tracker(TorchDispatchMode):
 
     def start_step(self) -> None:
         """Open a step: the views of a trace are of the last one opened."""
+        self._end_backward()
         self._marks.append((len(self._events), "step"))
         self._phase, self._recompute = "forward", False
         self._marks.append((len(self._events), "forward"))
@@ -124,6 +125,7 @@ class Tracker(TorchDispatchMode):
 
     def trace(self, device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
         """What was recorded so far."""
+        self._end_backward()
         late = len(self._residents)  # found on sight, yet there before the first event
         ops = [Op(o.name, o.flops, o.nbytes, o.dtype, o.phase, o.module, o.at + late, o.kernels) for o in self._ops]
         marks = [(at + late, name) for at, name in self._marks]
@@ -259,6 +261,11 @@ class Tracker(TorchDispatchMode):
             self._phase, self._recompute = phase, recompute
             self._zone += 1
 
+    def _end_backward(self) -> None:
+        """Tell gradients from what was temporary where no optimizer comes after backward."""
+        if self._phase == "backward":
+            self._mark_gradients(self._parameters)
+
     def _module(self) -> str:
         if self._stack:
             return self._stack[-1]
@@ -313,8 +320,7 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*exception)
         for hook in self._hooks:
             hook.remove()
-        if self._phase == "backward":
-            self._mark_gradients(self._parameters)
+        self._end_backward()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import itertools
 
 from benchmarks.experiments import homework, spacing, stacks, traps
-from benchmarks.experiments.common import Figure
+from benchmarks.experiments.common import Figure, predict
+from benchmarks.experiments.models import case, linear_stack
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,12 @@ def test_the_linear_stack(tmp_path: Path) -> None:
     assert growth.ours == pytest.approx(4.2, rel=0.01)
     assert peak.note == "predicted: backward"
     assert (tmp_path / "linear_stack.png").stat().st_size > 1000
+
+
+def test_gradients_are_told_from_temporaries_without_an_optimizer() -> None:
+    trace = predict(case(partial(linear_stack, 8, 4096), 256, 4096), "none", "t4")
+    weights = 8 * 4096 * (4096 + 1) * 4
+    assert trace.at_peak["parameters"] == trace.at_peak["gradients"] == weights
 
 
 def test_segments_save_what_layers_do_not(tmp_path: Path) -> None:
