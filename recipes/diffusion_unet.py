@@ -55,6 +55,7 @@ from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.loss_log import LossLog
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.parser import parse_args
+from ckpt_ft.training.planning import fit_unet
 from ckpt_ft.training.sample import cache_dir
 from ckpt_ft.training.tiny_diffusion import tiny_pipeline_dir
 from ckpt_ft.training.validation import Validation
@@ -140,7 +141,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     unet = load_unet(model_args)
     parameters = prepare_unet(unet, model_args, frozen_dtype)
     unet.to(accelerator.device)
+    side = resolution // 2 ** (len(vae_config.block_out_channels) - 1)
+    fitted = fit_unet(  # what --ac_policy auto and --find_max_batch_size leave open
+        unet, args, ac_args, accelerator, side, frozen_dtype, lambda trained: make_optimizer(trained, args, 0.0)
+    )
     memory = LoopMemory(ac_args, accelerator)
+    memory.add_to_report = fitted.describe
     memory.apply(unet)
     noise_scheduler = load_scheduler(model_args)
 
@@ -240,6 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
     if validation.prompts and accelerator.is_main_process:
         validation.write_sheet(Path(args.output_dir, "samples.png"))
+    # DDP's wrapper goes before the process group. Were it to hold the group's last reference, torch would join gloo's
+    # thread with the GIL held, and that thread may be waiting for the GIL to free its last tensors: neither ends.
+    del unet
+    accelerator.free_memory()
 
     def one_step(model: torch.nn.Module, traced_optimizer: torch.optim.Optimizer) -> None:
         """The loop's step in short, on its last batch, for the prediction beside what was measured."""
@@ -260,9 +270,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
     )  # fmt: skip
-    # A barrier last: gloo's thread wants the GIL to let go of a gather's tensors, and this one, when it drops the DDP
-    # model on the way out, holds the GIL while it joins that thread.
-    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
