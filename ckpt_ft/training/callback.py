@@ -150,7 +150,7 @@ class ACCallback(TrainerCallback):
         try:
             device = current_gpu(args.device.index) or "cpu"
             self.report.predict(predict_trainer(model, optimizer, self.profiler.batch, args, device))
-        except UserError as error:
+        except Exception as error:  # a prediction must not cost the run that it describes
             self.report.notes.append(f"no prediction: {error}")
 
     def _write(self, output_dir: str) -> None:

@@ -47,6 +47,7 @@ class LoopMemory:
         self.settings, self.accelerator, self.policy = settings, accelerator, settings.policy
         self.model: nn.Module | None = None
         self.profiler: MemoryProfiler | None = None
+        self.add_to_report: Callable[[MemoryReport], None] | None = None  # called before the report is shown
 
     def apply(self, model: nn.Module) -> None:
         """Put the policy on `model`.
@@ -119,6 +120,8 @@ class LoopMemory:
             return report
         if predict is not None:
             self._predict(report, predict)
+        if self.add_to_report is not None:
+            self.add_to_report(report)
         report.print()
         base = Path(output_dir) / "memory_report"
         if "json" in self.settings.reports:
@@ -135,7 +138,7 @@ class LoopMemory:
             if self.policy is not None:  # taken off when training ended
                 apply_policy(self.model, self.policy)
             report.predict(predict(current_gpu(self.accelerator.device.index) or "cpu"))
-        except UserError as error:
+        except Exception as error:  # a prediction must not cost the run that it describes
             report.notes.append(f"no prediction: {error}")
         finally:
             self.close()

@@ -35,10 +35,9 @@ def predict_trainer(
     """
 
     def step(model: nn.Module, twin: torch.optim.Optimizer) -> None:
-        for _ in range(settings.gradient_accumulation_steps):
-            args, kwargs = batch.again()
+        batches = [batch.again() for _ in range(settings.gradient_accumulation_steps)]  # a Trainer fetches all at once
+        for args, kwargs in batches:
             loss = model(*args, **kwargs).loss
-            del args, kwargs
             loss.backward()
         if settings.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
