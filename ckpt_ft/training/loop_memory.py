@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..checkpointing.apply import apply_policy, remove_policy
-from ..errors import UserError, WorkFailed
+from ..errors import WorkFailed
 from ..memory.gpus import GPU, current_gpu
 from ..memory.profiler import MemoryProfiler
 from ..units import format_bytes
