@@ -17,12 +17,15 @@ from accelerate.utils import find_executable_batch_size
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.allocator import replay
+from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.tracing import cores
-from ckpt_ft.planning.workload import Settings, load
+from ckpt_ft.planning.rows import largest_fitting
+from ckpt_ft.planning.scaling import Growth
+from ckpt_ft.planning.tracing import Subject, cores
+from ckpt_ft.planning.workload import Settings, Workload, load
 from ckpt_ft.units import MIB, format_bytes
 
 HALF = {"dtype": "bfloat16"}
@@ -60,12 +63,30 @@ def table() -> None:
 def t4() -> None:
     gpu = find_gpu("t4")
     workload = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0))
-    print("| policy | found by trying | predicted, without a margin |\n|---|---:|---:|")
+    print("| policy | found by trying | predicted: reserved bytes fit | predicted: cached segments given back |")
+    print("|---|---:|---:|---:|")
     for policy, tried in FOUND_ON_T4.items():
         found = predict_max_batch_size(
             workload.model, workload.step, policy, None, gpu, make_optimizer=workload.make_optimizer, margin=0
         )
-        print(f"| {policy} | {tried} | {found.batch} |", flush=True)
+        last = last_before_oom(workload, policy, gpu)
+        print(f"| {policy} | {tried} | {found.batch} | {last} |", flush=True)
+
+
+def last_before_oom(workload: Workload, policy: str, gpu: GPU) -> int:
+    """The largest batch that the allocator can still lay out when it may first give cached segments back."""
+    subject = Subject(workload.model, workload.step, workload.make_optimizer, gpu)
+    growth = Growth(32, 64)
+    small, large = (subject.trace([policy], batch)[0] for batch in (32, 64))
+    assert not isinstance(small, str)
+    assert not isinstance(large, str)
+    growth.learn(small, large)
+
+    def runs_out(batch: int) -> int:
+        scaled = growth.scale(small, batch, ops=False)
+        return int(replay([s.nbytes for s in scaled.storages], scaled.events, capacity=gpu.usable).oom_at is not None)
+
+    return largest_fitting(runs_out, 0, 512)
 
 
 def finders() -> None:

@@ -55,6 +55,12 @@ def diffusion_workload(name: str, config: Mapping[str, Any], settings: Settings)
     )
 
 
+def noise_batch(model: nn.Module, size: int, side: int, dtype: torch.dtype) -> Batch:
+    """What a model of a known class is called with, as zeros: `size` latents of `side` x `side`, prompts and times."""
+    batch: Batch = _INPUTS[type(model).__name__](model.config, size, side, dtype)
+    return batch
+
+
 def noise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean squared error in fp32 against noise of the prediction's shape."""
     inputs = {key: value for key, value in batch.items() if key != "target"}

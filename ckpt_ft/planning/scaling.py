@@ -43,6 +43,8 @@ class Growth:
         self.low, self.high = low, high
         self._storages: _Table[tuple[int]] = _Table()
         self._ops: _Table[tuple[int, int, int]] = _Table()
+        self._learned = 0  # how often; what was resolved before is then resolved anew
+        self._resolved: dict[int, tuple[int, StepTrace, list[tuple[int, int]], list[tuple[int, int, int]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
@@ -50,6 +52,7 @@ class Growth:
         Where a module made more of them for the larger batch (a loss in chunks), each stays as it is and there are
         more of them. What only the warm-up made (the optimizer's state) stays as it is too.
         """
+        self._learned += 1
         for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
             for before, after in zip(one, other if len(one) == len(other) else one, strict=True):
                 self._storages.learn(*_storage_keys(before), (after.nbytes,))
@@ -74,20 +77,34 @@ class Growth:
     def scale(self, trace: StepTrace, batch: int, ops: bool = True) -> StepTrace:
         """`trace` (at `low`) at `batch`; what has not been learned stays as it is, without `ops` all ops do."""
         share = (batch - self.low) / (self.high - self.low)
+        sizes, costs = self._grown(trace)
+        storages = [
+            Storage(max(0, round(before + more * share)), s.category, s.op, s.module, s.phase) if more else s
+            for s, (before, more) in zip(trace.storages, sizes, strict=True)
+        ]
+        if not ops:
+            return replace(trace, storages=storages)
+        scaled = []
+        for o, (flops, nbytes, kernels) in zip(trace.ops, costs, strict=True):
+            grew = (o.flops + flops * share, o.nbytes + nbytes * share, o.kernels + kernels * share)
+            flops, nbytes, kernels = (max(0, round(value)) for value in grew)
+            scaled.append(Op(o.name, flops, nbytes, o.dtype, o.phase, o.module, o.at, kernels))
+        return replace(trace, storages=storages, ops=scaled)
 
-        def grown(before: int, after: int) -> int:
-            return max(0, round(before + (after - before) * share))
-
-        storages = []
-        for s in trace.storages:
-            (after,) = self._storages.get(*_storage_keys(s)) or (s.nbytes,)
-            storages.append(s if after == s.nbytes else replace(s, nbytes=grown(s.nbytes, after)))
-        grown_ops = []
-        for o in trace.ops if ops else ():
-            flops, nbytes, kernels = self._ops.get(*_op_keys(o)) or (o.flops, o.nbytes, o.kernels)
-            grew = grown(o.flops, flops), grown(o.nbytes, nbytes), grown(o.kernels, kernels)
-            grown_ops.append(Op(o.name, *grew[:2], o.dtype, o.phase, o.module, o.at, grew[2]))
-        return replace(trace, storages=storages, ops=grown_ops if ops else trace.ops)
+    def _grown(self, trace: StepTrace) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """For each storage its bytes and how many more it has at `high`; for each op how much more it costs."""
+        known = self._resolved.get(id(trace))
+        if known is None or known[0] != self._learned:
+            sizes = [
+                (s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0] - s.nbytes)
+                for s in trace.storages
+            ]
+            costs = []
+            for o in trace.ops:
+                flops, nbytes, kernels = self._ops.get(*_op_keys(o)) or (o.flops, o.nbytes, o.kernels)
+                costs.append((flops - o.flops, nbytes - o.nbytes, kernels - o.kernels))
+            known = self._resolved[id(trace)] = self._learned, trace, sizes, costs
+        return known[2], known[3]
 
 
 Record = TypeVar("Record", Storage, Op)

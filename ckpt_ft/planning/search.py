@@ -116,7 +116,8 @@ class Search:
     def _best(self, policy: str) -> Row | None:
         batch = self.batch or 1
         if self.batch is None and self.target != "memory":
-            batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most)
+            known = {LOW: self.anchors[policy].peak_reserved}
+            batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most, known)
         row = self.estimate(policy, max(batch, 1))
         return row if self.room.fits(row) else None
 

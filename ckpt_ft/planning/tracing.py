@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -162,6 +163,8 @@ class Tracer:
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Tracer:
+        self._collects = gc.isenabled()
+        gc.disable()  # traces are millions of small objects, without cycles
         if self._jobs > 1:
             global _SUBJECT
             _SUBJECT = self.subject  # what the forked processes inherit
@@ -169,6 +172,8 @@ class Tracer:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if self._collects:
+            gc.enable()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

@@ -1,4 +1,4 @@
-"""What a Trainer recipe asks the planner: which policy, which micro-batch, and what to do when memory still runs out.
+"""What a recipe asks the planner: which policy, which micro-batch, and what to do when memory still runs out.
 
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)     # before the Trainer is made
     ...
@@ -6,6 +6,7 @@
         result = train_within(trainer, memory, fitted)
 
 The step that is traced and tried is the Trainer's, on the longest row there is, as many times as the batch has rows.
+`fit_unet` does the same for the loop of the diffusion recipe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -28,18 +30,24 @@ from ..errors import UserError
 from ..memory.gpus import current_gpu
 from ..memory.report import MaxBatch, MemoryReport, PolicyRow
 from ..planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
+from ..planning.diffusion import noise_batch
 from ..planning.plan import Plan, plan
 from ..policy import Policy
-from ..units import format_bytes
+from ..units import format_bytes, parse_bytes
 from .arguments import ACArguments
 from .checkpoints import last_complete_checkpoint
 from .oom import is_oom
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ..memory.gpus import GPU
     from ..planning.tracing import Step
     from .callback import ACCallback
+    from .diffusion_arguments import LoopArguments
 
 logger = logging.getLogger(__name__)
+_LOOP = 0.05  # of a CPU's budget, kept free for what the loop holds beside the step (batches fetched ahead, logging)
 _LEANER = 0.9  # of the budget: what is planned for after memory ran out
 
 
@@ -53,19 +61,23 @@ class Fitted:
     model: nn.Module
     step_for_batch: Callable[[int], Step]
     make_optimizer: Callable[[nn.Module], Any]
-    args: TrainingArguments
+    args: Any  # TrainingArguments or LoopArguments
     settings: ACArguments
+    device: torch.device
+    batch_name: str = "per_device_train_batch_size"
     plan: Plan | None = None
     largest: MaxBatchSize | None = None
 
     def make_plan(self, budget: str | int | None, batch_size: int | None) -> Plan:
         """A plan for this model on the device at hand."""
+        gpu = current_gpu()
         return plan(
             self.model,
             self.step_for_batch,
             budget,
-            current_gpu() or "cpu",
+            gpu or "cpu",
             make_optimizer=self.make_optimizer,
+            margin=_cpu_margin(budget, gpu),
             batch_size=batch_size,
             report=logger.info,
         )
@@ -73,7 +85,7 @@ class Fitted:
     def describe(self, report: MemoryReport) -> None:
         """Put the largest batch and the next best policies into `report`."""
         if self.largest is not None:
-            device = self.plan.device if self.plan else str(self.args.device)
+            device = self.plan.device if self.plan else str(self.device)
             report.max_batch = MaxBatch(device, self.largest.predicted, self.largest.batch)
         if self.plan is not None:
             seconds = self.plan.device != "cpu"  # nominal ones are no prediction
@@ -97,22 +109,62 @@ def fit_to_memory(
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
     """
-    step_for_batch = _steps(args, rows, collate)
-    fitted = Fitted(model, step_for_batch, _optimizer_maker(args), args, settings)
+    fitted = Fitted(model, _steps(args, rows, collate), _optimizer_maker(args), args, settings, args.device)
+    _settle(fitted)
+    return fitted
+
+
+def fit_unet(
+    unet: nn.Module,
+    args: LoopArguments,
+    settings: ACArguments,
+    accelerator: Accelerator,
+    side: int,
+    dtype: torch.dtype,
+    make_optimizer: Callable[[list[nn.Parameter]], Any],
+) -> Fitted:
+    """`fit_to_memory` for the diffusion recipe's loop, on latents of `side` x `side` and prompts of `dtype`."""
+    passes = min(2, args.gradient_accumulation_steps)
+
+    def step_for_batch(size: int) -> Step:
+        batch = send_to_device(noise_batch(accelerator.unwrap_model(unet), size, side, dtype), accelerator.device)
+
+        def step(model: nn.Module, optimizer: Any) -> None:
+            for _ in range(passes):
+                with accelerator.autocast():
+                    prediction = model(**batch).sample
+                loss = torch.nn.functional.mse_loss(prediction.float(), torch.zeros_like(prediction).float())
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def make(model: nn.Module) -> Any:
+        return make_optimizer([p for p in model.parameters() if p.requires_grad])
+
+    fitted = Fitted(unet, step_for_batch, make, args, settings, accelerator.device, "train_batch_size")
+    _settle(fitted)
+    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    return fitted
+
+
+def _settle(fitted: Fitted) -> None:
+    settings, model = fitted.settings, fitted.model
     if settings.from_plan:
         fitted.plan = settings.plan
         fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
     if settings.ac_policy != "auto" and not settings.find_max_batch_size:
-        return fitted
-    model.to(args.device)
+        return
+    model.to(fitted.device)
     if settings.ac_policy == "auto":
-        batch_size = None if settings.find_max_batch_size else args.per_device_train_batch_size
+        batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
         fitted.plan = fitted.make_plan(settings.ac_budget, batch_size)
         settings.ac_policy = fitted.plan.best.policy
-        _say(args, f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
+        _say(f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
     if settings.find_max_batch_size:
         fitted.largest = _largest(fitted)
-    return fitted
 
 
 def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
@@ -163,7 +215,11 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
     applied = apply_policy(fitted.model, settings.policy) if settings.policy is not None else None
     try:
         found = find_max_batch_size(
-            fitted.model, fitted.step_for_batch, settings.ac_budget, make_optimizer=fitted.make_optimizer
+            fitted.model,
+            fitted.step_for_batch,
+            settings.ac_budget,
+            make_optimizer=fitted.make_optimizer,
+            margin=_cpu_margin(settings.ac_budget, current_gpu()),
         )
     finally:
         if applied is not None:
@@ -220,6 +276,11 @@ def _optimizer_maker(args: TrainingArguments) -> Callable[[nn.Module], Any]:
     return make_optimizer
 
 
-def _say(args: TrainingArguments, text: str) -> None:
-    if args.process_index == 0:
+def _cpu_margin(budget: str | int | None, gpu: GPU | None) -> int | None:
+    """Bytes to keep free under a CPU's budget; None on a GPU, where the planner has a margin of its own."""
+    return round(_LOOP * parse_bytes(budget)) if gpu is None and budget is not None else None
+
+
+def _say(text: str) -> None:
+    if PartialState().is_main_process:
         print(text, flush=True)

@@ -204,8 +204,9 @@ def test_frontier() -> None:
 
 
 def test_advice_kept_outputs() -> None:
-    """A loop that holds on to its outputs through backward holds the logits too; replaying without says what it costs."""
+    """A loop that holds on to its outputs through backward holds the logits too: what that costs is replayed."""
     small = MODELS["llama"]()
+    small.model.config.use_cache = False  # type: ignore[union-attr]
 
     def step(model: nn.Module, optimizer: object) -> None:
         ids = torch.zeros(16, 48, dtype=torch.long)
@@ -217,4 +218,4 @@ def test_advice_kept_outputs() -> None:
     without = without_kept(trace)
     assert without is not None
     saved = trace.peak_allocated - without.peak_allocated
-    assert saved == 16 * 48 * 256 * 4  # the logits, fp32
+    assert 16 * 48 * 256 * 4 <= saved < 1.01 * 16 * 48 * 256 * 4  # the logits, fp32
