@@ -7,7 +7,6 @@ trainer.train()
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from ..checkpointing.apply import AppliedPolicy, apply_policy
-from ..errors import UserError, WorkFailed
+from ..errors import UserError
 from ..memory.gpus import current_gpu
-from ..memory.meters import CpuMeter
 from ..memory.profiler import MemoryProfiler
 from ..memory.report import MemoryReport
 from ..policy import Policy
-from ..units import format_bytes
 from .arguments import ACArguments
 from .predict import predict_trainer
+from .reporting import add_prediction, holder_lines, require_parity, write_reports
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -113,11 +111,12 @@ class ACCallback(TrainerCallback):
                 per_device_batch_size=args.per_device_train_batch_size,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
             )
-            self._predict(kwargs["model"], kwargs["optimizer"], args)
+            if self.report.main and self.profiler.batch.elements:
+                self._predict(kwargs["model"], kwargs["optimizer"], args)
             if self.add_to_report is not None:
                 self.add_to_report(self.report)
             self.report.print()
-            self._write(args.output_dir)
+            write_reports(self.report, self.settings.reports, args.output_dir)
         self.close()
 
     def close(self) -> None:
@@ -131,55 +130,22 @@ class ACCallback(TrainerCallback):
 
     def peak_holders(self, n: int = 5) -> list[str]:
         """What held this process's highest peak so far, the largest first; empty before a step has been measured."""
-        meter = None if self.profiler is None else self.profiler.meter
-        if not isinstance(meter, CpuMeter) or meter.fullest is None:
-            return []
-        return [
-            f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in meter.fullest.holders(n)
-        ]
+        return holder_lines(self.profiler, n)
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
-        """Put the prediction of the largest measured step into the report, on the main process."""
+        """Put the prediction of the largest measured step into the report."""
         assert self.report is not None
         assert self.profiler is not None
-        if not self.report.main or not self.profiler.batch.elements:
-            return
-        if args.world_size > 1:
-            self.report.notes.append("no prediction: what DDP, FSDP and DeepSpeed add to a process is not traced")
-            return
-        try:
-            device = current_gpu(args.device.index) or "cpu"
-            self.report.predict(predict_trainer(model, optimizer, self.profiler.batch, args, device))
-        except Exception as error:  # a prediction must not cost the run that it describes
-            self.report.notes.append(f"no prediction: {error}")
-
-    def _write(self, output_dir: str) -> None:
-        """The kinds of report that were asked for, on the main process; without matplotlib there is no picture."""
-        assert self.report is not None
-        if not self.report.main:
-            return
-        base = Path(output_dir) / "memory_report"
-        base.parent.mkdir(parents=True, exist_ok=True)
-        if "json" in self.settings.reports:
-            self.report.to_json(base.with_suffix(".json"))
-        if "md" in self.settings.reports:
-            self.report.to_markdown(base.with_suffix(".md"))
-        if "png" in self.settings.reports and importlib.util.find_spec("matplotlib"):
-            self.report.plot(base.with_suffix(".png"))
+        batch, device = self.profiler.batch, current_gpu(args.device.index) or "cpu"
+        add_prediction(self.report, args.world_size, lambda: predict_trainer(model, optimizer, batch, args, device))
 
     def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""
         from accelerate.utils import send_to_device
 
-        from ..checkpointing.parity import check_parity
-
         assert self.policy is not None
         rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), batch_size))]
-        batch = send_to_device(dict(dataloader.collate_fn(rows)), model.device)
-        parity = check_parity(model, batch, self.policy)
-        print(parity)
-        if not parity.ok:
-            raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
+        require_parity(model, send_to_device(dict(dataloader.collate_fn(rows)), model.device), self.policy)
 
 
 def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:

@@ -11,7 +11,6 @@ memory.report(output_dir, step=..., batch_size=...)
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +20,10 @@ import torch
 from torch import nn
 
 from ..checkpointing.apply import apply_policy, remove_policy
-from ..errors import WorkFailed
 from ..memory.gpus import GPU, current_gpu
 from ..memory.profiler import MemoryProfiler
-from ..units import format_bytes
 from .arguments import ACArguments
+from .reporting import add_prediction, holder_lines, require_parity, write_reports
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,12 +65,7 @@ class LoopMemory:
         """
         if not self.settings.ac_check or self.policy is None or self.model is None:
             return
-        from ..checkpointing.parity import check_parity
-
-        parity = check_parity(self.model, dict(inputs), self.policy)
-        self.accelerator.print(parity)
-        if not parity.ok:
-            raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
+        require_parity(self.model, inputs, self.policy, self.accelerator.print)
 
     @contextmanager
     def measure(
@@ -123,30 +116,20 @@ class LoopMemory:
         if self.add_to_report is not None:
             self.add_to_report(report)
         report.print()
-        base = Path(output_dir) / "memory_report"
-        if "json" in self.settings.reports:
-            report.to_json(base.with_suffix(".json"))
-        if "md" in self.settings.reports:
-            report.to_markdown(base.with_suffix(".md"))
-        if "png" in self.settings.reports and importlib.util.find_spec("matplotlib"):
-            report.plot(base.with_suffix(".png"))
+        write_reports(report, self.settings.reports, output_dir)
         return report
 
     def _predict(self, report: MemoryReport, predict: Callable[[str | GPU], StepTrace]) -> None:
         assert self.model is not None
-        try:
-            if self.policy is not None:  # taken off when training ended
-                apply_policy(self.model, self.policy)
-            report.predict(predict(current_gpu(self.accelerator.device.index) or "cpu"))
-        except Exception as error:  # a prediction must not cost the run that it describes
-            report.notes.append(f"no prediction: {error}")
-        finally:
-            self.close()
+        if self.policy is not None:  # taken off when training ended
+            apply_policy(self.model, self.policy)
+        device = current_gpu(self.accelerator.device.index) or "cpu"
+        add_prediction(report, self.accelerator.num_processes, lambda: predict(device))
+        self.close()
 
     def peak_holders(self, n: int = 5) -> list[str]:
         """What held this process's highest peak, the largest first; empty where that is not known."""
-        held = [] if self.profiler is None else self.profiler.holders(n)
-        return [f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in held]
+        return holder_lines(self.profiler, n)
 
     def close(self) -> None:
         """Take the policy off the model."""

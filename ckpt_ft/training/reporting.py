@@ -1,0 +1,66 @@
+"""What ACCallback and LoopMemory do alike: prove a policy first, predict, name holders, write the reports."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import WorkFailed
+from ..policy import Policy
+from ..units import format_bytes
+
+if TYPE_CHECKING:
+    from ..memory.profiler import MemoryProfiler
+    from ..memory.report import MemoryReport
+    from ..memory.trace import StepTrace
+
+
+def require_parity(
+    model: nn.Module, inputs: Mapping[str, Any], policy: Policy, say: Callable[[object], None] = print
+) -> None:
+    """`--ac_check`: compare a step of `model` on `inputs` with and without `policy`.
+
+    Raises:
+        WorkFailed: a number differs.
+    """
+    from ..checkpointing.parity import check_parity
+
+    parity = check_parity(model, dict(inputs), policy)
+    say(parity)
+    if not parity.ok:
+        raise WorkFailed(f"--ac_check: policy {policy} changes the numbers of a step; nothing was trained")
+
+
+def add_prediction(report: MemoryReport, processes: int, trace: Callable[[], StepTrace]) -> None:
+    """Put what `trace` predicts beside what was measured; where it cannot, a note says why."""
+    if processes > 1:
+        report.notes.append("no prediction: what DDP, FSDP and DeepSpeed add to a process is not traced")
+        return
+    try:
+        report.predict(trace())
+    except Exception as error:  # a prediction must not cost the run that it describes
+        report.notes.append(f"no prediction: {' '.join(str(error).split())}")
+
+
+def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:
+    """What held this process's highest peak, the largest first; empty where that is not known."""
+    held = [] if profiler is None else profiler.holders(n)
+    return [f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in held]
+
+
+def write_reports(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
+    """Write memory_report.json, .md and .png as asked for, on the main process; without matplotlib no picture."""
+    if not report.main:
+        return
+    base = Path(output_dir) / "memory_report"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    if "json" in kinds:
+        report.to_json(base.with_suffix(".json"))
+    if "md" in kinds:
+        report.to_markdown(base.with_suffix(".md"))
+    if "png" in kinds and importlib.util.find_spec("matplotlib"):
+        report.plot(base.with_suffix(".png"))
