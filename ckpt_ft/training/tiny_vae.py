@@ -99,7 +99,7 @@ def _set_encoder(vae: AutoencoderKL, projection: Tensor, mean: Tensor) -> None:
 def _linear_range(norm: nn.GroupNorm, bias: Tensor) -> None:
     """Carry one signal per group of four channels through GroupNorm and SiLU unchanged, but for an offset of `_BIAS`.
 
-    A group is (signal, +_CARRIER, -_CARRIER, -signal): its mean is zero and its deviation that of the carrier, which is
+    A group is (signal, +_CARRIER, -_CARRIER, -signal): its mean is zero, its deviation that of the carrier, which is
     far larger than the signal, so the norm only scales. Its affine part scales back and adds `_BIAS`, from where on
     SiLU is close to the identity.
     """
