@@ -147,13 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--policies", nargs="+", default=list(POLICIES), help="the first is what others are held against"
     )
     parser.add_argument("--batch-size", type=int, default=BATCH)
-    parser.add_argument(
-        "--largest",
-        nargs="*",
-        choices=MODELS,
-        default=["sd15", "sd21"],
-        help="whose largest batch is searched (sdxl: slow)",
-    )
+    parser.add_argument("--no-batches", action="store_true", help="leave the largest batches out: most of the time")
     parser.add_argument("--no-write", action="store_true", help="print only")
     return parser
 
@@ -165,7 +159,7 @@ def main() -> None:
     for model in args.models:
         for method in args.methods:
             print(f"{datetime.datetime.now():%H:%M:%S} {model} {method}", file=sys.stderr)
-            asked = LARGEST if model in args.largest and method == "lora" else ()
+            asked = () if args.no_batches or method == "full" else LARGEST
             groups.append(
                 [predict(model, method, policy, args.batch_size, policy in asked) for policy in args.policies]
             )
