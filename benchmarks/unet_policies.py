@@ -124,8 +124,11 @@ def plot(groups: list[list[Result]]) -> None:
     """Kept activations against step time, each relative to no policy: one panel a model and method."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * len(groups), 4), layout="constrained")
-    for axes, results in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
+    across = min(2, len(groups))
+    down = -(-len(groups) // across)
+    figure = Figure(figsize=(5 * across, 3.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+    for axes, results in zip(panels, groups, strict=False):
         plain = results[0]
         points = [(r.kept / plain.kept, r.seconds / plain.seconds) for r in results]
         axes.scatter(*zip(*points, strict=True), s=18)
@@ -133,8 +136,9 @@ def plot(groups: list[list[Result]]) -> None:
             axes.annotate(result.policy, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
         axes.axvline(0.5, color="grey", linewidth=0.6, linestyle=":")
         axes.axhline(1.15, color="grey", linewidth=0.6, linestyle=":")
-        axes.set(title=f"{plain.model}, {plain.method}", xlabel="activations kept / none", xlim=(0, 1.3))
-    figure.axes[0].set_ylabel("step time / none")
+        axes.set(title=f"{plain.model}, {plain.method}", xlim=(0, 1.3))
+    figure.supxlabel("activations kept / none (predicted)")
+    figure.supylabel("step time / none (predicted)")
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=110)
 
