@@ -25,7 +25,7 @@ def plain(name: str, variant: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:policy .* no operator of:UserWarning")  # no convolution in a Llama
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft, of a mixture of experts
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft, of experts
 @pytest.mark.parametrize("variant", ["plain", "lora", "dropout"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_bits(name: str, variant: str) -> None:
