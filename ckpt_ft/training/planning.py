@@ -228,7 +228,7 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
     args.per_device_train_batch_size, args.gradient_accumulation_steps, note = keep_effective(
         batch, steps, found.batch
     )
-    _say(args, f"--find_max_batch_size: {found}\n{note}")
+    _say(f"--find_max_batch_size: {found}\n{note}")
     return found
 
 
