@@ -41,7 +41,9 @@ def add_prediction(report: MemoryReport, processes: int, trace: Callable[[], Ste
         report.notes.append("no prediction: what DDP, FSDP and DeepSpeed add to a process is not traced")
         return
     try:
-        report.predict(trace())
+        predicted = trace()
+        report.predict(predicted)
+        report.notes += [f"Prediction: {note}." for note in predicted.notes]
     except Exception as error:  # a prediction must not cost the run that it describes
         report.notes.append(f"no prediction: {' '.join(str(error).split())}")
 
