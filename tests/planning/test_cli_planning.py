@@ -1,0 +1,72 @@
+"""`ckpt-ft plan` and `max-batch` as typed: answers, the cache, files, and one line for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft import cli
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning import plan as planning
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    return cli._main()
+
+
+def test_plan_then_the_same_from_the_cache(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "32", "--batch-size", "4"]
+    assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
+    shown = capsys.readouterr().out
+    assert "pick: " in shown
+    assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the plan is in the cache")
+
+    monkeypatch.setattr(planning, "plan", never)
+    assert typed(monkeypatch, *words) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--budget", "200MiB"]
+    assert typed(monkeypatch, *words, "--policy", "full", "--json") == 0
+    full = json.loads(capsys.readouterr().out)
+    assert typed(monkeypatch, *words, "--json") == 0
+    assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "t4", "--budget", "100GiB"], r"--budget 100\.00 GiB: t4 has 14\.56 GiB"),
+        (["--device", "t5"], "no GPU 't5'"),
+        (["--budget", "many"], "'many' is not an amount of memory"),
+        (["--batch-size", "few"], "--batch-size few: give a whole number"),
+        (["--device", "cpu"], "the CPU needs a budget"),
+        (["--target", "speed", "--budget", "1GiB"], "--target speed: choose one of"),
+    ],
+)
+def test_wrong_input(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=message):
+        typed(monkeypatch, "plan", config, "--seq-length", "32", *words)
