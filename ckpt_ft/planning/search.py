@@ -1,7 +1,7 @@
 """The search of a plan: which policies to trace, at which batch sizes, in which order.
 
 1. The ends: `none`, `full`, `pointwise`, each with and without `head`, say whether the head is what holds the peak.
-2. Every other policy, and what of it pays: offload of the two leanest.
+2. Every other policy, and what of it pays: offload of the leanest.
 3. Splits: the first K blocks `full`, the rest as they are or `pointwise`. Between the values of K traced so far bytes
    and seconds are taken to be linear; the best K under that is traced next, until it is one that has been.
 4. What is to be shown is traced on its own at the batch size that it is shown for. Where that refutes the estimate,
@@ -22,7 +22,7 @@ from .tracing import Tracer
 
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 _TIE = 0.01
-_SHOWN = 6  # rows beside the pick that are worth a trace each
+_SHOWN = 5  # rows beside the pick that are worth a trace each
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Search:
         if head:  # the head costs a little time: what leads with it may lead without
             leaders = {row.policy for row in frontier(self._candidates())}
             self.consider(candidates.without_term(policy, "head") for policy in leaders)
-        self.consider(candidates.with_term(row.policy, "offload") for row in self._leanest(2))
+        self.consider(candidates.with_term(row.policy, "offload") for row in self._leanest(1))
         self._split(head)
 
     # -- estimates --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Search:
             open_rows = [row for row in shown if row.policy not in settled]
             if not open_rows:
                 return self._pick_first([self.estimate(row.policy, row.batch) for row in shown])
-            self.tracer.all((row.policy, row.batch) for row in open_rows)
+            self.tracer.all(((row.policy, row.batch) for row in open_rows), alone=True)
             for row in open_rows:
                 self._settle(row)
                 settled.add(row.policy)
@@ -188,7 +188,7 @@ class Search:
             )
             if (policy, batch) in self.tracer.traced or not batch:
                 break
-            self.tracer.trace(policy, batch)
+            self.tracer.all([(policy, batch)], alone=True)
         row = self.estimate(policy, max(batch, 1))
         self.bests[policy] = row if self.room.fits(row) else None
 

@@ -174,6 +174,18 @@ def test_a_shared_session_says_what_single_traces_say() -> None:
         assert len(trace.ops) == len(alone.ops)
 
 
+def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
+    small = MODELS["llama"]()
+    gpu = find_gpu("t4")
+    found = plan(
+        small.model, small.step_for_batch, "1GiB", gpu, make_optimizer=small.make_optimizer, batch_size=6,
+        policies=["none", "full", "pointwise"],
+    )  # fmt: skip
+    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, gpu)
+    for row in found.rows:
+        assert Row.of(row.policy, 6, subject.trace([row.policy], 6)[0]) == row  # type: ignore[arg-type]
+
+
 def test_forked_processes_trace_the_same() -> None:
     small = MODELS["vit"]()
     subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
