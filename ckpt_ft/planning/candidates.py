@@ -12,6 +12,7 @@ FIRST = ("none", "full", "pointwise")  # the ends of what can be had, and the mi
 _SAVE = ("save:attention", "save:attention+matmul", "save:matmul/2")
 _SAVE_CONV = ("save:conv", "save:attention+matmul+conv")
 _SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # every:N re-runs as many blocks as some split, which is finer
+_FEW_STAGES = 4  # up to here every run of stages from either end is tried; of more (a U-Net's), the two halves
 _RESTS = ("", "pointwise")  # of a split: what the blocks after the first K do
 
 
@@ -34,8 +35,9 @@ def others(model: nn.Module) -> list[str]:
     count = len(blocks.stages)
     if count:
         found.append("stages")
-        found += [f"stages:{'+'.join(map(str, range(first, count + 1)))}" for first in range(2, count + 1)]
-        found += [f"stages:{'+'.join(map(str, range(1, last + 1)))}" for last in range(1, count)]
+        cuts = range(1, count) if count <= _FEW_STAGES else (count // 2,)
+        for cut in cuts:
+            found += [f"stages:{'+'.join(map(str, part))}" for part in (range(1, cut + 1), range(cut + 1, count + 1))]
     found += ["modules:attention,pointwise", "modules:mlp,pointwise"]
     return [str(Policy.parse(text)) for text in dict.fromkeys(found)]
 
