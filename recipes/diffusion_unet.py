@@ -11,7 +11,6 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +62,7 @@ from ckpt_ft.training.validation import Validation
 # What runs when no pipeline is named.
 BUILT_IN = {
     "train_batch_size": 16,
-    "max_train_steps": 1200,
+    "max_train_steps": 900,
     "learning_rate": 1.5e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 50,
@@ -104,8 +103,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     open_output_dir(accelerator, args.output_dir, resuming=checkpoint is not None)
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     set_seed(args.seed)
-    if accelerator.device.type == "cpu":  # `accelerate launch` would leave it one thread
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     frozen_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
 
     # 1. The pipeline: its U-Net's configuration says what it is before any weights are read
