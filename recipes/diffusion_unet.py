@@ -62,13 +62,13 @@ from ckpt_ft.training.validation import Validation
 # What runs when no pipeline is named.
 BUILT_IN = {
     "train_batch_size": 16,
-    "max_train_steps": 900,
+    "max_train_steps": 800,
     "learning_rate": 1.5e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 50,
     "proportion_empty_prompts": 0.1,
     "use_ema": True,
-    "validation_steps": 300,
+    "validation_steps": 400,
     "validation_inference_steps": 20,
     "validation_guidance_scale": 3.0,
     "validation_prompt": [
