@@ -218,7 +218,7 @@ def _unnoticed() -> Iterator[None]:
         return
     from transformers.utils import import_utils
 
-    with patch.object(import_utils, "is_fake_tensor", lambda x: False):
+    with patch.object(import_utils, "is_fake_tensor", lambda x: False, create=True):
         yield
 
 
