@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,17 +19,10 @@ from .blocks import Blocks, find_blocks, submodules
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
 from .selective import Selection
+from .standin import Installed
 
 _APPLIED = "_ckpt_ft_applied"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-class Installed(Protocol):
-    """What an engine gives back: `remove()` restores exactly, `describe()` gives rows for `explain()`."""
-
-    def remove(self) -> None: ...
-
-    def describe(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -188,7 +180,6 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
                 wrapper = Checkpointed(region.module, selection)
             else:
                 wrapper = SegmentMember(region.module, selection, segment, last=region is run[-1])
-            wrapper.install()
             applied.installed.append(wrapper)
             applied.regions.append(region)
     for module in _outermost_pretrained(applied.model):
@@ -313,8 +304,3 @@ def _set_compile_budget(budget: float) -> float:
     before: float = config.activation_memory_budget
     config.activation_memory_budget = budget
     return before
-
-
-def kinds(modules: Iterable[nn.Module]) -> dict[str, int]:
-    """How many modules there are of each class."""
-    return dict(Counter(type(module).__name__ for module in modules))

@@ -21,38 +21,26 @@ from torch.utils.checkpoint import checkpoint
 from . import rng
 from .buffers import Buffers, swap_in, swap_out
 from .selective import Selection, compiled_contexts
+from .standin import StandIn
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-class Checkpointed:
+class Checkpointed(StandIn):
     """A module's forward under activation checkpointing; acts where gradients are on, in train and eval mode alike."""
 
     def __init__(self, module: nn.Module, selection: Selection | None) -> None:
         previous = module.__dict__.get("forward")
         if isinstance(previous, Checkpointed):  # of a policy on another part of the model: this one takes its place
             previous.remove()
-        self.module = module
-        self.previous = module.__dict__.get("forward")
-        self.forward = module.forward
+        super().__init__(module)
         self.selection = selection
         self.buffers = Buffers(module)
 
-    @property
-    def __wrapped__(self) -> Any:  # what inspect.signature reads
-        return self.forward
-
-    def install(self) -> None:
-        self.module.forward = self
-
     def remove(self) -> None:
-        """Give the module the forward it had."""
-        if self.module.__dict__.get("forward") is not self:  # taken off already
-            return
-        if self.previous is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.previous
+        """Give the module the forward it had, unless another policy's has taken this one's place."""
+        if self.module.__dict__.get("forward") is self:
+            super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What the engines put in place of a module's forward, and what they give back to `apply_policy`."""
+"""What stands in place of a module's forward, and what engines give back to `apply_policy`."""
 
 from __future__ import annotations
 

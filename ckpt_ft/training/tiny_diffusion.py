@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from transformers import CLIPTokenizer
 
-KINDS = ("sd1", "sd2", "sdxl")
 DECODER_STEPS = 300
 _VERSION = 1  # part of the cache directory's name: raise it when what is made changes
 _PROMPT_LENGTH = 12  # tokens: the longest caption has ten words
@@ -58,7 +57,7 @@ def make_tiny_pipeline(
     """A pipeline of `kind` for `RESOLUTION` pixels, the same on each call; the caller's RNG is left as it was.
 
     Args:
-        kind: one of `KINDS`.
+        kind: sd1, sd2 or sdxl.
         decoder_steps: steps of the VAE's decoder; 0 leaves it random, enough for tests that look at no image.
         widths: channels of the U-Net's levels.
     """

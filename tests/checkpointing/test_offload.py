@@ -47,7 +47,7 @@ def test_same_gradients(name: str, also: str) -> None:
     blocks = [m for m in treated.modules() if type(m).__name__.endswith(("Layer", "Block", "ResnetBlock2D"))]
     if also == "full":
         for block in blocks[-1:]:
-            Checkpointed(block, None).install()
+            Checkpointed(block, None)
     if also == "pointwise":
         pointwise.install(treated, {"": treated})
     installed, usage = treat(treated, blocks, min_bytes=256)
