@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,10 +43,16 @@ def fsdp2(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def work(rank: int, port: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    compare(wrap)
+    gc.collect()  # wrappers hold on to the process group
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
     from language_models import make
 
     from ckpt_ft import apply_policy
@@ -61,14 +68,10 @@ def work(rank: int, port: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
             mine = gradients(model)
             assert mine.keys() == plain.keys()
             assert all(torch.equal(mine[name], plain[name]) for name in plain), policy
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
-def test_two_ranks(wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks(wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(work, args=(port, wrap), nprocs=2)
+    mp.spawn(work, args=(str(tmp_path / "store"), wrap), nprocs=2)
