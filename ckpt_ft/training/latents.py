@@ -2,14 +2,15 @@
 
 The cache is a directory of safetensors shards, `SHARD` rows each, written under another name and renamed: a killed run
 keeps what it had encoded. Of an image the moments of its latent distribution are kept, not one sample, so that each
-epoch samples anew as it would without the cache. The directory's name is a digest of the data, of the framing and of
-the encoders' weights; nothing that changes the latents can meet an old cache.
+epoch samples anew as it would without the cache. The directory's name is a digest of the data, of the framing, of the
+tokenizers and of the encoders' weights; nothing that changes the latents can meet an old cache.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -135,19 +136,26 @@ def _shard_path(directory: Path, shard: int) -> Path:
 
 
 def _digest(images: FramedImages, encoders: Encoders) -> str:
-    """Of all that the latents depend on: the rows, the framing, the encoders' weights and precision."""
+    """Of all that the latents depend on: rows, framing, tokenizers, the encoders' settings, weights and precision."""
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{images.rows._fingerprint} {images.resolution} {encoders.dtype} {SHARD}".encode())
     for file in images.rows["image"]:
         if file["bytes"] is None:  # the rows hold a path: the file behind it may change while the rows do not
             status = os.stat(file["path"])
             digest.update(f"{file['path']} {status.st_size} {status.st_mtime_ns}".encode())
+    for tokenizer in encoders.tokenize.tokenizers:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        del settings["truncation"], settings["padding"]  # those of the last call
+        digest.update(f"{tokenizer.model_max_length} {json.dumps(settings)}".encode())
     for module in encoders.modules:
         _update(digest, module)
     return digest.hexdigest()
 
 
 def _update(digest: Any, module: nn.Module) -> None:
+    settings = getattr(module.config, "to_dict", lambda: module.config)()
+    kept = {name: value for name, value in settings.items() if not name.startswith("_")}  # not where it was read from
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())

@@ -125,7 +125,8 @@ def _tokenizer() -> CLIPTokenizer:
     letters = list("abcdefghijklmnopqrstuvwxyz0123456789.,'-")
     trainer = trainers.BpeTrainer(
         vocab_size=512,
-        special_tokens=special,
+        # Of themselves the trainer numbers the word ends in another order in each process.
+        special_tokens=[*special, *(f"{letter}</w>" for letter in letters)],
         initial_alphabet=letters,
         end_of_word_suffix="</w>",
         show_progress=False,

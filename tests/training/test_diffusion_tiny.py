@@ -10,7 +10,7 @@ import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
 from ckpt_ft.training.shapes import drawings
-from ckpt_ft.training.tiny_diffusion import make_tiny_pipeline, tiny_pipeline_dir
+from ckpt_ft.training.tiny_diffusion import _tokenizer, make_tiny_pipeline, tiny_pipeline_dir
 from ckpt_ft.training.tiny_vae import LATENT_CHANNELS, _gather, _principal_components, tiny_vae
 
 
@@ -84,3 +84,8 @@ def test_the_tokenizer_knows_the_captions() -> None:
         ids = tokenizer(drawing.caption).input_ids
         assert len(ids) == len(drawing.caption.split()) + 2  # every word is one token
     assert tokenizer.decode(tokenizer("zebra").input_ids[1:-1]).strip() == "zebra"
+
+
+def test_the_tokenizer_is_the_same_each_time() -> None:
+    """Its trainer walks a hash map: ids that depend on that would make each machine's runs differ."""
+    assert len({_tokenizer().backend_tokenizer.to_str() for _ in range(4)}) == 1

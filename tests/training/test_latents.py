@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +82,9 @@ def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path, monkeypatch: p
     assert cached[(0, 9)]["moments"].shape == (16, 8, 8)
 
 
-def test_other_data_or_weights_meet_another_cache(encoders: Encoders, tmp_path: Path) -> None:
+def test_whatever_changes_the_latents_meets_another_cache(
+    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
     cache_latents(framed(encoders, 5), encoders, tmp_path, batch_size=4)
     assert len(list(tmp_path.iterdir())) == 2
@@ -89,6 +94,17 @@ def test_other_data_or_weights_meet_another_cache(encoders: Encoders, tmp_path: 
         cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
         weight.sub_(1)
     assert len(list(tmp_path.iterdir())) == 3
+    other_words = copy.deepcopy(encoders.tokenize.tokenizers)
+    vocabulary = json.loads(other_words[0].backend_tokenizer.to_str())
+    ids = vocabulary["model"]["vocab"]
+    ids["red</w>"], ids["blue</w>"] = ids["blue</w>"], ids["red</w>"]
+    other_words[0]._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(vocabulary))
+    with monkeypatch.context() as patch:
+        patch.setattr(encoders.tokenize, "tokenizers", other_words)
+        cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+    assert len(list(tmp_path.iterdir())) == 4
+    cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_random_framing_depends_on_the_epoch(encoders: Encoders) -> None:
