@@ -153,7 +153,8 @@ def _digest(images: FramedImages, encoders: Encoders) -> str:
 
 
 def _update(digest: Any, module: nn.Module) -> None:
-    settings = getattr(module.config, "to_dict", lambda: module.config)()
+    config: Any = module.config  # transformers' or diffusers', which is a dict
+    settings = config if isinstance(config, dict) else config.to_dict()
     kept = {name: value for name, value in settings.items() if not name.startswith("_")}  # not where it was read from
     digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
