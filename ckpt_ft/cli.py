@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import warnings
@@ -49,7 +50,12 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     for library in ("transformers", "diffusers"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    run(_main)
+    gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
+    try:
+        run(_main)
+    finally:
+        gc.freeze()  # nor at exit
+        gc.enable()
 
 
 def _main() -> int:

@@ -174,7 +174,8 @@ class StepTrace:
         from . import cost, gpus
 
         gpu = self.gpu or gpus.find_gpu(self.device)
-        return cost.step_seconds([op for op in self.ops if op.at >= self.start], gpu)
+        start = self.start
+        return cost.step_seconds([op for op in self.ops if op.at >= start], gpu)
 
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""

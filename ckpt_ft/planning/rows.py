@@ -50,7 +50,8 @@ def seconds(trace: StepTrace, policy: str = "none") -> float:
 
     Under `offload` copies run beside the computation: the step takes at least as long as the slot needs for them.
     """
-    ops = [op for op in trace.ops if op.at >= trace.start]
+    start = trace.start
+    ops = [op for op in trace.ops if op.at >= start]
     if trace.device == "cpu":
         return step_seconds(ops, NOMINAL_CPU, _NOMINAL_HOST)
     gpu = trace.gpu or find_gpu(trace.device)

@@ -68,8 +68,10 @@ class Search:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        prefetch = [("none", HIGH)] if self.batch is None and not self.anchors and "none" in fresh else []
-        traced = self.tracer.all([*((policy, at) for policy in fresh), *prefetch])
+        points = [(policy, at) for policy in fresh]
+        if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
+            points += [(policy, HIGH) for policy in self._novel(fresh)]
+        traced = self.tracer.all(points)
         for policy, trace in zip(fresh, traced, strict=False):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
@@ -78,10 +80,15 @@ class Search:
         if self.batch is None:
             self._learn([policy for policy in fresh if policy in self.anchors])
 
+    def _novel(self, policies: list[str]) -> list[str]:
+        """Of `policies` the plainest that runs ops of its own: the model's, the head's, the copies of offload."""
+        kinds = {frozenset(policy.split(",")) & {"head", "offload"} for policy in self.anchors}
+        plainest: dict[frozenset[str], str] = {}
+        for policy in sorted(policies, key=len):
+            plainest.setdefault(frozenset(policy.split(",")) & {"head", "offload"}, policy)
+        return [policy for kind, policy in plainest.items() if kind not in kinds]
+
     def _learn(self, policies: list[str]) -> None:
-        known = ("none", HIGH) in self.tracer.traced
-        if known and "none" in policies:
-            self._learn_from("none")
         for policy in policies:  # one after another: what one teaches, the next need not
             if not self.growth.knows(self.anchors[policy]):
                 self._learn_from(policy)
@@ -160,10 +167,8 @@ class Search:
             open_rows = [row for row in shown if row.policy not in settled]
             if not open_rows:
                 return self._pick_first([self.estimate(row.policy, row.batch) for row in shown])
-            self.tracer.all(((row.policy, row.batch) for row in open_rows), alone=True)
-            for row in open_rows:
-                self._settle(row)
-                settled.add(row.policy)
+            self._settle(open_rows)
+            settled.update(row.policy for row in open_rows)
 
     def _pick_first(self, rows: list[Row]) -> list[Row]:
         """Of the rows within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
@@ -174,23 +179,30 @@ class Search:
         pick = min(near, key=lambda row: row.reserved)
         return [pick, *(row for row in rows if row is not pick)]
 
-    def _settle(self, estimated: Row) -> None:
-        """Set the best row of a policy that has just been traced where the estimate has it."""
-        policy, batch = estimated.policy, estimated.batch
-        while self.batch is None and self.target != "memory":
+    def _settle(self, estimated: list[Row]) -> None:
+        """Trace each of these policies alone, at the batch size that follows from its trace, until that is traced."""
+        wanted = {row.policy: row.batch for row in estimated}
+        while wanted:
+            self.tracer.all(wanted.items(), alone=True)
+            wanted = {
+                policy: following
+                for policy, batch in wanted.items()
+                if (following := self._following(policy, batch)) is not None
+            }
+
+    def _following(self, policy: str, batch: int) -> int | None:
+        """The batch size to trace next, after `batch`; None where the best row of `policy` is settled, and set."""
+        if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self._scaled_reserved(policy, batch)
             known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
             batch = largest_fitting(
-                lambda n, ratio=ratio: round(self._scaled_reserved(policy, n) * ratio),  # type: ignore[misc]
-                self.room.limit,
-                self.most,
-                known,
+                lambda n: round(self._scaled_reserved(policy, n) * ratio), self.room.limit, self.most, known
             )
-            if (policy, batch) in self.tracer.traced or not batch:
-                break
-            self.tracer.all([(policy, batch)], alone=True)
+            if batch and (policy, batch) not in self.tracer.traced:
+                return batch
         row = self.estimate(policy, max(batch, 1))
         self.bests[policy] = row if self.room.fits(row) else None
+        return None
 
     def _scaled_reserved(self, policy: str, batch: int) -> int:
         return self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved

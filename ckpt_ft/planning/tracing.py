@@ -71,7 +71,8 @@ class _Session:
                 device=self.subject.device,
                 warmup_steps=len(self._todo),
             )
-            alone = replace(trace, ops=[op for op in trace.ops if op.at >= trace.start])
+            start = trace.start
+            alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
             windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]
             for policy, window in zip(self._todo, windows, strict=True):
                 traced[policy] = self.refused.get(policy) or window
@@ -179,6 +180,11 @@ class Tracer:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
+    @property
+    def parallel(self) -> bool:
+        """Whether several traces run at once."""
+        return self._pool is not None
+
     def trace(self, policy: str, batch: int) -> Traced:
         """One trace, or why there is none."""
         return self.all([(policy, batch)])[0]
@@ -225,7 +231,11 @@ def _trace(policies: list[str], batch: int) -> list[Traced]:
     """In a forked process."""
     torch.set_num_threads(1)
     assert _SUBJECT is not None, "set before the fork"
-    return _SUBJECT.trace(policies, batch)
+    traces = _SUBJECT.trace(policies, batch)
+    for trace in traces:
+        if not isinstance(trace, str):
+            trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing
+    return traces
 
 
 def _can_fork() -> bool:
