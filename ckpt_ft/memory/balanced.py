@@ -1,9 +1,9 @@
-"""What a trace takes for results that depend on data.
+"""What a trace takes for results that depend on data that it does not have.
 
-A fake tensor has no values, so where a step asks for one, a stated case answers:
+Where a step asks a fake tensor for a value that is not known (values.py), a stated case answers:
 - indices (topk, argmax, sort, one_hot) fall evenly on their classes: an expert sees tokens * top_k / experts of them;
 - other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
-- what asks "is there any NaN, padding, packing?" hears no: any(), == and is-NaN are False, all() is True; but
+- what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True; but
   any() of a mask that indices made is True;
 - any other number read is 1, an index 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from .tracker import Tracker
+    from .values import Values
 
 aten = torch.ops.aten
 
@@ -46,10 +48,10 @@ class _Known:
 class Balanced:
     """Answers for ops whose result depends on data; knows where indices and masks come from."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
+    def __init__(self, tracker: Tracker, values: Values) -> None:
+        self.tracker, self.values = tracker, values
         self._known: dict[int, _Known] = {}
-        self.answers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+        guesses: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.equal.default: self._equal,
             aten.nonzero.default: self._nonzero,
@@ -60,6 +62,7 @@ class Balanced:
             aten._unique2.default: self._unique,
             aten.unique_consecutive.default: self._unique,
         }
+        self.answers = {func: partial(values.exactly, guess) for func, guess in guesses.items()}
 
     def observe(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Learn where indices and masks come from."""
@@ -108,7 +111,7 @@ class Balanced:
             known = self._of(tensor)
             made_by = self.tracker.made_by(tensor)
             value = not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
-            self._note("a condition on data is taken as in a clean batch: nothing is NaN, padded or packed")
+            self._note("a condition on data is taken as in a clean batch: nothing is NaN or left out")
             return value
         known = self._of(tensor)
         if known is not None and known.classes:
@@ -120,6 +123,9 @@ class Balanced:
         return bool(args[0].shape == args[1].shape)
 
     def _count(self, mask: Tensor) -> int:
+        exact = self.values.count(mask)
+        if exact is not None:
+            return exact
         known = self._of(mask)
         if known is not None and known.density < 1:
             self._note("indices fall evenly on their classes: experts see equal numbers of tokens")
@@ -134,8 +140,8 @@ class Balanced:
         return out
 
     def _masked_select(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        mask = args[1].expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        return torch.empty(self._count(mask), dtype=args[0].dtype, device="cpu")
+        times = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() // max(args[1].numel(), 1)
+        return torch.empty(self._count(args[1]) * times, dtype=args[0].dtype, device="cpu")
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         values, indices = args

@@ -29,6 +29,7 @@ from .memo import CPU, Memo
 from .opinfo import tensors
 from .trace import StepTrace
 from .tracker import Tracker
+from .values import Values
 
 if TYPE_CHECKING:
     from .gpus import GPU
@@ -48,11 +49,10 @@ def trace_step(
 
     Args:
         model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never
-        changed;
-            dtypes, ties and requires_grad are kept.
+            changed; dtypes, ties and requires_grad are kept.
         step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over
-        are
-            taken as fake ones on the device.
+            are taken as fake ones on the device, and the values of whole-number ones (masks, positions) decide as
+            they would there.
         make_optimizer: builds the optimizer from the model; without it `step` gets None.
         device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
         warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
@@ -107,14 +107,15 @@ class FakeTracker(Tracker):
     """A Tracker of fake tensors that stands between the step and FakeTensorMode.
 
     Real tensors are taken as fake ones; requests for another device are answered on the fake one; what depends on
-    data is answered by balanced.py. On a GPU, pinned memory and 0-dim tensors made from Python numbers (Adam's step
-    counts) are the host's and left out.
+    data is answered by values.py where it is known and by balanced.py where not. On a GPU, pinned memory and 0-dim
+    tensors made from Python numbers (Adam's step counts) are the host's and left out.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
         self.fake_mode, self.gpu = fake_mode, gpu
-        self.balanced = Balanced(self)
+        self.values = Values()
+        self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
         self._memo = Memo(fake_mode, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
@@ -141,6 +142,7 @@ class FakeTracker(Tracker):
             if key is not None:
                 self._memo.remember(key, func, args, *known)
         out = known[0]
+        self.values.follow(func, args, kwargs, out)
         self.balanced.observe(func, args, out)
         if self.gpu and func in cuda.ON_HOST:
             for index in cuda.ON_HOST[func](args):
@@ -148,6 +150,10 @@ class FakeTracker(Tracker):
         elif self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
             self.ignore(out)
         return known
+
+    def _meet(self, tensor: Tensor) -> None:
+        if type(tensor) is FakeTensor:  # a real one is lift_fresh's: its result stands for it
+            super()._meet(tensor)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
         if pinned or func is aten.lift_fresh.default:
@@ -161,6 +167,7 @@ class FakeTracker(Tracker):
             if known is None:
                 assert self.fake_mode is not None
                 fake = self.fake_mode.from_tensor(value) if value.device.type == "cpu" else fake_like(value)
+                self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]
         if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""The largest batch that a model was given while it was measured: shapes for the report, and for a prediction."""
+"""The largest batch that a model was given while it was measured: for the report, and for a prediction."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .values import is_small
 
-class TensorShape(NamedTuple):
-    """A tensor without its values."""
+
+class Outline(NamedTuple):
+    """A tensor's shape; the values of a mask, of positions or of labels, on the host, since they decide what runs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Outline:
+        values = tensor.detach().to("cpu", copy=True) if is_small(tensor) else None
+        return cls(tuple(tensor.shape), tensor.dtype, values)
 
 
 class LargestBatch:
-    """A model's arguments in the call with most elements; tensors are kept as shapes, so that no memory is held."""
+    """A model's arguments in the call with most elements; of tensors outlines are kept: no device memory is held."""
 
     def __init__(self) -> None:
         self.elements = 0
@@ -29,24 +37,22 @@ class LargestBatch:
         elements = sum(leaf.numel() for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
         if elements > self.elements:
             self.elements = elements
-            self.args, self.kwargs = tree_map_only(
-                torch.Tensor, lambda x: TensorShape(tuple(x.shape), x.dtype), (args, dict(kwargs))
-            )
+            self.args, self.kwargs = tree_map_only(torch.Tensor, Outline.of, (args, dict(kwargs)))
 
     @property
     def shapes(self) -> dict[str, list[int]]:
         """Shapes of the tensors, by argument."""
         named = {**{f"input {i}": value for i, value in enumerate(self.args)}, **self.kwargs}
-        return {
-            name: list(value.shape) for name, value in named.items() if isinstance(value, TensorShape) and value.shape
-        }
+        return {name: list(value.shape) for name, value in named.items() if isinstance(value, Outline) and value.shape}
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments anew, tensors full of zeros."""
+        """The arguments anew, in a trace that follows their values; tensors whose values were not kept are zeros."""
 
         def fill(value: Any) -> Any:
-            if isinstance(value, TensorShape):
-                return torch.zeros(value.shape, dtype=value.dtype)
+            if isinstance(value, Outline):
+                if value.values is None:
+                    return torch.zeros(value.shape, dtype=value.dtype)
+                return torch.tensor(value.values.tolist(), dtype=value.dtype)  # made anew: it lives as long as a batch
             if isinstance(value, (list, tuple)):
                 return type(value)(fill(item) for item in value)
             return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -5,43 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from trace_models import MODELS, adamw, language_model, training_step
+from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake import trace_step
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.memory.tracker import Tracker
 
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
-
-
-def real_trace(model: nn.Module, step) -> StepTrace:
-    optimizer = adamw(model)
-    with Tracker(model, optimizer) as tracker:
-        for _ in range(2):
-            tracker.start_step()
-            step(model, optimizer)
-    return tracker.trace()
-
-
-def story(trace: StepTrace) -> list[tuple[int, str, str, str]]:
-    """The measured step: bytes (negative when freed), op, module, phase, in order.
-
-    Frees in a row are sorted: leaving autocast drops its cache of weights in the order of a hash map of addresses.
-    """
-    told: list[tuple[int, str, str, str]] = []
-    freed: list[tuple[int, str, str, str]] = []
-    for event in trace.events[trace.start :]:
-        storage = trace.storages[max(event, ~event)]
-        row = (storage.nbytes if event >= 0 else -storage.nbytes, storage.op, storage.module, storage.phase)
-        if event < 0:
-            freed.append(row)
-        else:
-            told += [*sorted(freed), row]
-            freed = []
-    return told + sorted(freed)
 
 
 @pytest.mark.filterwarnings("ignore:policy 'save.attention:UserWarning")  # a ResNet has none

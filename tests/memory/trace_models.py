@@ -16,6 +16,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.tracker import Tracker
+
 Loss = Callable[[nn.Module], Tensor]
 
 
@@ -70,3 +73,31 @@ def training_step(loss: Loss, autocast: bool = False) -> Callable[[nn.Module, to
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def real_trace(model: nn.Module, step: Callable[..., object]) -> StepTrace:
+    """Two real steps on the CPU, under the tracker."""
+    optimizer = adamw(model)
+    with Tracker(model, optimizer) as tracker:
+        for _ in range(2):
+            tracker.start_step()
+            step(model, optimizer)
+    return tracker.trace()
+
+
+def story(trace: StepTrace) -> list[tuple[int, str, str, str]]:
+    """The measured step: bytes (negative when freed), op, module, phase, in order.
+
+    Frees in a row are sorted: leaving autocast drops its cache of weights in the order of a hash map of addresses.
+    """
+    told: list[tuple[int, str, str, str]] = []
+    freed: list[tuple[int, str, str, str]] = []
+    for event in trace.events[trace.start :]:
+        storage = trace.storages[max(event, ~event)]
+        row = (storage.nbytes if event >= 0 else -storage.nbytes, storage.op, storage.module, storage.phase)
+        if event < 0:
+            freed.append(row)
+        else:
+            told += [*sorted(freed), row]
+            freed = []
+    return told + sorted(freed)

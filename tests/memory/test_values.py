@@ -1,0 +1,118 @@
+"""What is known of a batch's whole numbers decides a trace as it would decide the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trace_models import adamw, language_model, real_trace, story
+from transformers import AutoModelForMaskedLM, ModernBertConfig
+
+from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.trace import StepTrace
+
+ROWS, LENGTH = 4, 64
+IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 50 + 3
+ONES = torch.ones(ROWS, LENGTH, dtype=torch.long)
+PADDED = (torch.arange(LENGTH) < torch.tensor([64, 40, 9, 30])[:, None]).long()
+WHOLE = torch.arange(LENGTH).expand(ROWS, LENGTH)
+PACKED = torch.cat([torch.arange(24), torch.arange(LENGTH - 24)]).expand(ROWS, LENGTH)
+
+
+def step_with(**more: torch.Tensor) -> Any:
+    labels = torch.where(more["attention_mask"].bool(), IDS, -100) if "attention_mask" in more else IDS
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(input_ids=IDS, labels=labels, **more).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("more", "masked"),
+    [
+        ({}, False),
+        ({"attention_mask": ONES}, False),
+        ({"attention_mask": PADDED}, True),
+        ({"position_ids": WHOLE}, False),
+        ({"position_ids": PACKED}, True),
+    ],
+    ids=["plain", "full mask", "padded", "positions", "packed"],
+)
+def test_padding_and_packing_make_masks(more: dict[str, torch.Tensor], masked: bool) -> None:
+    model, _ = language_model("llama")
+    fake = trace_step(model, step_with(**more), make_optimizer=adamw, device="cpu")
+    real = real_trace(model, step_with(**more))
+    assert story(fake) == story(real)
+    assert fake.peak_allocated == real.peak_allocated
+    assert fake.notes == []
+    # On a card a mask also rules out the flash kernel.
+    step = step_with(**more)
+
+    def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            step(model, optimizer)
+
+    ops = {op.name for op in trace_step(model, half, make_optimizer=adamw, device="a100-80gb").ops}
+    assert ("aten._scaled_dot_product_flash_attention.default" not in ops) is masked
+
+
+def test_a_model_that_drops_padding_keeps_as_many_tokens() -> None:
+    """ModernBERT under flash attention works on the tokens alone; their number is that of the mask's ones."""
+    seen: list[int] = []
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        indices = PADDED.flatten().nonzero().flatten()
+        rows = model(torch.zeros(ROWS * LENGTH, 8))[indices]
+        lengths = PADDED.sum(-1, dtype=torch.int32)
+        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).tolist()
+        seen.extend([len(rows), int(lengths.max()), *bounds])
+        assert rows[PADDED.flatten()[indices].bool()].shape == (143, 8)
+        assert torch.masked_select(torch.zeros(ROWS, LENGTH, 8), PADDED[..., None].bool()).shape == (143 * 8,)
+        assert PADDED.unique().tolist() == [0, 1]
+        assert torch.equal(PADDED, PADDED.clone())
+        assert not torch.equal(PADDED, ONES)
+        assert torch.bincount(PADDED.flatten()).tolist() == [113, 143]
+        assert torch.repeat_interleave(lengths).shape == (143,)
+
+    assert trace_step(nn.Linear(8, 8), step, warmup_steps=0).notes == []
+    assert seen == [143, 64, 0, 64, 104, 113, 143]
+
+
+def test_what_is_written_to_is_followed_or_forgotten() -> None:
+    mine = torch.arange(6)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        numbers = mine.clone()
+        view = numbers.view(2, 3)[1]
+        view.mul_(10)
+        assert numbers.tolist() == [0, 1, 2, 30, 40, 50]
+        mine.add_(1)  # in the trace alone
+        assert mine.clone().tolist() == [1, 2, 3, 4, 5, 6]
+        view.random_(100)  # now nobody knows, of the whole of it
+        assert numbers.nonzero().shape == (6, 1)
+        assert torch.empty(4, dtype=torch.long).nonzero().shape == (4, 1)
+
+    notes = trace_step(nn.Linear(2, 2), step, warmup_steps=0).notes
+    assert notes == ["a mask whose size decides a shape is taken as full: the worst case"]
+    assert mine.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_masked_language_models_and_their_labels() -> None:
+    config = ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, cls_token_id=1, sep_token_id=2, sparse_prediction=True,
+    )  # fmt: skip
+    model = AutoModelForMaskedLM.from_config(config)
+
+    def traces(more: dict[str, torch.Tensor]) -> tuple[StepTrace, StepTrace]:
+        step = step_with(**more)
+        return trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
+
+    for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens alone
+        fake, real = traces(more)
+        assert story(fake) == story(real)
