@@ -28,9 +28,10 @@ from .cli_options import (
     gpu_or_cpu,
     make_settings,
 )
-from .units import format_bytes, parse_bytes
+from .units import format_bytes, format_number, parse_bytes
 
 if TYPE_CHECKING:
+    from .planning.lengths import Lengths
     from .planning.plan import Plan
     from .planning.workload import Settings, Workload
 
@@ -48,6 +49,9 @@ def plan(
     batch_size: Annotated[str, typer.Option("--batch-size", help="a number, or auto for all of them")] = "auto",
     target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
     seq_length: SeqLength = 1024,
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="rows that decide the lengths, up to --seq-length: Hub id or local file")
+    ] = "",
     resolution: Resolution = 0,
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
@@ -87,10 +91,12 @@ def plan(
         "target": target,
         "margin": margin or None,
     }
-    cached = cache_path({**asked, "config": read_config(model), "settings": vars(settings)})
+    config = read_config(model)
+    lengths = _lengths(dataset, model, seq_length) if dataset else None
+    cached = cache_path({**asked, "config": config, "settings": vars(settings), "lengths": lengths})
     found = None if fresh else _read(cached)
     if found is None:
-        found = _make(model, settings, asked, jobs)
+        found = _make(model, settings, asked, jobs, lengths)
         write_json(cached, found.to_json())
     if output:
         write_json(Path(output), found.to_json())
@@ -175,7 +181,15 @@ def _read(path: Path) -> Plan | None:
     return Plan.from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
 
 
-def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int) -> Plan:
+def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
+    from .training.lengths import dataset_lengths
+
+    with _progress() as progress:
+        progress(f"reading {dataset}")
+        return dataset_lengths(dataset, model, seq_length)
+
+
+def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, lengths: Lengths | None) -> Plan:
     from .planning.plan import make_room
     from .planning.plan import plan as make_plan
     from .planning.tracing import cores
@@ -186,9 +200,10 @@ def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int) -> P
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload: Workload = load(model, settings)
+        rows = workload.padded(lengths) if lengths else None
         return make_plan(
-            workload.model, workload.step, **{**asked, "device": gpu or "cpu"},
-            make_optimizer=workload.make_optimizer, name=model, jobs=jobs or cores(), report=progress,
+            workload.model, rows.worst if rows else workload.step, **{**asked, "device": gpu or "cpu"},
+            make_optimizer=workload.make_optimizer, name=model, rows=rows, jobs=jobs or cores(), report=progress,
         )  # fmt: skip
 
 
@@ -203,9 +218,11 @@ def print_plan(plan: Plan) -> None:
     for row in plan.rows:
         mark = "pick" if row == plan.best else "frontier" if row in edge else ""
         sizes = str(row.batch), format_bytes(row.peak), format_bytes(row.reserved)
-        table.add_row(row.policy, *sizes, f"{row.seconds:.3g}", f"{row.samples_per_second:.3g}", mark)
+        table.add_row(row.policy, *sizes, format_number(row.seconds), format_number(row.samples_per_second), mark)
     console.print(table)
     console.print(f"pick: {plan.why}", highlight=False)
+    if plan.data:
+        console.print(plan.data, highlight=False)
     holders = Table("module", "operator", "kind", "held", title="what holds the pick's peak")
     for holder in plan.holders:
         names = (holder[key] or "-" for key in ("module", "op", "category"))
@@ -213,7 +230,8 @@ def print_plan(plan: Plan) -> None:
     console.print(holders)
     for fix in plan.fixes:
         cost = f"{abs(fix.slower):.1%} {'slower' if fix.slower > 0 else 'faster'} a sample"
-        console.print(f"would save {format_bytes(fix.saves)}, {cost}: {fix.change}", highlight=False)
+        saves = f"save {format_bytes(fix.saves)}, " if fix.saves > 0 else "be "
+        console.print(f"would {saves}{cost}: {fix.change}", highlight=False)
 
 
 class _progress:

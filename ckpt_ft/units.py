@@ -1,4 +1,4 @@
-"""Bytes as people write them, and back. GiB is 2**30 bytes everywhere in this project, and the unit is always said."""
+"""Bytes and figures as people write them. GiB is 2**30 bytes everywhere in this project; the unit is always said."""
 
 from __future__ import annotations
 
@@ -44,3 +44,8 @@ def format_bytes(nbytes: int) -> str:
     if size >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / KIB:.1f} KiB" if size >= KIB else f"{nbytes} B"
+
+
+def format_number(value: float) -> str:
+    """`value` to three significant digits, without an exponent where a person would write none: 1,730; 0.046."""
+    return f"{float(f'{value:.3g}'):,g}"

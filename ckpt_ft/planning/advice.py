@@ -12,10 +12,13 @@ from torch import nn
 
 from ..memory.trace import StepTrace
 from .candidates import with_term
+from .lengths import PaddedRows, Step
 from .rows import Row, seconds
 from .tracing import Subject, Tracer
 
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
+_FASTER = 0.05  # or of the seconds
+_NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
 
 
 @dataclass(frozen=True)
@@ -34,32 +37,55 @@ class Fix:
 
 
 def advise(tracer: Tracer, row: Row, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """The fixes that save at least 1 % of `row`'s bytes, largest saving first.
+    """The fixes that save at least 1 % of `row`'s bytes or 5 % of its time, largest saving first.
 
     fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
     """
-    found = []
+    per_sample = seconds(trace, row.policy) / row.batch
+
+    def fix(change: str, other: StepTrace | str | None, batch: int = row.batch) -> Iterator[Fix]:
+        if isinstance(other, StepTrace):
+            slower = seconds(other, row.policy) / batch / per_sample - 1
+            yield Fix(change, row.reserved - other.peak_reserved, round(slower, 4))
+
+    found: list[Fix] = []
     if "head" not in row.policy.split(","):
-        headed = tracer.trace(with_term(row.policy, "head"), row.batch)
-        found.append(_fix(f"--ac_policy {with_term(row.policy, 'head')}: the loss in chunks", row, headed))
+        headed = with_term(row.policy, "head")
+        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, row.batch))
     for change, make in _CHANGES.items():
         with make(tracer.subject, trace) as changed:
             if changed is not None:
-                found.append(_fix(change, row, changed.trace([row.policy], row.batch)[0]))
+                found += fix(change, changed.trace([row.policy], row.batch)[0])
     if fixed_batch and row.batch > 1:
-        half = tracer.trace(row.policy, row.batch // 2)
-        change = f"micro-batches of {row.batch // 2} and twice the gradient accumulation"
-        found.append(_fix(change, row, half, row.batch // 2))
-    found.append(_fix("drop what the loop keeps alive through backward (outputs, say)", row, without_kept(trace)))
-    worth = [fix for fix in found if fix is not None and fix.saves >= _WORTH * row.reserved]
+        half = row.batch // 2
+        change = f"micro-batches of {half} and twice the gradient accumulation"
+        found += fix(change, tracer.trace(row.policy, half), half)
+    found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
+    if tracer.subject.rows is not None:
+        found += _padding(tracer.subject, tracer.subject.rows, row)
+    worth = [fix for fix in found if fix.saves >= _WORTH * row.reserved or fix.slower <= -_FASTER]
     return sorted(worth, key=lambda fix: -fix.saves)
 
 
-def _fix(change: str, row: Row, trace: StepTrace | str | None, batch: int | None = None) -> Fix | None:
-    if trace is None or isinstance(trace, str):
-        return None
-    slower = seconds(trace, row.policy) / (batch or row.batch) / (row.seconds / row.batch) - 1
-    return Fix(change, row.reserved - trace.peak_reserved, round(slower, 4))
+def _padding(subject: Subject, rows: PaddedRows, row: Row) -> Iterator[Fix]:
+    """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
+    lengths, batch = rows.lengths, row.batch
+    cut = lengths.quantile(_NEARLY_ALL)
+    if cut < lengths.longest:
+        saves = row.reserved - _at(subject, rows.step(batch, cut), row).peak_reserved
+        yield Fix(f"--max_length {cut}, which cuts the longest 1 % of the rows", saves, 0.0)
+    if not lengths.by_length and lengths.mean < lengths.padded(batch):
+        grouped = _at(subject, rows.step(batch, round(lengths.mean)), row)
+        faster = round(seconds(grouped, row.policy) / row.seconds - 1, 4)
+        share = 1 - lengths.mean / lengths.padded(batch)
+        change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
+        yield Fix(change, 0, faster)
+
+
+def _at(subject: Subject, step: Step, row: Row) -> StepTrace:
+    (trace,) = replace(subject, step_for_batch=lambda _: step).trace([row.policy], row.batch)
+    assert isinstance(trace, StepTrace), "a row has a trace"
+    return trace
 
 
 @contextmanager

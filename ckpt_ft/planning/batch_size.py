@@ -24,10 +24,11 @@ from ..memory.gpus import GPU, current_gpu
 from ..memory.tracker import Tracker
 from ..policy import Policy
 from ..units import format_bytes
+from .lengths import Step
 from .plan import make_room
 from .rows import Room, largest_fitting
 from .search import Search
-from .tracing import Report, Step, Subject, Tracer, as_it_was
+from .tracing import Report, Subject, Tracer, as_it_was
 
 _SHRINK = 0.97  # after an OOM at a batch that should have fitted: the limit that the next guess is made for, each time
 

@@ -17,13 +17,14 @@ from torch import nn
 from ..errors import UserError
 from ..memory.gpus import GPU, find_gpu
 from ..policy import Policy
-from ..units import format_bytes, parse_bytes
+from ..units import format_bytes, format_number, parse_bytes
 from .advice import Fix, advise
 from .candidates import blocks_of
+from .lengths import Lengths, PaddedRows, Step
 from .plan_file import check_versions, fingerprint, versions
 from .rows import Room, Row, better, frontier
 from .search import Search
-from .tracing import Report, Step, Subject, Tracer, as_it_was
+from .tracing import Report, Subject, Tracer, as_it_was
 
 MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels' scratch, which no trace sees
 
@@ -36,6 +37,7 @@ class Plan:
         rows: traced policies at their best batch size, by the target.
         room: budget, context and margin in bytes.
         fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
+        data: how long the dataset's rows are, in words; "" for batches that are all alike.
         holders: the largest holders of the peak of `best`, as dicts of memory.trace.Holder.
         rejected: policies that are no candidates for this model, and why.
         model, device, target: what the plan is for; `fingerprint` is the model's.
@@ -51,6 +53,7 @@ class Plan:
     fixes: list[Fix] = field(default_factory=list)
     holders: list[dict[str, Any]] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    data: str = ""
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -115,7 +118,7 @@ class Plan:
             "|---|---:|---:|---:|---:|---:|",
         ]
         for row in self.rows:
-            speed = f"{row.seconds:.3g} | {row.samples_per_second:.3g}"
+            speed = f"{format_number(row.seconds)} | {format_number(row.samples_per_second)}"
             lines.append(
                 f"| {row.policy} | {row.batch} | {format_bytes(row.peak)} | {format_bytes(row.reserved)} | {speed} |"
             )
@@ -141,6 +144,7 @@ def plan(
     margin: str | int | None = None,
     policies: list[str] | None = None,
     name: str = "",
+    rows: PaddedRows | None = None,
     jobs: int = 1,
     report: Report | None = None,
 ) -> Plan:
@@ -148,7 +152,8 @@ def plan(
 
     Args:
         model: as trace_step takes it; a policy that stands on it is put back afterwards.
-        step_for_batch: batch size -> step(model, optimizer), one optimizer step at that micro-batch size.
+        step_for_batch: batch size -> step(model, optimizer), one optimizer step at that micro-batch size; the worst
+            there is.
         budget: memory that the process may take, "24GiB" or bytes; None for all of the device's.
         device: a name in gpus.py, a GPU, or "cpu" (whose seconds are nominal and only rank).
         batch_size: only this micro-batch size; None looks at all up to `max_batch_size`.
@@ -157,6 +162,7 @@ def plan(
         margin: kept free beside the CUDA context; None for 2 % of the budget on a GPU, nothing on "cpu".
         policies: candidates; None for all that suit the model.
         name: what the plan calls the model.
+        rows: where batches differ in length: bytes are then those of `step_for_batch`, seconds those of usual batches.
         jobs: processes to trace on.
         report: told what is being traced.
 
@@ -166,19 +172,19 @@ def plan(
     better(target)
     gpu = None if device == "cpu" else find_gpu(device) if isinstance(device, str) else device
     room = make_room(budget, gpu, margin)
-    subject = Subject(model, step_for_batch, make_optimizer, gpu or "cpu")
+    subject = Subject(model, step_for_batch, make_optimizer, gpu or "cpu", rows)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
     with as_it_was(model), Tracer(subject, jobs, report) as tracer:
         search = Search(tracer, room, target, batch_size, max_batch_size)
-        rows = search.run(chosen)
-        if not rows:
+        found = search.run(chosen)
+        if not found:
             raise UserError(_too_small(search, model))
-        best = tracer.traced[rows[0].policy, rows[0].batch]
+        best = tracer.traced[found[0].policy, found[0].batch]
         assert not isinstance(best, str), "a row has a trace"
         holders = [asdict(holder) for holder in best.holders(8)]
-        fixes = advise(tracer, rows[0], best, batch_size is not None)
+        fixes = advise(tracer, found[0], best, batch_size is not None)
     return Plan(
-        rows=rows,
+        rows=found,
         room=room,
         model=name or type(model).__name__,
         device=gpu.name if gpu else "cpu",
@@ -187,6 +193,14 @@ def plan(
         fixes=fixes,
         holders=holders,
         rejected=search.rejected,
+        data="" if rows is None else _describe(rows.lengths, found[0].batch),
+    )
+
+
+def _describe(lengths: Lengths, batch: int) -> str:
+    return (
+        f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
+        f"{lengths.padded(batch)} at batch {batch}"
     )
 
 

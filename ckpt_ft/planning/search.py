@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..memory.trace import StepTrace
 from . import candidates
-from .rows import Room, Row, better, frontier, largest_fitting
+from .rows import Room, Row, better, frontier, largest_fitting, seconds
 from .scaling import Growth
 from .tracing import Tracer
 
@@ -39,6 +39,7 @@ class Search:
     rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
     estimates: dict[tuple[str, int], Row] = field(default_factory=dict)
     bests: dict[str, Row | None] = field(default_factory=dict)
+    usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
 
     def run(self, policies: list[str] | None = None) -> list[Row]:
         """Rows of the frontier and next to it, best first, each traced; empty where nothing fits."""
@@ -102,11 +103,20 @@ class Search:
         """The row of `policy` at `batch`: traced if it was, else scaled from its anchor."""
         traced = self.tracer.traced.get((policy, batch))
         if isinstance(traced, StepTrace):
-            return Row.of(policy, batch, traced)
+            return self._row(policy, batch, traced)
         key = (policy, batch)
         if key not in self.estimates:
-            self.estimates[key] = Row.of(policy, batch, self.growth.scale(self.anchors[policy], batch))
+            self.estimates[key] = self._row(policy, batch, self.growth.scale(self.anchors[policy], batch))
         return self.estimates[key]
+
+    def _row(self, policy: str, batch: int, trace: StepTrace) -> Row:
+        """The row of a trace, which is of the longest batch; the seconds are a usual one's."""
+        row = Row.of(policy, batch, trace)
+        rows = self.tracer.subject.rows
+        if rows is None:
+            return row
+        by_tokens = row.seconds * rows.lengths.padded(batch) / rows.lengths.longest
+        return replace(row, seconds=self.usual.get((policy, batch), by_tokens))
 
     def reserved(self, policy: str, batch: int) -> int:
         """Bytes reserved, estimated."""
@@ -166,9 +176,17 @@ class Search:
             shown = list(dict.fromkeys([*rows[:3], *frontier(rows)]))[:_SHOWN]
             open_rows = [row for row in shown if row.policy not in settled]
             if not open_rows:
-                return self._pick_first([self.estimate(row.policy, row.batch) for row in shown])
+                return self._pick_first(self._timed(shown))
             self._settle(open_rows)
             settled.update(row.policy for row in open_rows)
+
+    def _timed(self, rows: list[Row]) -> list[Row]:
+        """`rows`, best first; where batches differ in length, by traces of usual ones."""
+        if self.tracer.subject.rows is not None:
+            keys = [(row.policy, row.batch) for row in rows]
+            for key, trace in zip(keys, self.tracer.usual(keys), strict=True):
+                self.usual[key] = seconds(trace, key[0])
+        return sorted((self.estimate(row.policy, row.batch) for row in rows), key=better(self.target), reverse=True)
 
     def _pick_first(self, rows: list[Row]) -> list[Row]:
         """Of the rows within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""

@@ -23,28 +23,33 @@ from ..errors import UserError
 from ..memory.fake import trace_step
 from ..memory.gpus import GPU
 from ..memory.trace import StepTrace
+from .lengths import PaddedRows, Step
 
-Step = Callable[[nn.Module, Any], Any]
 Traced = StepTrace | str  # the trace, or why there is none
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is traced: a model, its step for any batch size, its optimizer, on a device ("cpu" or a GPU)."""
+    """What is traced: a model, its step for any batch size, its optimizer, on a device ("cpu" or a GPU).
+
+    rows: where batches differ in length: then `step_for_batch` is the step on the worst, and `usual` traces another.
+    """
 
     model: nn.Module
     step_for_batch: Callable[[int], Step]
     make_optimizer: Callable[[nn.Module], Any] | None
     device: str | GPU
+    rows: PaddedRows | None = None
 
-    def trace(self, policies: Sequence[str], batch: int) -> list[Traced]:
+    def trace(self, policies: Sequence[str], batch: int, usual: bool = False) -> list[Traced]:
         """For each policy the trace of one step, or the reason why it is no candidate for this model.
 
         Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper:
         the step under each is then counted twice, once as its own warm-up.
         """
-        session = _Session(self, list(policies), self.step_for_batch(batch))
+        step_for_batch = self.rows.usual if usual and self.rows else self.step_for_batch
+        session = _Session(self, list(policies), step_for_batch(batch))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return session.run()
@@ -202,16 +207,24 @@ class Tracer:
                 missing.setdefault(batch, []).append(policy)
         shares = {batch: len(policies) if alone else self._jobs for batch, policies in missing.items()}
         sessions = [part for batch, policies in missing.items() for part in _shares(policies, batch, shares[batch])]
-        running: list[Future[list[Traced]] | None] = [None] * len(sessions)
-        if self._pool is not None:
-            running = [self._pool.submit(_trace, *session) for session in sessions]
-        for (policies, batch), future in zip(sessions, running, strict=True):
-            self.report(f"tracing batch {batch} under {'; '.join(policies)}")
-            traces = self.subject.trace(policies, batch) if future is None else future.result()
+        for (policies, batch), traces in zip(sessions, self._run(sessions), strict=True):
             if len(policies) == 1:
                 self._alone.add((policies[0], batch))
             self.traced.update({(policy, batch): trace for policy, trace in zip(policies, traces, strict=True)})
         return [self.traced[key] for key in wanted]
+
+    def usual(self, wanted: Iterable[tuple[str, int]]) -> list[StepTrace]:
+        """For each (policy, batch), which has a trace, that of the step on a usual batch."""
+        traces = self._run([([policy], batch) for policy, batch in wanted], usual=True)
+        return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
+
+    def _run(self, sessions: list[tuple[list[str], int]], usual: bool = False) -> Iterator[list[Traced]]:
+        running: list[Future[list[Traced]] | None] = [None] * len(sessions)
+        if self._pool is not None:
+            running = [self._pool.submit(_trace, *session, usual) for session in sessions]
+        for (policies, batch), future in zip(sessions, running, strict=True):
+            self.report(f"tracing batch {batch} under {'; '.join(policies)}")
+            yield self.subject.trace(policies, batch, usual) if future is None else future.result()
 
 
 def _shares(policies: list[str], batch: int, jobs: int) -> list[tuple[list[str], int]]:
@@ -227,11 +240,11 @@ def cores() -> int:
 _SUBJECT: Subject | None = None
 
 
-def _trace(policies: list[str], batch: int) -> list[Traced]:
+def _trace(policies: list[str], batch: int, usual: bool) -> list[Traced]:
     """In a forked process."""
     torch.set_num_threads(1)
     assert _SUBJECT is not None, "set before the fork"
-    traces = _SUBJECT.trace(policies, batch)
+    traces = _SUBJECT.trace(policies, batch, usual)
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing

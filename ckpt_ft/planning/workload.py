@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..errors import UserError
+from .lengths import Lengths, PaddedRows, Step
 from .model_config import read_config
 
-Step = Callable[[nn.Module, Any], None]
 Batch = dict[str, Any]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,6 +82,8 @@ class Workload:
         model: on meta, in train mode, adapters in place.
         make_batch: batch size -> keyword arguments of the model.
         compute_loss: (model, batch) -> scalar.
+        make_padded: (batch size, length) -> a batch of rows of which only the first is as long as that; None where all
+            rows are alike.
     """
 
     name: str
@@ -91,12 +93,28 @@ class Workload:
     make_batch: Callable[[int], Batch]
     compute_loss: Callable[[nn.Module, Batch], torch.Tensor]
     shape: dict[str, int] = field(default_factory=dict)
+    make_padded: Callable[[int, int], Batch] | None = None
 
     def step(self, batch_size: int) -> Step:
         """One optimizer step on a batch of `batch_size` samples."""
         if batch_size < 1:
             raise UserError(f"--batch-size {batch_size}: a batch has at least 1 sample")
         return training_step(self.compute_loss, lambda: self.make_batch(batch_size), self.settings)
+
+    def padded(self, lengths: Lengths) -> PaddedRows:
+        """The rows of a dataset with these lengths.
+
+        Raises:
+            UserError: not a model of sequences.
+        """
+        make = self.make_padded
+        if make is None:
+            raise UserError(
+                f"--dataset: the batches of {self.name}, of kind '{self.kind}', are all alike; leave it out"
+            )
+        return PaddedRows(
+            lengths, lambda size, length: training_step(self.compute_loss, lambda: make(size, length), self.settings)
+        )
 
     def make_optimizer(self, model: nn.Module) -> Any:
         """The optimizer over the trainable parameters, None for the optimizer "none"."""
@@ -184,6 +202,12 @@ def _language_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         ids = torch.zeros(size, settings.seq_length, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
+    def make_padded(size: int, length: int) -> Batch:
+        ids = torch.zeros(size, length, dtype=torch.long)
+        mask = torch.ones_like(ids)
+        mask[1:, -1:] = 0
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+
     return Workload(
         name,
         "language model",
@@ -192,6 +216,7 @@ def _language_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         make_batch,
         _own_loss,
         {"seq_length": settings.seq_length},
+        make_padded,
     )
 
 

@@ -34,7 +34,7 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
         UserError: no known column, a value that is no text or conversation (with its row), or nothing left to train
         on.
     """
-    layout = _layout(rows.column_names, args.dataset_text_field)
+    layout = row_layout(rows.column_names, args.dataset_text_field)
     encoder = _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length)
     encoded = rows.map(
         encoder,
@@ -56,7 +56,12 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
     return encoded
 
 
-def _layout(columns: Sequence[str], text_field: str) -> str:
+def row_layout(columns: Sequence[str], text_field: str) -> str:
+    """What rows with these columns are: "messages", "completion" (after a prompt) or "text".
+
+    Raises:
+        UserError: none of them.
+    """
     if "messages" in columns:
         return "messages"
     if "prompt" in columns and "completion" in columns:

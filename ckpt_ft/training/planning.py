@@ -5,13 +5,12 @@
     with advise_on_oom(memory):
         result = train_within(trainer, memory, fitted)
 
-The step that is traced and tried is the Trainer's, on the longest row there is, as many times as the batch has rows.
-`fit_unet` does the same for the loop of the diffusion recipe.
+The step that is traced and tried is the Trainer's, on a batch with the longest row there is (lengths.py). `fit_unet`
+does the same for the loop of the diffusion recipe.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import traceback
@@ -36,13 +35,14 @@ from ..policy import Policy
 from ..units import format_bytes, parse_bytes
 from .arguments import ACArguments
 from .checkpoints import last_complete_checkpoint
+from .lengths import padded_rows, trainer_step
 from .oom import is_oom
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from ..memory.gpus import GPU
-    from ..planning.tracing import Step
+    from ..planning.lengths import PaddedRows, Step
     from .callback import ACCallback
     from .diffusion_arguments import LoopArguments
 
@@ -65,6 +65,7 @@ class Fitted:
     settings: ACArguments
     device: torch.device
     batch_name: str = "per_device_train_batch_size"
+    rows: PaddedRows | None = None
     plan: Plan | None = None
     largest: MaxBatchSize | None = None
 
@@ -79,6 +80,7 @@ class Fitted:
             make_optimizer=self.make_optimizer,
             margin=_cpu_margin(budget, gpu),
             batch_size=batch_size,
+            rows=self.rows,
             report=logger.info,
         )
 
@@ -104,12 +106,15 @@ def fit_to_memory(
 
     Args:
         model: on any device; it is moved to that of training.
-        rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest is taken.
+        rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest sets the peak.
 
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
     """
-    fitted = Fitted(model, _steps(args, rows, collate), _optimizer_maker(args), args, settings, args.device)
+    padded = padded_rows(args, rows, collate) if _is_asked(settings) else None
+    step_on = trainer_step(args, collate)
+    worst = padded.worst if padded is not None else lambda size: step_on([rows[0]] * size)
+    fitted = Fitted(model, worst, _optimizer_maker(args), args, settings, args.device, rows=padded)
     _settle(fitted)
     return fitted
 
@@ -150,12 +155,16 @@ def fit_unet(
     return fitted
 
 
+def _is_asked(settings: ACArguments) -> bool:
+    return settings.ac_policy == "auto" or settings.find_max_batch_size
+
+
 def _settle(fitted: Fitted) -> None:
     settings, model = fitted.settings, fitted.model
     if settings.from_plan:
         fitted.plan = settings.plan
         fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
-    if settings.ac_policy != "auto" and not settings.find_max_batch_size:
+    if not _is_asked(settings):
         return
     model.to(fitted.device)
     if settings.ac_policy == "auto":
@@ -230,42 +239,6 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
     )
     _say(f"--find_max_batch_size: {found}\n{note}")
     return found
-
-
-def _steps(
-    args: TrainingArguments, rows: Any, collate: Callable[[list[Any]], dict[str, Any]]
-) -> Callable[[int], Step]:
-    """Batch size -> the Trainer's step on so many copies of the longest row."""
-    longest = _longest(rows)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # A second micro-batch meets the gradients of the first; a third is like the second.
-    passes = min(2, args.gradient_accumulation_steps)
-
-    def step_for_batch(size: int) -> Step:
-        batch = send_to_device(collate([longest] * size), args.device)
-
-        def step(model: nn.Module, optimizer: Any) -> None:
-            for _ in range(passes):
-                autocast = torch.autocast(args.device.type, dtype) if dtype else contextlib.nullcontext()
-                with autocast:
-                    loss = model(**batch).loss
-                loss.backward()
-            if args.max_grad_norm:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            optimizer.step()
-            model.zero_grad()
-
-        return step
-
-    return step_for_batch
-
-
-def _longest(rows: Any) -> Any:
-    names = getattr(rows, "column_names", None)
-    if names is None or "input_ids" not in names:
-        return rows[0]
-    lengths = [len(ids) for ids in rows["input_ids"]]  # a datasets.Dataset
-    return rows[max(range(len(lengths)), key=lengths.__getitem__)]
 
 
 def _optimizer_maker(args: TrainingArguments) -> Callable[[nn.Module], Any]:

@@ -70,3 +70,45 @@ def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_wrong_input(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=message):
         typed(monkeypatch, "plan", config, "--seq-length", "32", *words)
+
+
+def test_a_dataset_decides_the_lengths(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in (8, 8, 8, 90)))
+    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "48", "--batch-size", "4"]
+    assert typed(monkeypatch, *words, "--jobs", "1", "--json") == 0
+    alike = json.loads(capsys.readouterr().out)
+    assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["data"].startswith("4 rows of 8 to 48 tokens, 18 on average: bytes are those of a batch with the long")
+    assert alike["data"] == ""
+    none = {plan["data"]: next(row for row in plan["rows"] if row["policy"] == "none") for plan in (alike, rows)}
+    assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest, and a mask
+    assert "padded to 35 at batch 4" in rows["data"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"image": "a.png"}, "its rows have no length: the dataset has the columns image; expected .* or give 'input"),
+        ({"text": "of what"}, "its rows have no length: model .*: no tokenizer can be loaded"),
+    ],
+)
+def test_a_dataset_without_lengths(
+    line: dict[str, str], message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(line))
+    with pytest.raises(UserError, match=message):
+        typed(monkeypatch, "plan", config, "--seq-length", "32", "--dataset", str(data))
+
+
+def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"input_ids": [1, 2]}))
+    with pytest.raises(
+        UserError, match="--dataset: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike"
+    ):
+        typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))

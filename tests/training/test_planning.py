@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.encode import PadCollator
 from ckpt_ft.training.planning import Fitted, fit_to_memory, train_within
 from ckpt_ft.units import MIB
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels")}
 
 
 def model() -> LlamaForCausalLM:
@@ -36,17 +34,8 @@ def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **more)
 
 
-class Longest(list[Any]):
-    """Rows as a datasets.Dataset gives them."""
-
-    column_names = ("input_ids", "labels")
-
-    def __getitem__(self, key: Any) -> Any:
-        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
-
-
 def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
-    return fit_to_memory(model(), arguments(tmp_path, **more), settings, Longest(ROWS), collate)
+    return fit_to_memory(model(), arguments(tmp_path, **more), settings, Dataset.from_list(ROWS), PadCollator(0))
 
 
 def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
@@ -63,14 +52,6 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
         with Tracker(fitted.model, optimizer, limit=3 * MIB, ops=False) as tracker:
             step(fitted.model, optimizer)
     assert tracker.peak <= 3 * MIB
-
-
-def test_the_longest_row_is_what_is_planned_for(tmp_path: Path) -> None:
-    fitted = fit(tmp_path, ACArguments(ac_policy="full"))
-    with Tracker(fitted.model) as tracker:
-        fitted.step_for_batch(3)(fitted.model, fitted.make_optimizer(fitted.model))
-    logits = [s.nbytes for s in tracker.trace().storages if s.op == "aten._log_softmax.default"]
-    assert logits == [3 * 32 * 256 * 4]
 
 
 def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

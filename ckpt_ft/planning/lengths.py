@@ -1,0 +1,71 @@
+"""How long a dataset's rows are: the longest one sets a plan's peak, what batches usually are its speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per row, as a histogram: `tokens`, in order, each in so many `rows`.
+
+    by_length: batches are of rows of like length, not drawn at random.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    by_length: bool = False
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], by_length: bool = False) -> Lengths:
+        """The histogram of at least one length."""
+        tokens, rows = zip(*sorted(Counter(lengths).items()), strict=True)
+        return cls(tokens, rows, by_length)
+
+    @property
+    def longest(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def mean(self) -> float:
+        return sum(t * n for t, n in zip(self.tokens, self.rows, strict=True)) / sum(self.rows)
+
+    def padded(self, batch: int) -> int:
+        """Tokens that a row takes, padding included, in a usual batch of `batch` rows: the expected longest of it."""
+        if self.by_length:
+            return round(self.mean)
+        total = sum(self.rows)
+        at_most = [(n / total) ** batch for n in accumulate(self.rows)]  # a whole batch is
+        return round(sum(t * (p - q) for t, p, q in zip(self.tokens, at_most, [0.0, *at_most], strict=False)))
+
+    def quantile(self, share: float) -> int:
+        """The length that at least `share` of the rows do not exceed."""
+        enough = share * sum(self.rows)
+        return next(t for t, n in zip(self.tokens, accumulate(self.rows), strict=True) if n >= enough)
+
+    def __str__(self) -> str:
+        return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} tokens, {self.mean:.0f} on average"
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """A dataset's rows, and `step(batch size, length)`: one optimizer step on a batch padded to that length."""
+
+    lengths: Lengths
+    step: Callable[[int, int], Step]
+
+    def worst(self, batch: int) -> Step:
+        """The step on the batch with the longest row."""
+        return self.step(batch, self.lengths.longest)
+
+    def usual(self, batch: int) -> Step:
+        """The step on a batch as long as most are."""
+        return self.step(batch, self.lengths.padded(batch))

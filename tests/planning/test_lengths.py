@@ -1,0 +1,80 @@
+"""Rows by length: what the longest of a batch is, and plans whose bytes and seconds are of different ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from small_models import llama
+from torch import nn
+
+from ckpt_ft.planning.lengths import Lengths, PaddedRows
+from ckpt_ft.planning.plan import Plan, plan
+from ckpt_ft.planning.rows import seconds
+from ckpt_ft.planning.tracing import Subject
+
+ROWS = [6, 6, 6, 10, 12, 40]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_padded_is_the_expected_longest(batch: int) -> None:
+    every = [max(lengths) for lengths in itertools.product(ROWS, repeat=batch)]
+    assert Lengths.of(ROWS).padded(batch) == round(sum(every) / len(every))
+
+
+def test_what_a_histogram_says() -> None:
+    lengths = Lengths.of(ROWS)
+    assert (lengths.longest, round(lengths.mean, 2)) == (40, 13.33)
+    assert [lengths.quantile(share) for share in (0.5, 0.51, 0.9, 1)] == [6, 10, 40, 40]
+    assert str(lengths) == "6 rows of 6 to 40 tokens, 13 on average"
+    assert Lengths.of(ROWS, by_length=True).padded(5) == 13
+    assert lengths.padded(1000) == 40
+
+
+def padded_step(size: int, length: int) -> Any:
+    ids = torch.arange(size * length).reshape(size, length) % 256
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
+def plan_for(lengths: Lengths | None, budget: str = "6MiB", **more: Any) -> Plan:
+    small = llama()
+    rows = PaddedRows(lengths, padded_step) if lengths else None
+    worst = rows.worst if rows else lambda size: padded_step(size, 40)
+    return plan(small.model, worst, budget, "cpu", make_optimizer=small.make_optimizer, rows=rows, **more)
+
+
+def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
+    lengths = Lengths.of([6] * 400 + [8] * 4600 + [40] * 5)
+    assert lengths.padded(256) == 15
+    small = llama()
+    found = plan_for(lengths, batch_size=256, policies=["none", "full"], budget="200MiB")
+    alike = plan_for(None, batch_size=256, policies=["none", "full"], budget="200MiB")
+    usual = Subject(small.model, lambda size: padded_step(size, 15), small.make_optimizer, "cpu")
+    for row, same in zip(found.rows, alike.rows, strict=True):
+        assert (same.policy, same.peak, same.reserved) == (row.policy, row.peak, row.reserved)
+        (trace,) = usual.trace([row.policy], 256)
+        assert row.seconds == seconds(trace, row.policy)  # type: ignore[arg-type]
+        assert row.seconds < 0.6 * same.seconds
+    assert "padded to 15 at batch 256" in found.data
+    fix = next(fix for fix in found.fixes if "group_by_length" in fix.change)
+    assert fix.saves == 0
+    assert fix.slower < -0.2
+    assert "48% of the tokens are padding" in fix.change
+
+
+def test_few_long_rows_may_be_cut() -> None:
+    fixes = plan_for(Lengths.of([10] * 400 + [40]), batch_size=8, policies=["none"]).fixes
+    cut = next(fix for fix in fixes if fix.change.startswith("--max_length 10,"))
+    small = llama()
+    subject = Subject(small.model, lambda size: padded_step(size, 10), small.make_optimizer, "cpu")
+    (short,) = subject.trace(["none"], 8)
+    longest = plan_for(None, batch_size=8, policies=["none"]).best
+    assert cut.saves == longest.reserved - short.peak_reserved  # type: ignore[union-attr]
