@@ -54,7 +54,7 @@ from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.loss_log import LossLog
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.parser import parse_args
-from ckpt_ft.training.planning import fit_unet
+from ckpt_ft.training.planning import fit_unet, run_within
 from ckpt_ft.training.sample import cache_dir
 from ckpt_ft.training.tiny_diffusion import tiny_pipeline_dir
 from ckpt_ft.training.validation import Validation
@@ -84,7 +84,6 @@ BUILT_IN = {
 }
 
 
-@clear_when_disk_is_full()
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
         (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
@@ -93,7 +92,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
-    checkpoint = resume_path(args.resume_from_checkpoint, args.output_dir)
+    run_within(
+        lambda checkpoint, budget: train(model_args, image_args, args, ac_args, checkpoint, budget),
+        args, ac_args, resume_path(args.resume_from_checkpoint, args.output_dir),
+    )  # fmt: skip
+
+
+@clear_when_disk_is_full()
+def train(
+    model_args: DiffusionModelArguments,
+    image_args: ImageArguments,
+    args: LoopArguments,
+    ac_args: ACArguments,
+    checkpoint: str | None,
+    budget: int | None,
+) -> None:
+    """One run, from `checkpoint` on; `budget` is what to plan for where memory has run out before."""
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
@@ -140,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     unet.to(accelerator.device)
     side = resolution // 2 ** (len(vae_config.block_out_channels) - 1)
     fitted = fit_unet(  # what --ac_policy auto and --find_max_batch_size leave open
-        unet, args, ac_args, accelerator, side, frozen_dtype, lambda trained: make_optimizer(trained, args, 0.0)
-    )
+        unet, args, ac_args, accelerator, side, frozen_dtype,
+        lambda trained: make_optimizer(trained, args, 0.0), budget,
+    )  # fmt: skip
     memory = LoopMemory(ac_args, accelerator)
     memory.add_to_report = fitted.describe
     memory.apply(unet)

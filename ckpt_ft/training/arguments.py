@@ -31,7 +31,8 @@ class ACArguments:
             A file that `ckpt-ft plan --output plan.json` wrote stands for the policy that it picked.
         ac_budget: an amount of memory such as "24GiB": what `auto` and `find_max_batch_size` may use. On a CPU,
             training that would pass it runs out of memory as on a card of that size.
-        ac_report: comma-separated kinds of report written to the output directory, or "none" for no measuring at all.
+        ac_report: comma-separated kinds of report written to the output directory, or "none", with which nothing is
+            measured but what a budget on a CPU needs.
         find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and proof, and use
             it as far as gradient accumulation can keep the effective batch as it was.
         ac_on_oom: "replan": under `auto`, go on under a leaner policy from the last checkpoint when memory runs out;
@@ -66,7 +67,7 @@ class ACArguments:
     )
     ac_report: str = field(
         default="json,md,png",
-        metadata={"help": "Memory reports to write to output_dir: any of json,md,png; none measures nothing."},
+        metadata={"help": "Memory reports to write to output_dir: any of json,md,png, or none."},
     )
     ac_check: bool = field(
         default=False,
@@ -101,6 +102,11 @@ class ACArguments:
     def limit(self) -> int | None:
         """The budget in bytes."""
         return None if self.ac_budget is None else parse_bytes(self.ac_budget)
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are measured: for a report, or, on a CPU, against the budget."""
+        return bool(self.reports) or self.limit is not None
 
     @property
     def from_plan(self) -> bool:

@@ -22,7 +22,7 @@ from ..memory.report import MemoryReport
 from ..policy import Policy
 from .arguments import ACArguments
 from .predict import predict_trainer
-from .reporting import add_prediction, holder_lines, require_parity, write_reports
+from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,7 +76,7 @@ class ACCallback(TrainerCallback):
             if self.settings.ac_check:
                 self._check(model, kwargs["train_dataloader"], args.train_batch_size)
             self.applied = apply_policy(model, self.policy)
-        if self.settings.reports:
+        if self.settings.measures:
             from accelerate import Accelerator
 
             self.profiler = MemoryProfiler(
@@ -104,7 +104,7 @@ class ACCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.profiler is not None:
+        if self.profiler is not None and self.settings.reports:
             self.report = self.profiler.report(
                 policy=None if self.policy is None else str(self.policy),
                 model=type(kwargs["model"]).__name__,
@@ -166,10 +166,7 @@ def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
             f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
         )
     if _fsdp_checkpoints(args):
-        raise UserError(
-            f"policy '{policy}' and FSDP's own activation checkpointing are both on: blocks would be re-run twice; "
-            "set fsdp_activation_checkpointing to false in the launch configuration, or drop the policy"
-        )
+        refuse_fsdp(policy)
 
 
 def _fsdp_checkpoints(args: TrainingArguments) -> bool:

@@ -23,7 +23,7 @@ from ..checkpointing.apply import apply_policy, remove_policy
 from ..memory.gpus import GPU, current_gpu
 from ..memory.profiler import MemoryProfiler
 from .arguments import ACArguments
-from .reporting import add_prediction, holder_lines, require_parity, write_reports
+from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,7 +38,7 @@ class LoopMemory:
     Attributes:
         policy: the policy, None when the model is left as it is.
         model: what the policy stands on, None before `apply`.
-        profiler: measures the loop; None when no report is wanted.
+        profiler: measures the loop; None where nothing asks for it.
     """
 
     def __init__(self, settings: ACArguments, accelerator: Accelerator) -> None:
@@ -51,10 +51,12 @@ class LoopMemory:
         """Put the policy on `model`.
 
         Raises:
-            UserError: it matches nothing there.
+            UserError: it matches nothing there, or FSDP checkpoints by itself.
         """
         self.model = model
         if self.policy is not None:
+            if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
+                refuse_fsdp(self.policy)
             apply_policy(model, self.policy)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -71,8 +73,8 @@ class LoopMemory:
     def measure(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int, output_dir: str
     ) -> Iterator[None]:
-        """Measure the steps made inside, unless no report is wanted."""
-        if not self.settings.reports or total_steps < 1:
+        """Measure the steps made inside, where a report or a budget asks for it."""
+        if not self.settings.measures or total_steps < 1:
             yield
             return
         self.profiler = MemoryProfiler(
@@ -105,7 +107,7 @@ class LoopMemory:
             predict: traces the same step on a device; a step that cannot be traced is a note in the report.
             facts: kept in the provenance.
         """
-        if self.profiler is None or not self.profiler.steps:
+        if self.profiler is None or not self.profiler.steps or not self.settings.reports:
             return None
         policy = None if self.policy is None else str(self.policy)
         report = self.profiler.report(policy=policy, **facts)

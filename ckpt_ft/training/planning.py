@@ -6,7 +6,7 @@
         result = train_within(trainer, memory, fitted)
 
 The step that is traced and tried is the Trainer's, on a batch with the longest row there is (lengths.py). `fit_unet`
-does the same for the loop of the diffusion recipe.
+does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..checkpointing.apply import apply_policy
-from ..errors import UserError
+from ..errors import UserError, WorkFailed
 from ..memory.gpus import current_gpu
 from ..memory.report import MaxBatch, MemoryReport, PolicyRow
 from ..planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
 from ..planning.diffusion import noise_batch
-from ..planning.plan import Plan, plan
+from ..planning.plan import Plan, make_room, plan
 from ..policy import Policy
 from ..units import format_bytes, parse_bytes
 from .arguments import ACArguments
@@ -127,8 +127,12 @@ def fit_unet(
     side: int,
     dtype: torch.dtype,
     make_optimizer: Callable[[list[nn.Parameter]], Any],
+    budget: int | None = None,
 ) -> Fitted:
-    """`fit_to_memory` for the diffusion recipe's loop, on latents of `side` x `side` and prompts of `dtype`."""
+    """`fit_to_memory` for the diffusion recipe's loop, on latents of `side` x `side` and prompts of `dtype`.
+
+    budget: bytes to plan for where that is less than `--ac_budget`.
+    """
     passes = min(2, args.gradient_accumulation_steps)
 
     def step_for_batch(size: int) -> Step:
@@ -150,7 +154,7 @@ def fit_unet(
         return make_optimizer([p for p in model.parameters() if p.requires_grad])
 
     fitted = Fitted(unet, step_for_batch, make, args, settings, accelerator.device, "train_batch_size")
-    _settle(fitted)
+    _settle(fitted, budget)
     accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     return fitted
 
@@ -159,7 +163,7 @@ def _is_asked(settings: ACArguments) -> bool:
     return settings.ac_policy == "auto" or settings.find_max_batch_size
 
 
-def _settle(fitted: Fitted) -> None:
+def _settle(fitted: Fitted, budget: int | None = None) -> None:
     settings, model = fitted.settings, fitted.model
     if settings.from_plan:
         fitted.plan = settings.plan
@@ -169,7 +173,7 @@ def _settle(fitted: Fitted) -> None:
     model.to(fitted.device)
     if settings.ac_policy == "auto":
         batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
-        fitted.plan = fitted.make_plan(settings.ac_budget, batch_size)
+        fitted.plan = fitted.make_plan(budget or settings.ac_budget, batch_size)
         settings.ac_policy = fitted.plan.best.policy
         _say(f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
     if settings.find_max_batch_size:
@@ -211,11 +215,51 @@ def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), memory.policy, place)
 
 
+def run_within(
+    train: Callable[[str | None, int | None], None], args: LoopArguments, settings: ACArguments, checkpoint: str | None
+) -> None:
+    """`train(checkpoint, budget)`; under `auto`, when memory runs out, again for a smaller budget from the last
+    checkpoint, or from the beginning where there is none.
+
+    Args:
+        train: a whole run, from loading the model on; a budget of None is that of `settings`.
+
+    Raises:
+        WorkFailed: what training raised, where there is no leaner plan or with `--ac_on_oom stop`.
+    """
+    automatic = settings.ac_policy == "auto"
+    budget: int | None = None
+    failed: WorkFailed | None = None
+    while True:
+        try:
+            return train(checkpoint, budget)
+        except WorkFailed as error:
+            if not (automatic and _replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
+                raise
+            failed = WorkFailed(*error.args)  # without the frames that hold the model
+            reason = " ".join(str(error.__cause__).split())
+        except UserError:
+            if failed is None:
+                raise
+            raise failed from None
+        gc.collect()
+        budget = round((budget or make_room(settings.limit, current_gpu()).budget) * _LEANER)
+        settings.ac_policy, settings.find_max_batch_size = "auto", False
+        checkpoint = last_complete_checkpoint(args.output_dir)
+        place = checkpoint or "the beginning"
+        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
+
+
+def _replans(settings: ACArguments) -> bool:
+    alone = PartialState().num_processes == 1  # of several ranks one runs out first, and the others wait for it
+    return alone and settings.ac_on_oom == "replan"
+
+
 def _may_replan(trainer: Trainer, fitted: Fitted) -> bool:
     started = trainer.state.global_step > 0
     saved = last_complete_checkpoint(fitted.args.output_dir) is not None
     automatic = fitted.plan is not None and not fitted.settings.from_plan
-    return automatic and fitted.settings.ac_on_oom == "replan" and (saved or not started)
+    return automatic and _replans(fitted.settings) and (saved or not started)
 
 
 def _largest(fitted: Fitted) -> MaxBatchSize:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import WorkFailed
+from ..errors import UserError, WorkFailed
 from ..policy import Policy
 from ..units import format_bytes
 
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from ..memory.profiler import MemoryProfiler
     from ..memory.report import MemoryReport
     from ..memory.trace import StepTrace
+
+
+def refuse_fsdp(policy: Policy) -> None:
+    """Raises UserError: FSDP was asked to checkpoint too."""
+    raise UserError(
+        f"policy '{policy}' and FSDP's own activation checkpointing are both on: blocks would be re-run twice; "
+        "set fsdp_activation_checkpointing to false in the launch configuration, or drop the policy"
+    )
 
 
 def require_parity(

@@ -22,11 +22,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import UserError, WorkFailed, run
+from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.loss_log import read_losses
 from ckpt_ft.training.parser import parse_args
 from ckpt_ft.training.tiny_diffusion import make_tiny_pipeline
+from ckpt_ft.units import GIB, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max_train_samples", "20", "--train_batch_size", "2", "--max_train_steps", "4", "--lr_warmup_steps", "1"]
@@ -156,6 +159,44 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
     for policy in ("full", "save:conv+attention"):
         flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
         assert train(recipe, tiny["sd2"], tmp_path / policy, *flags) == plain
+
+
+class OutOfMemoryOnce:
+    """LoopMemory.step that runs out of memory at the end of one step."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, memory: LoopMemory) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("at", [1, 4], ids=["before any checkpoint", "after one"])
+def test_out_of_memory_is_planned_again(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """From the last checkpoint and for less memory; no loss shows it."""
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--checkpointing_steps", "2"]
+    plain = train(recipe, tiny["sd1"], tmp_path / "plain", *flags)
+    planned: list[int] = []
+
+    def quick(model: torch.nn.Module, steps: object, budget: str | int, *args: object, **kwargs: object) -> Plan:
+        planned.append(parse_bytes(budget))
+        return plan(model, steps, budget, *args, **kwargs, policies=["none", "full"])  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ckpt_ft.training.planning.plan", quick)
+    step = OutOfMemoryOnce(at)
+    monkeypatch.setattr(LoopMemory, "step", lambda memory: step(memory))
+    flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]
+    assert train(recipe, tiny["sd1"], tmp_path / "out", *flags) == plain
+    assert planned == [GIB, round(0.9 * GIB)]
+    assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 again
+    again = OutOfMemoryOnce(at)
+    monkeypatch.setattr(LoopMemory, "step", lambda memory: again(memory))
+    with pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"):
+        train(recipe, tiny["sd1"], tmp_path / "stopped", *flags, "--ac_on_oom", "stop")
 
 
 def test_cached_latents_train_as_uncached(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:

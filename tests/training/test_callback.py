@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.oom import LADDER, cheaper_policies
+from ckpt_ft.training.loop_memory import LoopMemory
+from ckpt_ft.training.oom import LADDER, advise_on_oom, cheaper_policies
 
 ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)]} for i in range(16)]).map(
     lambda row: {"labels": row["input_ids"]}
@@ -125,15 +127,17 @@ def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("checkpointing", [{"gradient_checkpointing": True}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_a_policy_beside_the_trainers_own_checkpointing_is_refused(tmp_path: Path, checkpointing: Any) -> None:
-    args = arguments(tmp_path, **checkpointing)
+def test_a_policy_beside_the_trainers_own_checkpointing_is_refused(tmp_path: Path, flag: str) -> None:
+    if flag not in TrainingArguments.__dataclass_fields__:
+        pytest.skip("transformers 5.23 brought the new name")
+    args = arguments(tmp_path, **{flag: True})
     check_conflicts(args, None)
     trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
     ACCallback("full").attach(trainer)
     with pytest.raises(
-        UserError, match="policy 'full' and activation_checkpointing are both on: blocks would be re-run"
+        UserError, match="policy 'full' and (activation|gradient)_checkpointing are both on: blocks would be re-run"
     ):
         trainer.train()
 
@@ -147,6 +151,25 @@ def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     with pytest.raises(UserError, match="set fsdp_activation_checkpointing to false"):
         check_conflicts(args, ACArguments(ac_policy="full").policy)
+    plugin = SimpleNamespace(activation_checkpointing=True)
+    memory = LoopMemory(ACArguments(ac_policy="full"), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="set fsdp_activation_checkpointing to false"):
+        memory.apply(tiny())
+
+
+def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
+    settings = ACArguments(ac_policy="auto", ac_budget="100KiB", ac_report="none")
+    settings.ac_policy = "full"  # as a recipe does when the planner has chosen
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    callback = ACCallback(settings).attach(trainer)
+    with pytest.raises(WorkFailed, match=r"of the limit of 100\.0 KiB set for this run"), advise_on_oom(callback):
+        trainer.train()
+    settings.ac_budget = "1GiB"
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    callback = ACCallback(settings).attach(trainer)
+    trainer.train()
+    assert callback.report is None
+    assert not list(tmp_path.glob("memory_report.*"))
 
 
 def test_cheaper_policies_keep_less() -> None:
