@@ -17,26 +17,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .cli_options import (
-    AsJson,
-    Attention,
-    BatchSize,
-    Device,
-    Dtype,
-    FourBit,
-    Lora,
-    LoraTargets,
-    MixedPrecision,
-    Model,
-    Optimizer,
-    PolicyOption,
-    Resolution,
-    SeqLength,
-    gpu_or_cpu,
-    make_settings,
-)
+from .cli_options import AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 from .cli_planning import register
 from .errors import UserError, run
+from .planning.workload import Settings
 from .policy import Policy
 from .units import format_bytes, parse_bytes
 
@@ -93,23 +77,17 @@ class Estimate:
 
 
 @app.command()
+@takes_settings()
 def estimate(
     model: Model,
     policy: PolicyOption = "none",
     batch_size: BatchSize = 1,
-    seq_length: SeqLength = 1024,
-    resolution: Resolution = 0,
     device: Device = "a100-80gb",
     capacity: Annotated[
         str, typer.Option("--capacity", help="memory of the card, e.g. 24GiB; by default the device's")
     ] = "",
-    dtype: Dtype = "float32",
-    mixed_precision: MixedPrecision = "no",
-    optimizer: Optimizer = "adamw_fused",
-    lora: Lora = 0,
-    lora_targets: LoraTargets = "",
-    attn_implementation: Attention = "",
-    load_in_4bit: FourBit = False,
+    *,
+    settings: Settings,
     as_json: AsJson = False,
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights."""
@@ -118,17 +96,6 @@ def estimate(
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
-    settings = make_settings(
-        seq_length,
-        resolution,
-        dtype,
-        mixed_precision,
-        optimizer,
-        lora,
-        lora_targets,
-        attn_implementation,
-        load_in_4bit,
-    )
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings)
@@ -141,16 +108,14 @@ def estimate(
 
 
 @app.command()
+@takes_settings({"optimizer": "none"})
 def explain(
     model: Model,
     policy: PolicyOption = "full",
     batch_size: BatchSize = 1,
-    seq_length: SeqLength = 1024,
-    resolution: Resolution = 0,
     device: Device = "a100-80gb",
-    dtype: Dtype = "float32",
-    mixed_precision: MixedPrecision = "no",
-    lora: Lora = 0,
+    *,
+    settings: Settings,
 ) -> None:
     """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
     from .checkpointing.apply import apply_policy
@@ -159,7 +124,6 @@ def explain(
 
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
-    settings = make_settings(seq_length, resolution, dtype, mixed_precision, "none", lora, "", "", False)
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings)
@@ -187,21 +151,19 @@ def explain(
 
 
 @app.command()
+@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False}, seq_length=32)
 def check(
     model: Model,
     policy: PolicyOption = "full",
     batch_size: BatchSize = 2,
-    seq_length: SeqLength = 32,
-    resolution: Resolution = 0,
-    lora: Lora = 0,
-    mixed_precision: MixedPrecision = "no",
+    *,
+    settings: Settings,
     seed: Annotated[int, typer.Option("--seed", help="of weights (where none are saved), batch and dropout")] = 0,
 ) -> None:
     """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
     from .planning.check import check_model
 
     Policy.parse(policy)
-    settings = make_settings(seq_length, resolution, "float32", mixed_precision, "none", lora, "", "", False)
     with _progress() as progress:
         progress(f"running {model} with and without '{policy}'")
         parity = check_model(model, policy, settings, batch_size, seed)

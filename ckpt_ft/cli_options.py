@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .planning.workload import Settings
+
 if TYPE_CHECKING:
     from .memory.gpus import GPU
-    from .planning.workload import Settings
 
+Command = Callable[..., None]
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
@@ -30,20 +36,45 @@ FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
-def make_settings(
-    seq_length: int,
-    resolution: int,
-    dtype: str,
-    mixed_precision: str,
-    optimizer: str,
-    lora: int,
-    lora_targets: str,
-    attn_implementation: str,
-    load_in_4bit: bool,
-) -> Settings:
-    """The settings that the options of a command give."""
-    from .planning.workload import Settings
+def takes_settings(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> Callable[[Command], Command]:
+    """For commands: in place of the parameter `settings`, an option for each of its fields.
 
+    fixed: fields that the command decides. defaults: of options, where the command has another.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        options = [
+            option.replace(default=defaults.get(name, option.default))
+            for name, option in inspect.signature(_settings, eval_str=True).parameters.items()
+            if name not in fixed
+        ]
+        every = [p for name in own for p in (options if name == "settings" else [own[name]])]
+
+        @functools.wraps(command)
+        def typed(**given: Any) -> None:
+            settings = _settings(**{option.name: given.pop(option.name) for option in options}, **fixed)
+            command(**given, settings=settings)
+
+        signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every])
+        typed.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads, and the annotations
+        typed.__annotations__ = {p.name: p.annotation for p in every}
+        return typed
+
+    return decorate
+
+
+def _settings(
+    seq_length: SeqLength = 1024,
+    resolution: Resolution = 0,
+    dtype: Dtype = "float32",
+    mixed_precision: MixedPrecision = "no",
+    optimizer: Optimizer = "adamw_fused",
+    lora: Lora = 0,
+    lora_targets: LoraTargets = "",
+    attn_implementation: Attention = "",
+    load_in_4bit: FourBit = False,
+) -> Settings:
     return Settings(
         dtype=dtype,
         mixed_precision=mixed_precision,

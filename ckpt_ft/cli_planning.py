@@ -11,29 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .cli_options import (
-    AsJson,
-    Attention,
-    Device,
-    Dtype,
-    FourBit,
-    Lora,
-    LoraTargets,
-    MixedPrecision,
-    Model,
-    Optimizer,
-    PolicyOption,
-    Resolution,
-    SeqLength,
-    gpu_or_cpu,
-    make_settings,
-)
+from .cli_options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+from .planning.workload import Settings
 from .units import format_bytes, format_number, parse_bytes
 
 if TYPE_CHECKING:
     from .planning.lengths import Lengths
     from .planning.plan import Plan
-    from .planning.workload import Settings, Workload
+    from .planning.workload import Workload
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -42,26 +27,20 @@ Margin = Annotated[
 MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", help="the largest micro-batch that is looked at")]
 
 
+@takes_settings()
 def plan(
     model: Model,
     budget: Budget = "",
     device: Device = "a100-40gb",
     batch_size: Annotated[str, typer.Option("--batch-size", help="a number, or auto for all of them")] = "auto",
     target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
-    seq_length: SeqLength = 1024,
     dataset: Annotated[
         str, typer.Option("--dataset", help="rows that decide the lengths, up to --seq-length: Hub id or local file")
     ] = "",
-    resolution: Resolution = 0,
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
-    dtype: Dtype = "float32",
-    mixed_precision: MixedPrecision = "no",
-    optimizer: Optimizer = "adamw_fused",
-    lora: Lora = 0,
-    lora_targets: LoraTargets = "",
-    attn_implementation: Attention = "",
-    load_in_4bit: FourBit = False,
+    *,
+    settings: Settings,
     jobs: Annotated[int, typer.Option("--jobs", help="processes to trace on; 0 for as many as there are cores")] = 0,
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
@@ -72,17 +51,6 @@ def plan(
     from .planning.model_config import read_config
     from .planning.plan_file import cache_path, write_json
 
-    settings = make_settings(
-        seq_length,
-        resolution,
-        dtype,
-        mixed_precision,
-        optimizer,
-        lora,
-        lora_targets,
-        attn_implementation,
-        load_in_4bit,
-    )
     asked = {
         "budget": parse_bytes(budget) if budget else None,
         "device": device,
@@ -92,7 +60,7 @@ def plan(
         "margin": margin or None,
     }
     config = read_config(model)
-    lengths = _lengths(dataset, model, seq_length) if dataset else None
+    lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
     cached = cache_path({**asked, "config": config, "settings": vars(settings), "lengths": lengths})
     found = None if fresh else _read(cached)
     if found is None:
@@ -108,22 +76,16 @@ def plan(
         print_plan(found)
 
 
+@takes_settings()
 def max_batch(
     model: Model,
     policy: PolicyOption = "none",
     budget: Budget = "",
     device: Device = "a100-40gb",
-    seq_length: SeqLength = 1024,
-    resolution: Resolution = 0,
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
-    dtype: Dtype = "float32",
-    mixed_precision: MixedPrecision = "no",
-    optimizer: Optimizer = "adamw_fused",
-    lora: Lora = 0,
-    lora_targets: LoraTargets = "",
-    attn_implementation: Attention = "",
-    load_in_4bit: FourBit = False,
+    *,
+    settings: Settings,
     as_json: AsJson = False,
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
@@ -133,17 +95,6 @@ def max_batch(
     from .planning.batch_size import predict_max_batch_size
     from .planning.workload import load
 
-    settings = make_settings(
-        seq_length,
-        resolution,
-        dtype,
-        mixed_precision,
-        optimizer,
-        lora,
-        lora_targets,
-        attn_implementation,
-        load_in_4bit,
-    )
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings)
