@@ -49,7 +49,7 @@ def _with_weights(name: str, meta: nn.Module) -> nn.Module:
         saved = any(path.rglob("diffusion_pytorch_model*"))
         real = kind.from_pretrained(name, subfolder=subfolder) if saved else kind.from_config(base.config)
     elif any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        real = kind.from_pretrained(name)
+        real = kind.from_pretrained(name, attn_implementation=base.config._attn_implementation)
     else:
         real = kind(base.config)
     if adapted is None:
