@@ -42,19 +42,21 @@ def unet(channels: int = 16, size: int = 8) -> tuple[nn.Module, Loss]:
     return model.train(), lambda model: model(latents, times, encoder_hidden_states=texts).sample.float().pow(2).mean()
 
 
-def resnet(size: int = 64) -> tuple[nn.Module, Loss]:
-    config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck", num_labels=10
-    )
-    pixels, labels = torch.randn(2, 3, size, size), torch.tensor([1, 2])
-    return ResNetForImageClassification(config).train(), lambda model: model(pixel_values=pixels, labels=labels).loss
+def resnet(images: int = 2, **config: object) -> tuple[nn.Module, Loss]:
+    sizes = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "bottleneck"}
+    model = ResNetForImageClassification(ResNetConfig(**{**sizes, **config}, num_labels=10)).train()
+    return model, _classify(images, 64)
 
 
-def vit() -> tuple[nn.Module, Loss]:
-    config = ViTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
-                       image_size=64, patch_size=16, num_labels=10)  # fmt: skip
-    pixels, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
-    return ViTForImageClassification(config).train(), lambda model: model(pixel_values=pixels, labels=labels).loss
+def vit(images: int = 2, **config: object) -> tuple[nn.Module, Loss]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    whole = ViTConfig(**{**sizes, "image_size": 64, **config}, patch_size=16, num_labels=10)
+    return ViTForImageClassification(whole).train(), _classify(images, whole.image_size)
+
+
+def _classify(images: int, size: int) -> Loss:
+    pixels, labels = torch.randn(images, 3, size, size), torch.arange(images) % 10
+    return lambda model: model(pixel_values=pixels, labels=labels).loss
 
 
 MODELS = {"language model": language_model, "unet": unet, "resnet": resnet, "vit": vit}
