@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_EVENLY = "indices fall evenly on their classes: experts see equal numbers of tokens"
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
 _INDEX_MAKERS = {aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.sort.stable}
 _CARRIERS = {
@@ -43,6 +44,7 @@ class _Known:
     classes: int = 0
     density: float = 1.0
     hit: float = 1.0  # of a mask made by comparing indices with every class: the share of classes that occur
+    total: int = 0  # of counts of a mask: what they add up to
 
 
 class Balanced:
@@ -70,8 +72,8 @@ class Balanced:
             dim = next((a for a in args[1:] if type(a) is int and a < 0), -1) if args[0].dim() else None
             indices = out if isinstance(out, Tensor) else out[1]
             self._learn(indices, classes=args[0].size(dim) if dim is not None else 1)
-        elif func is aten.scatter_.value and args[0].dtype in (torch.int64, torch.bool):
-            self._learn(args[0], density=1 / args[0].size(args[1]))
+        elif func in (aten.scatter_.value, aten.scatter.value):
+            self._learn(out, density=min(args[2].size(args[1]) / out.size(args[1]), 1.0))
         elif func is aten.eq.Scalar or func is aten.eq.Tensor:
             known = next((k for k in map(self._of, args) if k is not None and k.classes), None)
             if known is not None:
@@ -80,7 +82,7 @@ class Balanced:
         elif func is aten.sum.dim_IntList:
             known = self._of(args[0])
             if known is not None:
-                self._learn(out, density=known.hit, hit=known.hit)
+                self._learn(out, density=known.hit, hit=known.hit, total=round(known.density * args[0].numel()))
         elif func in _CARRIERS:
             known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
             if known is not None:
@@ -93,9 +95,9 @@ class Balanced:
         known = self._known.get(storage._cdata)
         return known if known is not None and known.storage() is storage else None
 
-    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0) -> None:
+    def _learn(self, tensor: Tensor, classes: int = 0, density: float = 1.0, hit: float = 1.0, total: int = 0) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit)
+        self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, total)
 
     def _note(self, text: str) -> None:
         if text not in self.tracker.notes:
@@ -114,10 +116,18 @@ class Balanced:
             self._note("a condition on data is taken as in a clean batch: nothing is NaN or left out")
             return value
         known = self._of(tensor)
+        if known is not None and known.total:
+            return self._share(tensor, known.total)
         if known is not None and known.classes:
             return 0
         self._note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
+
+    def _share(self, tensor: Tensor, total: int) -> int:
+        """One of the counts that add up to `total`, each as large as the others or one less."""
+        self._note(_EVENLY)
+        at, counts = tensor.storage_offset(), tensor.untyped_storage().nbytes() // tensor.itemsize
+        return (at + 1) * total // counts - at * total // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool(args[0].shape == args[1].shape)
@@ -128,7 +138,7 @@ class Balanced:
             return exact
         known = self._of(mask)
         if known is not None and known.density < 1:
-            self._note("indices fall evenly on their classes: experts see equal numbers of tokens")
+            self._note(_EVENLY)
             return max(round(mask.numel() * known.density), 1)
         self._note("a mask whose size decides a shape is taken as full: the worst case")
         return mask.numel()

@@ -1,8 +1,8 @@
-"""Values of small whole-number tensors in a trace: masks, positions and labels that a step brings, and what follows.
+"""Values of small tensors in a trace: masks, positions and labels that a step brings, and what follows from them.
 
 They decide which attention kernel runs (is anything padded or packed?) and how large some results are (`nonzero`). An
-op all of whose tensors are known is therefore also computed for real, beside the fake one. Floating point is never
-known: that is the model's.
+op all of whose tensors are known is therefore also computed for real, beside the fake one. Of floating point only what
+is made of constants is known (a mask of `torch.ones`), never the model's weights or what they are applied to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .opinfo import tensors
+
+aten = torch.ops.aten
+
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_MOST = 1 << 20  # elements: a batch's tokens; not a mask of every pair of them
+_MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
 _NO_VALUE = ("aten::empty", "aten::new_empty")
+
+UNKNOWN = object()
 
 
 class _Unknown(Exception):
@@ -32,12 +38,8 @@ class Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The values of `tensor`, None where they are not known."""
-        if type(tensor) is not FakeTensor:
-            return tensor if is_small(tensor) else None
-        value = tensor.__dict__.get("_value")
-        if value is None:
-            return tensor.constant if tensor.constant is not None and is_small(tensor.constant) else None
-        return None if value.untyped_storage()._cdata in self._lost else value
+        value = tensor.__dict__.get("_value") if type(tensor) is FakeTensor else None
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def keep(self, fake: Tensor, real: Tensor) -> None:
         """`fake` stands for `real`, whose values are copied if they are few whole numbers."""
@@ -47,24 +49,41 @@ class Values:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Give `out`, just made by an op, its values where they follow from those of the arguments."""
-        if not isinstance(out, (tuple, list)) and (type(out) is not FakeTensor or not is_small(out)):
+        if _finds_nan(func, args):  # not in a model's numbers
+            with _disable_current_modes():
+                out._value = torch.zeros((), dtype=torch.bool).expand(out.shape)
+            return
+        if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not func._schema.is_mutable):
+            return
+        if func is aten.lift_fresh.default:  # of torch.tensor(...): a real one
+            self.keep(out, args[0])
             return
         real = self.compute(func, args, kwargs)
-        if real is not None:
+        if real is not UNKNOWN:
             _attach(out, real)
-        elif type(out) is FakeTensor and args and out is args[0] and "_value" in out.__dict__:
-            storage = out.__dict__["_value"].untyped_storage()
-            self._lost[storage._cdata] = storage
+        elif func._schema.is_mutable:
+            self._forget(func, args)
+
+    def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What an op writes to is no longer known, nor are the tensors that share it."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors((value,)):
+                    known = self.of(tensor)
+                    if known is not None:
+                        storage = known.untyped_storage()
+                        self._lost[storage._cdata] = storage
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op gives for known arguments, None where one is not known or the result has no values."""
+        """What an op gives for known arguments, UNKNOWN where one is not known or the result has no values."""
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.startswith(_NO_VALUE):
-            return None
+            return UNKNOWN
         try:
+            known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
             with _disable_current_modes():
-                return func(*self._known(args), **{name: self._known(value) for name, value in kwargs.items()})
+                return func(*known, **named)
         except (_Unknown, RuntimeError, IndexError):
-            return None
+            return UNKNOWN
 
     def _known(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -85,7 +104,11 @@ class Values:
     def exactly(self, guess: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the op gives, as fake tensors; where that is not known, what `guess` says."""
         real = self.compute(func, args, kwargs)
-        return guess(func, args, kwargs) if real is None else _as_fake(real)
+        return guess(func, args, kwargs) if real is UNKNOWN else _as_fake(real)
+
+
+def _finds_nan(func: Any, args: tuple[Any, ...]) -> bool:
+    return func in (aten.isnan.default, aten.isinf.default) or (func is aten.ne.Tensor and args[0] is args[1])
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -93,11 +116,16 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.dtype in _WHOLE and tensor.numel() <= _MOST and tensor.device.type != "meta"
 
 
+def _is_few(tensor: Tensor) -> bool:
+    """Whether values are followed this far; of floating point only constants come to have any."""
+    return tensor.numel() <= (_MOST if tensor.dtype in _WHOLE else _MOST_FLOATS)
+
+
 def _attach(fake: Any, real: Any) -> None:
     if isinstance(fake, (tuple, list)):
         for one, other in zip(fake, real, strict=True):
             _attach(one, other)
-    elif type(fake) is FakeTensor and is_small(real):
+    elif type(fake) is FakeTensor and _is_few(real):
         fake._value = real  # type: ignore[attr-defined]
 
 

@@ -116,3 +116,38 @@ def test_masked_language_models_and_their_labels() -> None:
     for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens alone
         fake, real = traces(more)
         assert story(fake) == story(real)
+
+
+def test_constants_are_followed_and_a_models_numbers_are_not() -> None:
+    """A mask of floating point ones is one too; Adam counts its steps in place, in a list."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        mask = torch.ones(2, 5)
+        assert bool((mask.to(torch.bool).sum() == mask.numel()).item())
+        counts = [torch.tensor(0.0), torch.tensor(4.0)]
+        torch._foreach_add_(counts, 1)
+        assert [count.item() for count in counts] == [1, 5]
+        x = model(torch.ones(3, 4))
+        counts[0].add_(x.sum().detach())
+        assert counts[0].item() == 1.0  # as any number that is not known
+        assert x.isnan().sum() == 0
+        assert not (x != x).any()  # as isnan() does it
+
+    assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
+        "a number read from a tensor (.item()) is taken to be 1"
+    ]
+
+
+def test_rows_for_each_expert_add_up() -> None:
+    """Routers that split tokens by counts read from a tensor (JetMoE, DeepSeek's own code)."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        _, experts = model(torch.ones(10, 8)).topk(2, dim=1)
+        chosen = torch.zeros(10, 7).scatter(1, experts, 1)
+        counts = chosen.long().sum(0).tolist()
+        assert counts == [2, 3, 3, 3, 3, 3, 3]
+        torch.ones(20, 8).split(counts)
+
+    assert trace_step(nn.Linear(8, 7), step, warmup_steps=0).notes == [
+        "indices fall evenly on their classes: experts see equal numbers of tokens"
+    ]

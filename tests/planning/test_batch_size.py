@@ -59,7 +59,7 @@ def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkey
     traced: dict[tuple[str, int], Traced] = {}  # five budgets ask for the same traces
     plain = Subject.trace
 
-    def once(self: Subject, policies: list[str], batch: int) -> list[Traced]:
+    def once(self: Subject, policies: list[str], batch: int, usual: bool = False) -> list[Traced]:
         for policy in policies:
             if (policy, batch) not in traced:
                 (traced[policy, batch],) = plain(self, [policy], batch)
