@@ -5,7 +5,7 @@ Where a step asks a fake tensor for a value that is not known (values.py), a sta
 - other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
 - what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True; but
   any() of a mask that indices made is True;
-- any other number read is 1, an index 0.
+- a number drawn from 0..1 is 0.5, so that LayerDrop drops none; any other number read is 1, an index 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
 
@@ -68,7 +68,10 @@ class Balanced:
 
     def observe(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Learn where indices and masks come from."""
-        if func in _INDEX_MAKERS:
+        if func is aten.rand.default and out.numel() == 1:
+            self.values.set(out, 0.5)
+            self._note("a random number is taken as 0.5: no layer is left out at random")
+        elif func in _INDEX_MAKERS:
             dim = next((a for a in args[1:] if type(a) is int and a < 0), -1) if args[0].dim() else None
             indices = out if isinstance(out, Tensor) else out[1]
             self._learn(indices, classes=args[0].size(dim) if dim is not None else 1)

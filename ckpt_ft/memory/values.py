@@ -47,11 +47,15 @@ class Values:
             with _disable_current_modes():
                 fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
 
+    def set(self, fake: Tensor, number: float) -> None:
+        """Every element of `fake` is taken to be `number`."""
+        with _disable_current_modes():
+            fake._value = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)  # type: ignore[attr-defined]
+
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Give `out`, just made by an op, its values where they follow from those of the arguments."""
         if _finds_nan(func, args):  # not in a model's numbers
-            with _disable_current_modes():
-                out._value = torch.zeros((), dtype=torch.bool).expand(out.shape)
+            self.set(out, False)
             return
         if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not func._schema.is_mutable):
             return

@@ -151,3 +151,15 @@ def test_rows_for_each_expert_add_up() -> None:
     assert trace_step(nn.Linear(8, 7), step, warmup_steps=0).notes == [
         "indices fall evenly on their classes: experts see equal numbers of tokens"
     ]
+
+
+def test_no_layer_is_left_out_at_random() -> None:
+    """LayerDrop, as in M2M-100 and speech models: the trace keeps what a step may drop."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        assert not torch.rand([]) < 0.05
+        assert torch.rand([]) < 0.95
+
+    assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
+        "a random number is taken as 0.5: no layer is left out at random"
+    ]
