@@ -63,6 +63,7 @@ class Balanced:
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             aten._unique2.default: self._unique,
             aten.unique_consecutive.default: self._unique,
+            aten._ctc_loss.Tensor: self._ctc_loss,
         }
         self.answers = {func: partial(values.exactly, guess) for func, guess in guesses.items()}
 
@@ -186,3 +187,11 @@ class Balanced:
         values = args[0].flatten()
         indices = torch.empty(values.numel(), dtype=torch.int64, device="cpu")
         return torch.empty_like(values), indices, torch.empty_like(indices)
+
+    def _ctc_loss(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The loss, and what it keeps for every place in the longest target. [aten/src/ATen/native/LossCTC.cpp]"""
+        (steps, batch, _), targets, lengths = args[0].shape, args[1], args[3]
+        known = self.values.numbers(lengths)
+        longest = targets.size(-1) if known is None else max(known)
+        empty = partial(torch.empty, dtype=args[0].dtype, device="cpu")
+        return empty(batch), empty(batch, steps, 2 * longest + 1)

@@ -66,6 +66,7 @@ def trace_step(
         stack.enter_context(_quiet())
         stack.enter_context(cuda.fakes_are_tensors())
         stack.enter_context(_unnoticed())
+        stack.enter_context(_tensors_of_fakes())
         if gpu is not None:
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
@@ -151,10 +152,6 @@ class FakeTracker(Tracker):
             self.ignore(out)
         return known
 
-    def _meet(self, tensor: Tensor) -> None:
-        if type(tensor) is FakeTensor:  # a real one is lift_fresh's: its result stands for it
-            super()._meet(tensor)
-
     def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
         if pinned or func is aten.lift_fresh.default:
             return True
@@ -226,6 +223,23 @@ def _unnoticed() -> Iterator[None]:
     from transformers.utils import import_utils
 
     with patch.object(import_utils, "is_fake_tensor", lambda x: False, create=True):
+        yield
+
+
+@contextmanager
+def _tensors_of_fakes() -> Iterator[None]:
+    """torch.tensor([a, b]) reads 0-dim tensors behind every mode's back: a fake one has to be asked first."""
+    make = torch.tensor
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, (list, tuple)):
+            return [numbers(item) for item in data]
+        return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return make(numbers(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+
+    with patch.object(torch, "tensor", tensor):
         yield
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from .gpus import GPU
 
+_LIFT = torch.ops.aten.lift_fresh.default
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
 After = Callable[["Tracker", Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
@@ -332,7 +333,7 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         self._locate()
         live = self._live
-        for tensor in tensors(args):
+        for tensor in tensors(args) if func is not _LIFT else ():  # torch.tensor(...) puts one in and gets it out
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
         at = len(self._events)

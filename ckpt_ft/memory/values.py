@@ -105,6 +105,12 @@ class Values:
         with _disable_current_modes():
             return None if value is None else int(value.count_nonzero())
 
+    def numbers(self, tensor: Tensor) -> list[Any] | None:
+        """The elements of `tensor`, None where they are not known."""
+        value = self.of(tensor)
+        with _disable_current_modes():
+            return None if value is None else value.tolist()
+
     def exactly(self, guess: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the op gives, as fake tensors; where that is not known, what `guess` says."""
         real = self.compute(func, args, kwargs)

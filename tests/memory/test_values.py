@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from trace_models import adamw, language_model, real_trace, story
-from transformers import AutoModelForMaskedLM, ModernBertConfig
+from transformers import AutoModelForMaskedLM, ModernBertConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from ckpt_ft.memory.fake import trace_step
 from ckpt_ft.memory.trace import StepTrace
@@ -163,3 +163,48 @@ def test_no_layer_is_left_out_at_random() -> None:
     assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
         "a random number is taken as 0.5: no layer is left out at random"
     ]
+
+
+def test_image_tokens_and_their_grid() -> None:
+    """Qwen2-VL works out positions from numbers in `image_grid_thw` and puts 0-dim tensors into torch.tensor()."""
+    text = {
+        "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "patch_size": 14, "mlp_ratio": 2}
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=98, video_token_id=97, vision_start_token_id=96,
+        vision_end_token_id=95,
+    )  # fmt: skip
+    ids = torch.arange(32).view(2, 16) % 50 + 3
+    ids[:, 2], ids[:, 3:7] = 96, 98
+    batch = {
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == 98).int(), "pixel_values": torch.randn(32, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    }  # fmt: skip
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Qwen2VLForConditionalGeneration(config).train()
+    assert story(trace_step(model, step, make_optimizer=adamw, device="cpu")) == story(real_trace(model, step))
+
+
+def test_ctc_keeps_every_place_in_the_longest_target() -> None:
+    targets, lengths, inputs = torch.arange(1, 13).view(2, 6) % 7 + 1, torch.tensor([3, 5]), torch.tensor([10, 10])
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scores = model(torch.ones(10, 2, 4)).log_softmax(-1)
+        nn.functional.ctc_loss(scores, targets, inputs, lengths).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = nn.Linear(4, 9)
+    fake, real = trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
+    made = [[s.nbytes for s in trace.storages if "ctc" in s.op] for trace in (fake, real)]
+    assert made[0] == made[1]
+    assert 2 * 10 * (2 * 5 + 1) * 4 in made[0]
