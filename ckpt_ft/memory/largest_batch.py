@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .values import is_small
@@ -20,7 +21,8 @@ class Outline(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Outline:
-        values = tensor.detach().to("cpu", copy=True) if is_small(tensor) else None
+        with _disable_current_modes():  # the copy is no part of what is measured
+            values = tensor.detach().to("cpu", copy=True) if is_small(tensor) else None
         return cls(tuple(tensor.shape), tensor.dtype, values)
 
 
