@@ -80,7 +80,9 @@ class Values:
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op gives for known arguments, UNKNOWN where one is not known or the result has no values."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.startswith(_NO_VALUE):
+        if func.namespace != "aten" or func._schema.name.startswith(_NO_VALUE):  # others may launch or communicate
+            return UNKNOWN
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return UNKNOWN
         try:
             known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
