@@ -8,7 +8,8 @@ is made of constants is known (a mask of `torch.ones`), never the model's weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
 _NO_VALUE = ("aten::empty", "aten::new_empty")
+_NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
 
 UNKNOWN = object()
 
@@ -54,35 +56,37 @@ class Values:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Give `out`, just made by an op, its values where they follow from those of the arguments."""
-        if _finds_nan(func, args):  # not in a model's numbers
-            self.set(out, False)
+        if args and type(args[0]) is FakeTensor and "_value" not in args[0].__dict__:
+            if type(out) is FakeTensor and out.dtype.is_floating_point:
+                return  # nearly all of a model's ops, without a look at which
+            if _kind(func).needs_first:
+                return
+        kind = _kind(func)
+        if kind.finds_nan or (func is _NOT_EQUAL and args[0] is args[1]):
+            self.set(out, False)  # not in a model's numbers
             return
-        if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not func._schema.is_mutable):
-            return
-        if func is aten.lift_fresh.default:  # of torch.tensor(...): a real one
+        if kind.lifts:  # what torch.tensor(...) has made: a real one
             self.keep(out, args[0])
+            return
+        if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not kind.writes):
             return
         real = self.compute(func, args, kwargs)
         if real is not UNKNOWN:
             _attach(out, real)
-        elif func._schema.is_mutable:
-            self._forget(func, args)
+        for index in kind.writes if real is UNKNOWN else ():
+            self._forget(args[index : index + 1])
 
-    def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What an op writes to is no longer known, nor are the tensors that share it."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors((value,)):
-                    known = self.of(tensor)
-                    if known is not None:
-                        storage = known.untyped_storage()
-                        self._lost[storage._cdata] = storage
+    def _forget(self, written: tuple[Any, ...]) -> None:
+        """What has been written to is no longer known, nor are the tensors that share it."""
+        for tensor in tensors(written):
+            known = self.of(tensor)
+            if known is not None:
+                storage = known.untyped_storage()
+                self._lost[storage._cdata] = storage
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op gives for known arguments, UNKNOWN where one is not known or the result has no values."""
-        if func.namespace != "aten" or func._schema.name.startswith(_NO_VALUE):  # others may launch or communicate
-            return UNKNOWN
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if not _kind(func).has_values:
             return UNKNOWN
         try:
             known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
@@ -119,8 +123,29 @@ class Values:
         return guess(func, args, kwargs) if real is UNKNOWN else _as_fake(real)
 
 
-def _finds_nan(func: Any, args: tuple[Any, ...]) -> bool:
-    return func in (aten.isnan.default, aten.isinf.default) or (func is aten.ne.Tensor and args[0] is args[1])
+class _Kind(NamedTuple):
+    """What is to be known of an op; of argument lists the first one counts."""
+
+    has_values: bool  # it computes on the host, the same each time; other libraries' ops may launch or communicate
+    needs_first: bool  # nothing follows where its first argument is not known
+    finds_nan: bool
+    lifts: bool
+    writes: tuple[int, ...]  # to these arguments
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    finds_nan, lifts = func in (aten.isnan.default, aten.isinf.default), func is aten.lift_fresh.default
+    alias = [argument.alias_info for argument in func._schema.arguments]
+    writes = tuple(index for index, info in enumerate(alias) if info is not None and info.is_write)
+    return _Kind(
+        has_values=func.namespace == "aten" and not random and not func._schema.name.startswith(_NO_VALUE),
+        needs_first=writes in ((), (0,)) and not (finds_nan or lifts or func is _NOT_EQUAL),
+        finds_nan=finds_nan,
+        lifts=lifts,
+        writes=writes,
+    )
 
 
 def is_small(tensor: Tensor) -> bool:
