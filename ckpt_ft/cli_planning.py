@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,6 +151,8 @@ def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, leng
     make_room(asked["budget"], gpu, asked["margin"])  # a bad budget is said before anything is built
     with _progress() as progress:
         progress(f"building {model} from its config")
+        if lengths:
+            settings = replace(settings, seq_length=max(lengths.longest, 2))
         workload: Workload = load(model, settings)
         rows = workload.padded(lengths) if lengths else None
         return make_plan(

@@ -41,15 +41,30 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
             rows = encode_rows(rows, load_tokenizer(ModelArguments(model_name_or_path=source)), args)
         except UserError as error:
             raise UserError(f"--dataset {dataset}: its rows have no length: {error}; or give 'input_ids'") from error
-    return Lengths.of(min(length, max_length) for length in row_lengths(rows))
+    lengths = [min(length, max_length) for length in row_lengths(rows) if length]
+    if not lengths:
+        raise UserError(f"--dataset {dataset}: its 'input_ids' are empty; expected a list of tokens in each row")
+    return Lengths.of(lengths)
 
 
 def row_lengths(rows: Any) -> list[int]:
-    """The lengths of `input_ids` in a `datasets.Dataset`, without reading the tokens."""
+    """The lengths of `input_ids` in a `datasets.Dataset`, without reading the tokens.
+
+    Raises:
+        UserError: they are no lists.
+    """
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     tables = rows.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000)
-    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+    try:
+        found = [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
+    except pa.ArrowNotImplementedError as error:
+        kind = rows.features["input_ids"]
+        raise UserError(f"the dataset's 'input_ids' are {kind}; expected a list of tokens in each row") from error
+    if None in found:
+        raise UserError(f"row {found.index(None) + 1}: 'input_ids' is null; expected a list of tokens")
+    return found
 
 
 def trainer_step(args: TrainingArguments, collate: Collate) -> Callable[[list[Any]], Step]:

@@ -94,10 +94,12 @@ def test_a_dataset_decides_the_lengths(
     [
         ({"image": "a.png"}, "its rows have no length: the dataset has the columns image; expected .* or give 'input"),
         ({"text": "of what"}, "its rows have no length: model .*: no tokenizer can be loaded"),
+        ({"input_ids": 7}, "the dataset's 'input_ids' are Value.*; expected a list of tokens in each row"),
+        ({"input_ids": []}, "its 'input_ids' are empty; expected a list of tokens"),
     ],
 )
 def test_a_dataset_without_lengths(
-    line: dict[str, str], message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: dict[str, object], message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(line))
