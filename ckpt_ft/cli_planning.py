@@ -62,7 +62,9 @@ def plan(
     }
     config = read_config(model)
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
-    cached = cache_path({**asked, "config": config, "settings": vars(settings), "lengths": lengths})
+    cached = cache_path(
+        {**asked, "config": config, "settings": vars(settings), "lengths": vars(lengths) if lengths else None}
+    )
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)

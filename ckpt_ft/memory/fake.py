@@ -237,7 +237,7 @@ def _tensors_of_fakes() -> Iterator[None]:
         return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return make(numbers(data) if isinstance(data, (list, tuple)) else data, *args, **kwargs)
+        return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
 
     with patch.object(torch, "tensor", tensor):
         yield

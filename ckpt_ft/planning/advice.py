@@ -72,8 +72,10 @@ def _padding(subject: Subject, rows: PaddedRows, row: Row) -> Iterator[Fix]:
     lengths, batch = rows.lengths, row.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
-        saves = row.reserved - _at(subject, rows.step(batch, cut), row).peak_reserved
-        yield Fix(f"--max_length {cut}, which cuts the longest 1 % of the rows", saves, 0.0)
+        worst, usual = (_at(subject, rows.step(batch, n), row) for n in (cut, lengths.cut(cut).padded(batch)))
+        slower = round(seconds(usual, row.policy) / row.seconds - 1, 4)
+        change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
+        yield Fix(change, row.reserved - worst.peak_reserved, slower)
     if not lengths.by_length and lengths.mean < lengths.padded(batch):
         grouped = _at(subject, rows.step(batch, round(lengths.mean)), row)
         faster = round(seconds(grouped, row.policy) / row.seconds - 1, 4)

@@ -51,6 +51,12 @@ class Lengths:
         enough = share * sum(self.rows)
         return next(t for t, n in zip(self.tokens, accumulate(self.rows), strict=True) if n >= enough)
 
+    def cut(self, longest: int) -> Lengths:
+        """These rows, none longer than `longest`."""
+        kept = [(t, n) for t, n in zip(self.tokens, self.rows, strict=True) if t < longest]
+        tokens, rows = zip(*kept, (longest, sum(self.rows) - sum(n for _, n in kept)), strict=True)
+        return Lengths(tokens, rows, self.by_length)
+
     def __str__(self) -> str:
         return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} tokens, {self.mean:.0f} on average"
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_ft import cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning import plan as planning
+from ckpt_ft.planning.lengths import Lengths, PaddedRows
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
@@ -87,6 +89,20 @@ def test_a_dataset_decides_the_lengths(
     none = {plan["data"]: next(row for row in plan["rows"] if row["policy"] == "none") for plan in (alike, rows)}
     assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest, and a mask
     assert "padded to 35 at batch 4" in rows["data"]
+    # As many rows, as long at either end and on average: other lengths are another question all the same.
+    asked: list[Lengths] = []
+    make = planning.plan
+
+    def counted(*args: Any, rows: PaddedRows, **kwargs: Any) -> planning.Plan:
+        asked.append(rows.lengths)
+        return make(*args, rows=rows, **kwargs)
+
+    monkeypatch.setattr(planning, "plan", counted)
+    for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):
+        data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
+        assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+    assert asked == [Lengths.of((8, 8, 9, 48))]
+    assert str(asked[0]) == str(Lengths.of((8, 8, 8, 48)))
 
 
 @pytest.mark.parametrize(

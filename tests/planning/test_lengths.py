@@ -10,6 +10,7 @@ import torch
 from small_models import llama
 from torch import nn
 
+from ckpt_ft.memory.trace import StepTrace
 from ckpt_ft.planning.lengths import Lengths, PaddedRows
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.planning.rows import seconds
@@ -31,6 +32,8 @@ def test_what_a_histogram_says() -> None:
     assert str(lengths) == "6 rows of 6 to 40 tokens, 13 on average"
     assert Lengths.of(ROWS, by_length=True).padded(5) == 13
     assert lengths.padded(1000) == 40
+    assert lengths.cut(11) == Lengths.of([6, 6, 6, 10, 11, 11])
+    assert lengths.cut(10) == Lengths.of([6, 6, 6, 10, 10, 10])
 
 
 def padded_step(size: int, length: int) -> Any:
@@ -71,10 +74,15 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
 
 
 def test_few_long_rows_may_be_cut() -> None:
-    fixes = plan_for(Lengths.of([10] * 400 + [40]), batch_size=8, policies=["none"]).fixes
+    lengths = Lengths.of([10] * 400 + [40])
+    assert (lengths.padded(256), lengths.cut(10).padded(256)) == (24, 10)
+    fixes = plan_for(lengths, budget="200MiB", batch_size=256, policies=["none"]).fixes
     cut = next(fix for fix in fixes if fix.change.startswith("--max_length 10,"))
     small = llama()
-    subject = Subject(small.model, lambda size: padded_step(size, 10), small.make_optimizer, "cpu")
-    (short,) = subject.trace(["none"], 8)
-    longest = plan_for(None, batch_size=8, policies=["none"]).best
-    assert cut.saves == longest.reserved - short.peak_reserved  # type: ignore[union-attr]
+
+    def trace(length: int) -> StepTrace:
+        subject = Subject(small.model, lambda size: padded_step(size, length), small.make_optimizer, "cpu")
+        return subject.trace(["none"], 256)[0]  # type: ignore[return-value]
+
+    assert cut.saves == trace(40).peak_reserved - trace(10).peak_reserved
+    assert cut.slower == round(seconds(trace(10)) / seconds(trace(24)) - 1, 4) < -0.2
