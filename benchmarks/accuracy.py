@@ -28,9 +28,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.nf4 import to_nf4
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.standins.nf4 import to_nf4
 from ckpt_ft.units import MIB
 
 HERE = Path(__file__).parent
@@ -193,7 +193,7 @@ What is left:
   published runs (Qwen). The trace starts from a clean load.
 - reserved: also the holes that loading leaves, which a trace does not have, most visible where the whole step is
   small; published repeats differ by up to 12 MiB themselves.
-- seconds: a roofline, not a simulation (ckpt_ft/memory/cost.py); NF4's kernels and the memory-efficient attention are
+- seconds: a roofline, not a simulation (memory/record/cost.py); NF4's kernels and the memory-efficient attention are
   its weak spots.
 
 ## ResNet-50 on a T4, twelve blocks on an A100
@@ -201,7 +201,7 @@ What is left:
 {figures}
 
 Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes for
-strided and 1x1 convolutions is not documented, and the trace takes none for them (ckpt_ft/memory/cudnn.py). In the
+strided and 1x1 convolutions is not documented, and the trace takes none for them (memory/rules/cudnn.py). In the
 twelve blocks it grows with the number of models that were trained before: something of theirs was still alive.
 """
 

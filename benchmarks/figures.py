@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
 
 Row = tuple[str, float, float, StepTrace]
 

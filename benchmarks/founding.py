@@ -29,7 +29,7 @@ import torch
 from benchmarks.experiments import case_study, compositions, homework, selective, spacing, stacks, traps, tutorial
 from benchmarks.experiments.common import Figure, Section
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.memory.report import provenance
+from ckpt_ft.memory.measure.report import provenance
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "founding.md"
 SEED = 0

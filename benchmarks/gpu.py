@@ -45,7 +45,7 @@ from benchmarks.on_gpu.workloads import (
     Spec,
 )
 from ckpt_ft.errors import UserError, WorkFailed, run
-from ckpt_ft.memory.report import provenance
+from ckpt_ft.memory.measure.report import provenance
 
 HERE = Path(__file__).resolve().parent
 CASE_LIMIT = 60.0  # seconds that one case may take

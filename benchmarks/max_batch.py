@@ -17,16 +17,16 @@ from accelerate.utils import find_executable_batch_size
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.allocator import replay
+from ckpt_ft.memory.allocator.replay import replay
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
+from ckpt_ft.planning.candidate import Row, largest_fitting
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.rows import Row, largest_fitting
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Subject, cores
-from ckpt_ft.planning.workload import Settings, Workload, load
 from ckpt_ft.units import MIB, format_bytes
+from ckpt_ft.workloads.workload import Settings, Workload, load
 
 HALF = {"dtype": "bfloat16"}
 TABLE = {

@@ -19,10 +19,10 @@ import transformers
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.planning.workload import Settings, load
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB
+from ckpt_ft.workloads.workload import Settings, load
 
 BF16 = {"dtype": "bfloat16"}
 # name -> (Hub id, batch size, settings)

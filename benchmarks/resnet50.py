@@ -19,7 +19,7 @@ from vision import Measured, Step, largest_batch, measure, table, trace, write_s
 
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import MIB
 
 GPU, CAPACITY, SEARCHED = "t4", 14_912 * MIB, 256

@@ -23,8 +23,8 @@ from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.errors import run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
-from ckpt_ft.planning.workload import Settings, Workload, load
 from ckpt_ft.units import GIB
+from ckpt_ft.workloads.workload import Settings, Workload, load
 
 MODELS = {
     "sd15": ("stable-diffusion-v1-5/stable-diffusion-v1-5", 512),

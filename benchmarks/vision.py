@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.memory.allocator import replay
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.report import provenance
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.allocator.replay import replay
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.measure.report import provenance
+from ckpt_ft.memory.record.trace import StepTrace
 
 PAGE = Path(__file__).parents[1] / "docs" / "vision.md"
 TITLE = "# Vision: ResNet-50 and ViT-L/16\n"

@@ -20,9 +20,9 @@ from vision import Measured, largest_batch, measure, table, trace, write_section
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.planning.workload import Settings, Workload, load
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB
+from ckpt_ft.workloads.workload import Settings, Workload, load
 
 MODEL, GPU, BATCH, SEARCHED = "google/vit-large-patch16-224", "a100-80gb", 32, 4096
 RESOLUTIONS = (224, 384)

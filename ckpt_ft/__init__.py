@@ -1,11 +1,12 @@
 """ckpt_ft: fit fine-tuning into memory, with activation checkpointing that is predicted, chosen and proved."""
 
-from .checkpointing.apply import AppliedPolicy, apply_policy
-from .checkpointing.parity import check_parity
-from .memory.fake import trace_step
-from .memory.profiler import MemoryProfiler
-from .planning.batch_size import find_max_batch_size
-from .planning.plan import plan
+from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.planning.batch_size import find_max_batch_size
+from ckpt_ft.planning.plan import plan
+
 from .policy import Policy
 
 __all__ = [

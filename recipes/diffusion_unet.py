@@ -25,12 +25,13 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.planning import workload
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.captioned import load_captioned
-from ckpt_ft.training.checkpoints import resume_path
-from ckpt_ft.training.diffusion import (
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
+from ckpt_ft.training.diffusion.unet import (
     averaged,
     denoising_loss,
     drop_prompts,
@@ -40,24 +41,23 @@ from ckpt_ft.training.diffusion import (
     save_only_what_is_trained,
     save_result,
 )
-from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
-from ckpt_ft.training.encoders import Encoders, load_scheduler, load_unet, unet_config
-from ckpt_ft.training.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
-from ckpt_ft.training.loop_checkpoints import (
+from ckpt_ft.training.diffusion.validation import Validation
+from ckpt_ft.training.fit import fit_unet, run_within
+from ckpt_ft.training.images.captioned import load_captioned
+from ckpt_ft.training.loop_memory import LoopMemory
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.run.loop_checkpoints import (
     clear_when_disk_is_full,
     load_checkpoint,
     open_output_dir,
     save_checkpoint,
     written,
 )
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.loss_log import LossLog
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.parser import parse_args
-from ckpt_ft.training.planning import fit_unet, run_within
-from ckpt_ft.training.sample import cache_dir
-from ckpt_ft.training.tiny_diffusion import tiny_pipeline_dir
-from ckpt_ft.training.validation import Validation
+from ckpt_ft.training.run.loss_log import LossLog
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.resume import resume_path
+from ckpt_ft.training.text.sample import cache_dir
+from ckpt_ft.workloads import workload
 
 # What runs when no pipeline is named.
 BUILT_IN = {

@@ -20,22 +20,22 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.augment import Collator, ImageRows, NewCropsEachEpoch
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.card import write_model_card
-from ckpt_ft.training.checkpoints import check_output_dir, resume_path
-from ckpt_ft.training.classifiers import (
+from ckpt_ft.training.fit import fit_to_memory, train_within
+from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
+from ckpt_ft.training.images.classifiers import (
     load_classifier,
     load_processor,
     mind_batch_norm,
     own_resolution,
     position_arguments,
 )
+from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.parser import parse_args
-from ckpt_ft.training.planning import fit_to_memory, train_within
-from ckpt_ft.training.vision import VisionArguments, accuracy, choose, load_images
+from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.resume import check_output_dir, resume_path
 
 # What runs when no model is named.
 BUILT_IN = {

@@ -22,15 +22,15 @@ from transformers import Trainer, TrainingArguments, set_seed
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.card import write_model_card
-from ckpt_ft.training.checkpoints import check_output_dir, resume_path
-from ckpt_ft.training.data import DataArguments, load_rows
-from ckpt_ft.training.encode import PadCollator, encode_rows
+from ckpt_ft.training.fit import fit_to_memory, train_within
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.parser import parse_args
-from ckpt_ft.training.planning import fit_to_memory, train_within
-from ckpt_ft.training.sample import make_sample
+from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.resume import check_output_dir, resume_path
+from ckpt_ft.training.text.data import DataArguments, load_rows
+from ckpt_ft.training.text.encode import PadCollator, encode_rows
+from ckpt_ft.training.text.sample import make_sample
 
 # What runs when no model is named.
 BUILT_IN = {

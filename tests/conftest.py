@@ -47,6 +47,12 @@ def _same_start() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache of plans."""
+    monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Built-in samples and tokenized data of this run, shared by its workers and thrown away with its directory."""
@@ -61,7 +67,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(_caches: None) -> tuple[Path, Path]:
     """The built-in language-model sample: its model directory and its jsonl file."""
-    from ckpt_ft.training.sample import make_sample
+    from ckpt_ft.training.text.sample import make_sample
 
     model, corpus = make_sample()
     return Path(model), Path(corpus)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from ckpt_ft import cli
+from ckpt_ft.cli import app as cli
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import parse_bytes
@@ -135,7 +135,7 @@ def parse_launch(arguments: Sequence[str]) -> None:
 def parse_recipe(script: str, flags: list[str]) -> None:
     recipe = load(script)
     if script == "recipes/diffusion_unet.py":
-        from ckpt_ft.training.parser import parse_args
+        from ckpt_ft.training.run.parser import parse_args
 
         names = ("DiffusionModelArguments", "ImageArguments", "LoopArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)

@@ -19,7 +19,7 @@ def test_importing_it_leaves_the_heavy_and_the_optional_alone() -> None:
 def test_the_installed_package_is_the_described_one() -> None:
     distribution = importlib.metadata.distribution("ckpt_ft")
     (script,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
-    assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli:main")
+    assert (script.name, script.value) == ("ckpt-ft", "ckpt_ft.cli.app:main")
     assert callable(script.load())
     assert set(distribution.metadata.get_all("Provides-Extra") or []) == {"diffusion", "vision", "plot", "test", "dev"}
     assert (ROOT / "ckpt_ft" / "py.typed").is_file()

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
 
 MB = 10**6
 Step = Callable[[nn.Module, Any], Any]

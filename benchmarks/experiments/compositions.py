@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.record.tracker import Tracker
 
 from .common import Case, Section, mb, measure, predict, under
 from .models import adamw, transformer

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ckpt_ft.memory.fake import trace_step
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.tracker import Tracker
 
 from .common import MB, Figure, Section, mb
 from .models import adamw

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 
 from .common import MB, Case, Section, kept, line_plot, mb, measure, measure_cuda, policy_table, predict
 from .models import case, feed_forwards, mean_step

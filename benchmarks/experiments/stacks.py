@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 
 from .common import MB, Figure, Section, kept, line_plot, mb, measure, policy_table, predict
 from .models import case, linear_stack, relu_stack

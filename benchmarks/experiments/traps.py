@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
 
 from .common import Section
 

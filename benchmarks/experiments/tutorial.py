@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.memory.trace import StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.batch_size import predict_max_batch_size
-from ckpt_ft.planning.workload import Settings, Workload, load
+from ckpt_ft.workloads.workload import Settings, Workload, load
 
 from .common import Case, Figure, Section, kept, mb, predict
 

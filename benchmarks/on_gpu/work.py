@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import GPU, current_gpu
-from ckpt_ft.memory.profiler import MemoryProfiler
-from ckpt_ft.memory.report import Prediction
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.memory.measure.report import Prediction
 from ckpt_ft.planning.batch_size import find_max_batch_size
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.workload import DTYPES, Batch, Step, Workload, training_step
+from ckpt_ft.workloads.workload import DTYPES, Batch, Step, Workload, training_step
 
 from .workloads import Spec
 

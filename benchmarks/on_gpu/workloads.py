@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.planning.workload import Settings, Workload, load
+from ckpt_ft.workloads.workload import Settings, Workload, load
 
 # Every policy is run on the first three; on the others those that tell most.
 LANGUAGE = (

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UserError
-from ..policy import Policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+
 from .blocks import Blocks, find_blocks, submodules
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
@@ -260,7 +261,7 @@ def _selection(policy: Policy, module: nn.Module) -> Selection | None:
 def _install_engines(applied: AppliedPolicy) -> None:
     policy, model = applied.policy, applied.model
     if policy.pointwise:
-        from . import pointwise
+        from .pointwise import install as pointwise
 
         checkpoints = [region.module for region in applied.regions]
         applied.engines.append(("pointwise", pointwise.install(model, {"": model}, skip=checkpoints)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 Named = tuple[str, nn.Module]
 

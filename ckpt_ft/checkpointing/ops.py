@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 NAMES: dict[str, frozenset[str]] = {
     # every kernel that scaled_dot_product_attention dispatches to; its math fallback is bmm and softmax, i.e. matmul

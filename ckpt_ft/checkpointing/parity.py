@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ..errors import UserError
-from ..policy import Policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+
 from . import rng
 from .apply import applied_policy, apply_policy, remove_policy
 

@@ -22,8 +22,8 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from ..errors import UserError
-from ..units import GIB
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import GIB
 
 
 @dataclass(frozen=True)

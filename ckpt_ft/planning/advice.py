@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.trace import StepTrace
-from .candidates import with_term
-from .lengths import PaddedRows, Step
-from .rows import Row, seconds
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.lengths import PaddedRows, Step
+
+from .candidate import Row, seconds
+from .proposals import with_term
 from .tracing import Subject, Tracer
 
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line

@@ -18,15 +18,16 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from ..checkpointing.apply import applied_policy
-from ..errors import UserError
-from ..memory.gpus import GPU, current_gpu
-from ..memory.tracker import Tracker
-from ..policy import Policy
-from ..units import format_bytes
-from .lengths import Step
+from ckpt_ft.checkpointing.apply import applied_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, current_gpu
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.lengths import Step
+
+from .candidate import Room, largest_fitting
 from .plan import make_room
-from .rows import Room, largest_fitting
 from .search import Search
 from .tracing import Report, Subject, Tracer, as_it_was
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpointing.parity import Parity, check_parity
-from .model_config import read_config
-from .workload import MIXED_PRECISION, Settings, load
+from ckpt_ft.checkpointing.parity import Parity, check_parity
+from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.workload import MIXED_PRECISION, Settings, load
 
 _TIMESTEPS = 1000  # of a noise schedule
 

@@ -1,6 +1,6 @@
 """plan: from a memory budget to the fastest policy and batch size that fit.
 
-Every candidate is a trace (memory/fake.py) of the user's own step; what fits is decided by the bytes that the caching
+Every candidate is a trace (memory/fake/) of the user's own step; what fits is decided by the bytes that the caching
 allocator would reserve, plus the CUDA context, plus a margin.
 """
 
@@ -14,15 +14,16 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UserError
-from ..memory.gpus import GPU, find_gpu
-from ..policy import Policy
-from ..units import format_bytes, format_number, parse_bytes
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import format_bytes, format_number, parse_bytes
+from ckpt_ft.workloads.lengths import Lengths, PaddedRows, Step
+
 from .advice import Fix, advise
-from .candidates import blocks_of
-from .lengths import Lengths, PaddedRows, Step
+from .candidate import Room, Row, better, frontier
 from .plan_file import check_versions, fingerprint, versions
-from .rows import Room, Row, better, frontier
+from .proposals import blocks_of
 from .search import Search
 from .tracing import Report, Subject, Tracer, as_it_was
 

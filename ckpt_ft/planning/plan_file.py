@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..units import GIB
+from ckpt_ft.units import GIB
 
 if TYPE_CHECKING:
     from .plan import Plan

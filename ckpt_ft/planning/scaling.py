@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from ..memory.trace import Op, StepTrace, Storage
+from ckpt_ft.memory.record.trace import Op, StepTrace, Storage
 
 Value = TypeVar("Value", bound=tuple[int, ...])
 _AMBIGUOUS = None

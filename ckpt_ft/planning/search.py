@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..memory.trace import StepTrace
-from . import candidates
-from .rows import Room, Row, better, frontier, largest_fitting, seconds
+from ckpt_ft.memory.record.trace import StepTrace
+
+from . import proposals as candidates
+from .candidate import Room, Row, better, frontier, largest_fitting, seconds
 from .scaling import Growth
 from .tracing import Tracer
 

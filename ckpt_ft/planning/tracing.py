@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpointing.apply import applied_policy, apply_policy, remove_policy
-from ..errors import UserError
-from ..memory.fake import trace_step
-from ..memory.gpus import GPU
-from ..memory.trace import StepTrace
-from .lengths import PaddedRows, Step
+from ckpt_ft.checkpointing.apply import applied_policy, apply_policy, remove_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.lengths import PaddedRows, Step
 
 Traced = StepTrace | str  # the trace, or why there is none
 Report = Callable[[str], None]

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UserError
-from ..policy import Policy
-from ..units import parse_bytes
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import parse_bytes
 
 if TYPE_CHECKING:
-    from ..planning.plan import Plan
+    from ckpt_ft.planning.plan import Plan
 
 REPORT_KINDS = ("json", "md", "png")
 ON_OOM = ("replan", "stop")
@@ -116,7 +116,7 @@ class ACArguments:
     @property
     def plan(self) -> Plan:
         """The plan whose file was given; raises UserError where there is none, or one of other versions."""
-        from ..planning.plan import Plan
+        from ckpt_ft.planning.plan import Plan
 
         assert self.ac_policy is not None
         path = Path(self.ac_policy)

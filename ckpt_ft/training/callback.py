@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ..checkpointing.apply import AppliedPolicy, apply_policy
-from ..errors import UserError
-from ..memory.gpus import current_gpu
-from ..memory.profiler import MemoryProfiler
-from ..memory.report import MemoryReport
-from ..policy import Policy
+from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.policy import Policy
+
 from .arguments import ACArguments
 from .predict import predict_trainer
 from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpointing.apply import apply_policy, remove_policy
-from ..memory.gpus import GPU, current_gpu
-from ..memory.profiler import MemoryProfiler
+from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
+from ckpt_ft.memory.gpus import GPU, current_gpu
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+
 from .arguments import ACArguments
 from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ..memory.report import MemoryReport
-    from ..memory.trace import StepTrace
+    from ckpt_ft.memory.measure.report import MemoryReport
+    from ckpt_ft.memory.record.trace import StepTrace
 
 
 class LoopMemory:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..errors import WorkFailed
-from ..policy import Policy
+from ckpt_ft.errors import WorkFailed
+from ckpt_ft.policy import Policy
 
 # From what keeps most to what keeps least: each drops something that the one before it keeps.
 LADDER = ("none", "pointwise", "save:attention", "full", "full,head", "full,offload,head")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..memory.fake import trace_step
+from ckpt_ft.memory.fake.step import trace_step
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from ..memory.gpus import GPU
-    from ..memory.largest_batch import LargestBatch
-    from ..memory.trace import StepTrace
+    from ckpt_ft.memory.gpus import GPU
+    from ckpt_ft.memory.measure.largest_batch import LargestBatch
+    from ckpt_ft.memory.record.trace import StepTrace
 
 
 def predict_trainer(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import UserError, WorkFailed
-from ..policy import Policy
-from ..units import format_bytes
+from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import format_bytes
 
 if TYPE_CHECKING:
-    from ..memory.profiler import MemoryProfiler
-    from ..memory.report import MemoryReport
-    from ..memory.trace import StepTrace
+    from ckpt_ft.memory.measure.profiler import MemoryProfiler
+    from ckpt_ft.memory.measure.report import MemoryReport
+    from ckpt_ft.memory.record.trace import StepTrace
 
 
 def refuse_fsdp(policy: Policy) -> None:
@@ -35,7 +35,7 @@ def require_parity(
     Raises:
         WorkFailed: a number differs.
     """
-    from ..checkpointing.parity import check_parity
+    from ckpt_ft.checkpointing.parity import check_parity
 
     parity = check_parity(model, dict(inputs), policy)
     say(parity)

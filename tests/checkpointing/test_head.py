@@ -13,7 +13,8 @@ from tiny_models import LANGUAGE, build, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_ft.checkpointing import head, logits, pointwise, standin
+from ckpt_ft.checkpointing import head, logits, standin
+from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.errors import UserError, WorkFailed
 
 VOCABULARY = 99

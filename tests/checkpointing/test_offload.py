@@ -12,8 +12,9 @@ from tiny_models import build, gradients, loss_of
 from torch import nn
 
 from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing import offload, pointwise
+from ckpt_ft.checkpointing import offload
 from ckpt_ft.checkpointing.offload import Parked, Usage
+from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.recompute import Checkpointed
 from ckpt_ft.errors import UserError
 
@@ -156,8 +157,8 @@ def test_on_a_gpu() -> None:
 
 
 def test_outputs_that_save_keeps_are_parked_too() -> None:
-    from ckpt_ft.memory.fake import trace_step
-    from ckpt_ft.planning.workload import Settings, load
+    from ckpt_ft.memory.fake.step import trace_step
+    from ckpt_ft.workloads.workload import Settings, load
 
     workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=1024))
     kept = {}

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from tiny_models import build, gradients, loss_of
 from torch import nn
 
-from ckpt_ft.checkpointing import pointwise, standin
-from ckpt_ft.checkpointing.discard import MAX_CHAIN, Discarded, Pass, Reader, claim_on
+from ckpt_ft.checkpointing import standin
+from ckpt_ft.checkpointing.pointwise import install as pointwise
+from ckpt_ft.checkpointing.pointwise.discard import MAX_CHAIN, Discarded, Pass, Reader, claim_on
 from ckpt_ft.errors import UserError
 
 

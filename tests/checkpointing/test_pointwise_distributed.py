@@ -16,7 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import build
 
-from ckpt_ft.checkpointing import pointwise
+from ckpt_ft.checkpointing.pointwise import install as pointwise
 
 
 def _shard(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_ft.checkpointing import pointwise
+from ckpt_ft.checkpointing.pointwise import install as pointwise
 
 WIDTH = 6
 MODULES = {

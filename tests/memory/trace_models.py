@@ -16,8 +16,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
 
 Loss = Callable[[nn.Module], Tensor]
 

@@ -14,7 +14,7 @@ from small_models import MODELS, Small
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.tracker import Tracker
+from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning import batch_size
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective
 from ckpt_ft.planning.tracing import Subject, Traced

@@ -10,11 +10,11 @@ import torch
 from small_models import llama
 from torch import nn
 
-from ckpt_ft.memory.trace import StepTrace
-from ckpt_ft.planning.lengths import Lengths, PaddedRows
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.candidate import seconds
 from ckpt_ft.planning.plan import Plan, plan
-from ckpt_ft.planning.rows import seconds
 from ckpt_ft.planning.tracing import Subject
+from ckpt_ft.workloads.lengths import Lengths, PaddedRows
 
 ROWS = [6, 6, 6, 10, 12, 40]
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.fake import trace_step
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.advice import without_kept
+from ckpt_ft.planning.candidate import Row, better, frontier, largest_fitting
 from ckpt_ft.planning.plan import Plan, make_room, plan
 from ckpt_ft.planning.plan_file import fingerprint
-from ckpt_ft.planning.rows import Row, better, frontier, largest_fitting
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.search import HIGH, LOW
 from ckpt_ft.planning.tracing import Subject, Tracer

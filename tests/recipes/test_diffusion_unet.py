@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from ckpt_ft.errors import UserError, WorkFailed, run
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion_arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.loss_log import read_losses
-from ckpt_ft.training.parser import parse_args
-from ckpt_ft.training.tiny_diffusion import make_tiny_pipeline
+from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.units import GIB, parse_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_out_of_memory_is_planned_again(
         planned.append(parse_bytes(budget))
         return plan(model, steps, budget, *args, **kwargs, policies=["none", "full"])  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ckpt_ft.training.planning.plan", quick)
+    monkeypatch.setattr("ckpt_ft.training.fit.plan", quick)
     step = OutOfMemoryOnce(at)
     monkeypatch.setattr(LoopMemory, "step", lambda memory: step(memory))
     flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]

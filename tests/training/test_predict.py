@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_ft.memory.largest_batch import LargestBatch
+from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.callback import ACCallback
 
 

@@ -1,0 +1,305 @@
+"""Which modules are cheap regions for `pointwise`, told by class and structure; no list of architectures.
+
+Five kinds of stand-in are put in place of `module.forward`:
+
+- `ModuleRegion`: a norm, an activation or a dropout, as one region;
+- `GatedProduct`: a gated MLP in the form that most have, with activation and product as one region;
+- `Products`: a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of diffusers)
+  or adds a residual right behind a BatchNorm (a ResNet block): those operators become regions of their own;
+- `CastInput`: a linear or convolution layer, whose half-precision copies of input and weight autocast would keep;
+- `Watched` (in pointwise.py): the whole model, around which the hooks are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ckpt_ft.checkpointing.standin import StandIn
+
+from .discard import Pass, Saved, claim_on
+
+_ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
+# Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
+_KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
+_NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
+_NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch)Norm")
+# down(activation(gate(x)) * up(x)), the whole of the forward; the names are each model's own
+_GATED = re.compile(
+    r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
+)
+_CONVOLUTION = nn.modules.conv._ConvNd
+
+
+class _Local(threading.local):
+    running: Pass | None = None
+
+
+local = _Local()
+
+
+def running_pass() -> Pass | None:
+    """The pass to act in; None where nothing is to be discarded: no gradients, inside of a region, compiled."""
+    if torch.compiler.is_compiling():
+        return None
+    running = local.running
+    return running if running is not None and running.frame is None else None
+
+
+class ModuleRegion(StandIn):
+    """A norm, activation or dropout as a region."""
+
+    def __init__(self, module: nn.Module, root: nn.Module) -> None:
+        super().__init__(module)
+        self.root = root
+        self.random = isinstance(module, nn.modules.dropout._DropoutNd)
+        self.inplace = bool(getattr(module, "inplace", False))
+        self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = running_pass()
+        if running is None or (self.needs_free_input and not self._gains(running, *args)):
+            return self.forward(*args, **kwargs)
+        return running.run(self, args, kwargs)
+
+    def _gains(self, running: Pass, *args: Any) -> bool:
+        if self.random and not self.module.training:
+            return False
+        return bool(args) and running.is_free(args[0])
+
+    def state(self) -> tuple[bool, list[Saved]]:
+        """The mode, and the tensors that the output depends on with their versions."""
+        module = self.module
+        tensors: list[Saved] = [(p, p._version) for p in module._parameters.values() if p is not None]
+        if module._buffers and not module.training:  # in training BatchNorm's output does not read its statistics
+            tensors += [(b, b._version) for b in module._buffers.values() if b is not None]
+        return module.training, tensors
+
+    def again(self, state: tuple[bool, list[Saved]], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The module's forward in its first mode, on copies of its buffers: statistics are updated once."""
+        module, (training, tensors) = self.module, state
+        if tensors:
+            self._check(tensors)
+        if module.training is training and not module._buffers:
+            return self.forward(*args, **kwargs)
+        mode, buffers = module.training, module._buffers
+        module.training = training
+        module._buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            module.training, module._buffers = mode, buffers
+
+    def _check(self, tensors: list[Saved]) -> None:
+        parameters = self.module._parameters
+        for tensor, version in tensors:
+            if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):
+                _gather(self.module, self.root)
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
+                    f"(version {tensor._version}, expected {version}); 'pointwise' cannot recompute its output"
+                )
+
+
+def _gather(module: nn.Module, root: nn.Module) -> None:
+    """FSDP2 has resharded the parameters of a region whose output a later block's backward asks for: gather them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    owners = [m for m in root.modules() if isinstance(m, FSDPModule) and any(module is child for child in m.modules())]
+    if owners:
+        owners[-1].unshard()  # the innermost; what it gathers, its own backward reshards
+
+
+class CastInput(StandIn):
+    """A linear or convolution layer: under autocast, its half-precision copies of a discarded input and of its weight
+    are discarded as well. They are made here as autocast makes them, one per consumer; rebuilt, they are one."""
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled() or not isinstance(value, torch.Tensor):
+            return self.forward(value, *args, **kwargs)
+        running, kind = running_pass(), value.device.type
+        if running is None or not torch.is_autocast_enabled(kind):
+            return self.forward(value, *args, **kwargs)
+        dtype = torch.get_autocast_dtype(kind)
+        claim = claim_on(value) if value.dtype is torch.float32 else None
+        if claim is not None:
+            value = running.cast(claim, value, dtype)
+        parameters = self.module._parameters
+        weight = parameters.get("weight")
+        if weight is None or weight.dtype is not torch.float32:
+            return self.forward(value, *args, **kwargs)
+        parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
+        try:
+            return self.forward(value, *args, **kwargs)
+        finally:
+            parameters["weight"] = weight
+
+
+class OperatorRegion:
+    """One operator call as a region."""
+
+    random = False
+
+    def __init__(self, function: Callable[..., Any], inplace: bool = False) -> None:
+        self.forward, self.inplace = function, inplace
+
+    def __repr__(self) -> str:
+        return getattr(self.forward, "__name__", repr(self.forward))
+
+    def state(self) -> None:
+        """None: an operator has no parameters of its own."""
+
+    def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The operator again."""
+        return self.forward(*args, **kwargs)
+
+
+def _product_gains(running: Pass, a: Any, b: Any) -> bool:
+    """Autograd keeps a factor when the other one needs a gradient; then, or if it is free, the product can go."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    return (b.requires_grad or running.is_free(a)) and (a.requires_grad or running.is_free(b))
+
+
+def _sum_gains(running: Pass, a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    return claim_on(a) is not None and running.is_free(b)
+
+
+def _activation_gains(running: Pass, a: Any, *_: Any) -> bool:
+    return isinstance(a, torch.Tensor) and a.requires_grad  # autograd keeps the input
+
+
+_OPERATORS: dict[Callable[..., Any], tuple[OperatorRegion, Callable[..., bool]]] = {
+    torch.Tensor.mul: (OperatorRegion(torch.Tensor.mul), _product_gains),
+    torch.mul: (OperatorRegion(torch.mul), _product_gains),
+    torch.Tensor.add: (OperatorRegion(torch.Tensor.add), _sum_gains),
+    torch.Tensor.add_: (OperatorRegion(torch.Tensor.add_, inplace=True), _sum_gains),
+    F.gelu: (OperatorRegion(F.gelu), _activation_gains),
+    F.silu: (OperatorRegion(F.silu), _activation_gains),
+}
+
+
+class GatedProduct(StandIn):
+    """A gated MLP whose forward is `down(activation(gate(x)) * up(x))`: the product is discarded, gate and up kept."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
+        super().__init__(module)
+        self.down, self.activation, self.gate, self.up = names
+
+    def __call__(self, value: torch.Tensor) -> Any:
+        running = running_pass()
+        if running is None:
+            return self.forward(value)
+        layers = self.module._modules
+        gate, up = layers[self.gate](value), layers[self.up](value)  # type: ignore[misc]
+        return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))  # type: ignore[misc]
+
+
+def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return activation(gate) * up
+
+
+_GATE = OperatorRegion(_gate)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, running: Pass) -> None:
+        super().__init__()
+        self.running = running
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        entry = _OPERATORS.get(func)
+        running = self.running
+        if entry is None or running.frame is not None or kwargs.get("inplace") or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        region, gains = entry
+        return running.run(region, args, kwargs) if gains(running, *args) else func(*args, **kwargs)
+
+
+class Products(StandIn):
+    """A module some of whose own operators are regions; the mode that finds them is on in its forward only."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = running_pass()
+        if running is None:
+            return self.forward(*args, **kwargs)
+        with _Mode(running):
+            return self.forward(*args, **kwargs)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A normalisation layer without children: torch's own, or a class that is named as one (LlamaRMSNorm)."""
+    if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
+        return False  # SyncBatchNorm communicates: a second run in backward would need every rank to agree
+    return isinstance(module, nn.modules.batchnorm._NormBase) or bool(_NORM_CLASS.search(type(module).__name__))
+
+
+def is_activation(module: nn.Module) -> bool:
+    """An elementwise activation module of torch, transformers or diffusers."""
+    if isinstance(module, _NOT_ELEMENTWISE) or next(module.children(), None) is not None:
+        return False
+    return type(module).__module__ in _ACTIVATION_FILES
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """torch's dropout layers that drop something."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
+def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
+    """(down, activation, gate, up) where the source of the module's forward says `GatedProduct` and no more."""
+    if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
+        return None
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return None
+    _, _, body = source.partition(":\n")
+    found = _GATED.fullmatch(" ".join(body.split()))
+    if found is None:
+        return None
+    names: tuple[str, str, str, str] = found.group(2, 3, 4, 6)  # type: ignore[assignment]
+    return names if all(isinstance(module._modules.get(name), nn.Module) for name in names) else None
+
+
+def has_products(module: nn.Module) -> bool:
+    """A gated MLP, or a convolutional residual block that ends in BatchNorm, sum and activation."""
+    children = list(module.children())
+    if type(module).__module__ == "diffusers.models.activations":
+        return any(_widths(child) for child in children)  # GEGLU, SwiGLU: the activation may be a method
+    if not any(is_activation(child) for child in children):
+        return False
+    widths = [w for child in children if (w := _widths(child))]
+    if any(out == 2 * other for _, out in widths for other, _ in widths):  # gate and value in one projection
+        return True
+    if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and the one back
+        return True
+    below = list(module.modules())
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in below) and (
+        sum(isinstance(m, _CONVOLUTION) for m in below) >= 2
+    )
+
+
+def takes_casts(module: nn.Module) -> bool:
+    """A layer that autocast runs in half precision: linear, convolution, GPT-2's Conv1D."""
+    return isinstance(module, (nn.Linear, _CONVOLUTION)) or type(module).__name__ == "Conv1D"
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) features of a linear layer, also one that PEFT or a quantiser stands in for."""
+    inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None

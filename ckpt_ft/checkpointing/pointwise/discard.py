@@ -1,0 +1,376 @@
+"""The engine of `pointwise`: outputs of cheap regions are discarded after forward and rebuilt once when backward asks.
+
+A *region* is a cheap call (a norm, an activation, a product). While it runs, a saved-tensor hook puts a `Discarded`
+handle in place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a
+later node (a matmul, a convolution, another region) saves a tensor on that storage, it gets a handle as well. What is
+kept is the region's inputs, which are handles themselves where another region made them. The first handle that
+backward opens re-runs the region once and fills all of them; autograd drops a handle, and so the tensor, when its node
+is done.
+
+The graph stays the one that the plain forward builds, so gradients come from the same kernels in the same order: there
+is no custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in
+Megatron-Core (`megatron/core/tensor_parallel/random.py`, `CheckpointWithoutOutput`), In-Place ABN (Bulò et al. 2018,
+arXiv:1712.02616) for BatchNorm + ReLU, and `torch/utils/checkpoint.py` for the matching of saved tensors by order.
+
+Every tensor that a model saves comes through here, so what runs per tensor is written for the interpreter's sake.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Parameter
+
+from ckpt_ft.checkpointing import rng
+
+_CLAIM = "_ckpt_ft_claim"
+# A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
+# short in Python's stack and in the memory that the chain fills at once; beyond it the output is kept.
+MAX_CHAIN = 32
+_rebuilding = threading.RLock()  # backward has one thread per device
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_set_grad = torch._C._set_grad_enabled
+
+Geometry = tuple[Any, ...]  # size, stride, storage offset
+Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
+
+
+class Region(Protocol):
+    """A cheap call."""
+
+    random: bool  # draws random numbers
+    inplace: bool  # writes its output over its first argument
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The call as it is first made."""
+
+    def state(self) -> Any:
+        """What `again` needs to know of the moment of the first call: parameters, mode."""
+
+    def again(self, state: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Build the same graph on the same inputs as `forward` did, without its side effects.
+
+        Raises RuntimeError when what `state` tells of has changed since.
+        """
+
+
+class Discarded:
+    """Stands for a tensor that one of a region's own nodes saved."""
+
+    __slots__ = ("__weakref__", "source")
+
+    def __init__(self, source: Frame) -> None:
+        self.source: Frame | torch.Tensor = source
+
+    def get(self) -> torch.Tensor:
+        """The tensor, rebuilt with all others of its region at the first call."""
+        if type(self.source) is Frame:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
+                    "train this model without 'pointwise'"
+                )
+            with _rebuilding:
+                if type(self.source) is Frame:
+                    self.source.rebuild()
+        return self.source  # type: ignore[return-value]
+
+
+class Reader(Discarded):
+    """Stands for a tensor on the storage of a region's `index`-th output that a node outside of the region saved."""
+
+    __slots__ = ("geometry", "index")
+
+    def __init__(self, source: Frame, index: int, geometry: Geometry) -> None:
+        self.source, self.index, self.geometry = source, index, geometry
+
+
+class Handed:
+    """A tensor handed on to the saved-tensor hooks that were active around the model (offload, `save_on_cpu`)."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+    def get(self) -> torch.Tensor:
+        """What the outer hook gives back."""
+        return self.unpack(self.packed)
+
+
+class Claim:
+    """Says that a storage holds a region's output and can be rebuilt, as long as nobody writes into it."""
+
+    __slots__ = ("casts", "frame", "index", "version")
+
+    def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
+        self.frame, self.index = frame, index
+        self.version = output._version  # views and detached aliases count together
+        self.casts: dict[Any, Frame] | None = None
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether what `tensor`, an alias of the storage, holds is still the region's output."""
+        return tensor._version == self.version and self.frame.args is not None
+
+    def discard(self, tensor: torch.Tensor) -> Reader:
+        """A handle in place of `tensor`, which the claim covers."""
+        handle = Reader(self.frame, self.index, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+        self.frame.readers.append(weakref.ref(handle))
+        return handle
+
+
+class Input:
+    """A tensor that a region was given."""
+
+    __slots__ = ("held", "requires_grad")
+
+    def __init__(self, held: Discarded | Handed | Saved, requires_grad: bool) -> None:
+        self.held, self.requires_grad = held, requires_grad
+
+    def get(self) -> torch.Tensor:
+        """A leaf with the input's value."""
+        tensor = unpack(self.held).detach()
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+
+class Frame:
+    """One call of a region in one forward pass, and the handles that depend on it."""
+
+    __slots__ = ("args", "autocast", "depth", "internals", "kwargs", "random", "readers", "region", "state")
+
+    def __init__(
+        self, region: Region, args: list[Any], kwargs: dict[str, Any], depth: int, device: torch.device
+    ) -> None:
+        self.region, self.depth = region, depth
+        self.args: list[Any] | None = args  # None once rebuilt
+        self.kwargs = kwargs
+        self.internals: list[weakref.ref[Discarded] | None] = []
+        self.readers: list[weakref.ref[Reader]] = []
+        self.state = region.state()
+        self.random = rng.snapshot(device) if region.random else None
+        self.autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
+
+    def rebuild(self) -> None:
+        """Re-run the region, fill every handle that is still wanted, let go of the inputs."""
+        if self.args is None:
+            return
+        args = [value.get() if type(value) is Input else value for value in self.args]
+        kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
+        saved: list[torch.Tensor] = []
+        grad = torch.is_grad_enabled()
+        _set_grad(True)
+        _push_hooks(saved.append, _never)
+        try:
+            if self.region.inplace:  # the rebuilt input may have other readers
+                args[0] = args[0].clone()
+            if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
+                output = self.region.again(self.state, args, kwargs)
+            else:
+                with _autocast_as(self.autocast), _random_as(self.random):
+                    output = self.region.again(self.state, args, kwargs)
+        finally:
+            _pop_hooks()
+            _set_grad(grad)
+        if len(saved) != len(self.internals):
+            raise RuntimeError(
+                f"{self.region} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
+                "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
+            )
+        for internal, tensor in zip(self.internals, saved, strict=True):
+            if internal is not None and (handle := internal()) is not None:
+                handle.source = tensor if tensor.grad_fn is None else tensor.detach()
+        saved.clear()  # its tensors' nodes hold the hook, which holds the list
+        self._fill_readers(output if isinstance(output, tuple) else (output,))
+        self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
+
+    def _fill_readers(self, outputs: tuple[Any, ...]) -> None:
+        shared: dict[tuple[int, Geometry], torch.Tensor] = {}
+        for reference in self.readers:
+            if (handle := reference()) is not None:
+                key = (handle.index, handle.geometry)
+                tensor = shared.get(key)
+                if tensor is None:
+                    tensor = shared[key] = outputs[handle.index].detach().as_strided(*handle.geometry)
+                handle.source = tensor
+
+
+class Pass:
+    """One forward pass of a model: the hooks that what its nodes save goes through, and the region that is running."""
+
+    def __init__(self, notes_kept: bool) -> None:
+        self.frame: Frame | None = None
+        # storages that some node keeps anyway; by address, as it decides what there is to gain and never a value
+        self.kept: set[int] | None = set() if notes_kept else None
+        # hooks do not nest by themselves: only the innermost pair is called
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(self, tensor: torch.Tensor) -> Discarded | Handed | Saved:
+        """The saved-tensor hook; it sees the tensor itself, `grad_fn` and all."""
+        frame = self.frame
+        if frame is not None:
+            if type(tensor) is Parameter:  # stays anyway
+                frame.internals.append(None)
+                return tensor, tensor._version
+            handle = Discarded(frame)
+            frame.internals.append(weakref.ref(handle))
+            return handle
+        storage = tensor.untyped_storage()
+        claim: Claim | None = getattr(storage, _CLAIM, None)
+        if claim is not None and claim.covers(tensor):
+            return claim.discard(tensor)
+        if self.kept is not None:
+            self.kept.add(storage._cdata)
+        if self.outer is not None:
+            return self._hand_on(tensor)
+        # a node that keeps its own output would keep itself alive
+        return (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+    def _hand_on(self, tensor: torch.Tensor) -> Handed:
+        pack, unpack = self.outer
+        return Handed(pack(tensor), unpack)
+
+    def is_free(self, tensor: torch.Tensor) -> bool:
+        """Whether holding `tensor` costs nothing: it can be rebuilt, or a node of the graph keeps it anyway."""
+        storage = tensor.untyped_storage()
+        return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
+
+    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a region; what it saves for backward is discarded and its outputs are claimed."""
+        device, depth, storages = None, 0, []
+        held: list[Any] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if not isinstance(value, torch.Tensor):
+                held.append(value)
+                continue
+            device = value.device
+            storages.append(storage := value.untyped_storage())
+            claim: Claim | None = getattr(storage, _CLAIM, None)
+            if claim is not None and claim.frame.depth < MAX_CHAIN and claim.covers(value):
+                depth = max(depth, claim.frame.depth + 1)
+                held.append(Input(claim.discard(value), value.requires_grad))
+            elif region.inplace and not held:  # about to be overwritten, and cannot be rebuilt
+                return region.forward(*args, **kwargs)
+            else:
+                alias = value.detach()
+                kept = (alias, alias._version) if self.outer is None else self._hand_on(alias)
+                held.append(Input(kept, value.requires_grad))
+        if device is None:
+            return region.forward(*args, **kwargs)
+        named = dict(zip(kwargs, held[len(args) :], strict=True)) if kwargs else kwargs
+        self.frame = frame = Frame(region, held[: len(args)] if kwargs else held, named, depth, device)
+        try:
+            output = region.forward(*args, **kwargs)
+        finally:
+            self.frame = None
+        for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild
+                if region.inplace or not any(storage is other for other in storages):
+                    setattr(storage, _CLAIM, Claim(frame, index, value))
+        return output
+
+    def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor`, which the claim covers, in another dtype; in backward all its copies are one."""
+        key = (dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        claim.casts = {} if claim.casts is None else claim.casts
+        frame = claim.casts.get(key)
+        if frame is None or frame.args is None:
+            held = Input(claim.discard(tensor), tensor.requires_grad)
+            frame = Frame(_Cast(dtype), [held], {}, claim.frame.depth + 1, tensor.device)
+            claim.casts[key] = frame
+        copy = tensor.to(dtype)  # its node saves nothing
+        setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
+        return copy
+
+    def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """`parameter` in another dtype, not kept either."""
+        held = Input((parameter, parameter._version), parameter.requires_grad)
+        frame = Frame(_Cast(dtype), [held], {}, 0, parameter.device)
+        copy = parameter.to(dtype)
+        setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
+        return copy
+
+
+class _Cast:
+    """The conversion of a tensor to another dtype, as a region."""
+
+    random = inplace = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy."""
+        return tensor.to(self.dtype)
+
+    def state(self) -> None:
+        """Nothing to know."""
+
+    def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The copy again."""
+        return args[0].to(self.dtype)
+
+
+def claim_on(tensor: torch.Tensor) -> Claim | None:
+    """The claim that covers `tensor`, if any."""
+    claim: Claim | None = getattr(tensor.untyped_storage(), _CLAIM, None)
+    return claim if claim is not None and claim.covers(tensor) else None
+
+
+def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
+    """The other saved-tensor hook."""
+    kind = type(packed)
+    if kind is not tuple:
+        if kind is not Handed and type(packed.source) is not Frame:  # type: ignore[union-attr]
+            return packed.source  # type: ignore[union-attr,return-value]
+        return packed.get()  # type: ignore[union-attr]
+    tensor, version = packed  # type: ignore[misc]
+    # hooks switch autograd's own check for in-place changes off
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+def _autocast(device_type: str) -> tuple[str, torch.dtype] | None:
+    return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
+
+
+@contextmanager
+def _autocast_as(first: tuple[str, torch.dtype] | None) -> Iterator[None]:
+    """Autocast as it was in the first run: backward usually runs without."""
+    if first is not None:
+        with torch.autocast(first[0], dtype=first[1]):
+            yield
+        return
+    device_types = [kind for kind in ("cpu", torch._C._get_accelerator().type) if torch.is_autocast_enabled(kind)]
+    with torch.autocast(device_types[0] if device_types else "cpu", enabled=False):
+        yield
+
+
+@contextmanager
+def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
+    """The generators as they were before the first run."""
+    if first is None:
+        yield
+        return
+    now = rng.snapshot(first.device)
+    first.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a recompute is never run backward")

@@ -1,0 +1,1 @@
+"""The command line: `ckpt-ft`, or `python -m ckpt_ft.cli`."""

@@ -1,0 +1,268 @@
+"""`ckpt-ft`: what a training step costs, which policy fits, and whether it changes any number, from the command line.
+
+Exit codes: 0 done, 1 the work failed (parity broken), 2 the input is wrong (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ckpt_ft.errors import UserError, run
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.workloads.workload import Settings
+
+from .options import AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+from .planning import register
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside newer typers
+
+
+def main() -> None:
+    """The console script."""
+    warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
+    for library in ("transformers", "diffusers"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
+    try:
+        run(_main)
+    finally:
+        gc.freeze()  # nor at exit
+        gc.enable()
+
+
+def _main() -> int:
+    try:
+        return app(standalone_mode=False) or 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except _UsageError as error:
+        raise UserError(" ".join(error.format_message().split())) from error
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `ckpt-ft estimate` answers; bytes and seconds, all predicted."""
+
+    model: str
+    policy: str
+    device: str
+    batch_size: int
+    shape: dict[str, int]
+    peak_allocated: int
+    peak_reserved: int
+    peaks: dict[str, int]
+    at_peak: dict[str, int]
+    holders: list[dict[str, Any]]
+    seconds: float | None
+    capacity: int | None
+    context: int
+    notes: list[str]
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes left on the device; negative where the step does not fit. None without a capacity."""
+        return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
+
+
+@app.command()
+@takes_settings()
+def estimate(
+    model: Model,
+    policy: PolicyOption = "none",
+    batch_size: BatchSize = 1,
+    device: Device = "a100-80gb",
+    capacity: Annotated[
+        str, typer.Option("--capacity", help="memory of the card, e.g. 24GiB; by default the device's")
+    ] = "",
+    *,
+    settings: Settings,
+    as_json: AsJson = False,
+) -> None:
+    """Predict peak memory and time of one training step, without a GPU and without weights."""
+    from ckpt_ft.workloads.workload import load
+
+    Policy.parse(policy)
+    gpu = gpu_or_cpu(device)
+    limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
+    with _progress() as progress:
+        progress(f"building {model} from its config")
+        workload = load(model, settings)
+        progress(f"tracing two steps of {type(workload.model).__name__} for {device}")
+        result = _estimate(workload, policy, batch_size, gpu, limit)
+    if as_json:
+        print(json.dumps({**result.__dict__, "headroom": result.headroom}, indent=2))
+    else:
+        _print_estimate(result)
+
+
+@app.command()
+@takes_settings({"optimizer": "none"})
+def explain(
+    model: Model,
+    policy: PolicyOption = "full",
+    batch_size: BatchSize = 1,
+    device: Device = "a100-80gb",
+    *,
+    settings: Settings,
+) -> None:
+    """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
+    from ckpt_ft.checkpointing.apply import apply_policy
+    from ckpt_ft.memory.fake.step import trace_step
+    from ckpt_ft.workloads.workload import load
+
+    Policy.parse(policy)
+    gpu = gpu_or_cpu(device)
+    with _progress() as progress:
+        progress(f"building {model} from its config")
+        workload = load(model, settings)
+        kept = {}
+        for name in dict.fromkeys(("none", policy)):
+            progress(f"tracing a step under {name}")
+            applied = apply_policy(workload.model, name)
+            kept[name] = trace_step(
+                workload.model, workload.step(batch_size), device=gpu or "cpu"
+            ).module_activations()
+        blocks = applied.found.blocks or apply_policy(workload.model, "full").found.blocks
+    print(applied.explain())
+    table = Table(
+        "kind of block",
+        "blocks",
+        *(f"kept by one, {name}" for name in kept),
+        title=f"activations kept for backward, batch {batch_size}",
+    )
+    for kind in dict.fromkeys(type(block).__name__ for block in blocks.values()):
+        names = [name for name, block in blocks.items() if type(block).__name__ == kind]
+        per_block = [format_bytes(_inside(activations, names) // len(names)) for activations in kept.values()]
+        table.add_row(kind, str(len(names)), *per_block)
+    table.add_row("whole model", "", *(format_bytes(sum(activations.values())) for activations in kept.values()))
+    Console(width=120).print(table)
+
+
+@app.command()
+@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False}, seq_length=32)
+def check(
+    model: Model,
+    policy: PolicyOption = "full",
+    batch_size: BatchSize = 2,
+    *,
+    settings: Settings,
+    seed: Annotated[int, typer.Option("--seed", help="of weights (where none are saved), batch and dropout")] = 0,
+) -> None:
+    """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
+    from ckpt_ft.planning.check import check_model
+
+    Policy.parse(policy)
+    with _progress() as progress:
+        progress(f"running {model} with and without '{policy}'")
+        parity = check_model(model, policy, settings, batch_size, seed)
+    print(parity)
+    if not parity.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the directory that holds it")]) -> None:
+    """Print a memory report that a recipe wrote."""
+    from ckpt_ft.memory.measure.report import MemoryReport
+
+    file = path / "memory_report.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path}: no memory_report.json here; recipes write it to their --output_dir")
+    MemoryReport.from_json(file).print()
+
+
+def _estimate(workload: Any, policy: str, batch_size: int, gpu: Any, capacity: int | None) -> Estimate:
+    from ckpt_ft.checkpointing.apply import apply_policy
+    from ckpt_ft.memory.fake.step import trace_step
+
+    applied = apply_policy(workload.model, policy)
+    trace = trace_step(
+        workload.model,
+        workload.step(batch_size),
+        make_optimizer=workload.make_optimizer,
+        device=gpu or "cpu",
+        warmup_steps=1,
+    )
+    return Estimate(
+        model=workload.name,
+        policy=str(applied.policy),
+        device=trace.device,
+        batch_size=batch_size,
+        shape=workload.shape,
+        peak_allocated=trace.peak_allocated,
+        peak_reserved=trace.peak_reserved,
+        peaks=trace.peaks,
+        at_peak=trace.at_peak,
+        holders=[holder.__dict__ for holder in trace.holders(8)],
+        seconds=trace.seconds if gpu else None,
+        capacity=capacity,
+        context=gpu.context if gpu else 0,
+        notes=trace.notes,
+    )
+
+
+def _print_estimate(result: Estimate) -> None:
+    console = Console(width=120)
+    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
+    console.print(f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}")
+    main = Table("predicted", "")
+    for phase, nbytes in result.peaks.items():
+        main.add_row(f"peak allocated, {phase}", format_bytes(nbytes))
+    main.add_row("peak allocated", format_bytes(result.peak_allocated))
+    for category, nbytes in result.at_peak.items():
+        if nbytes:
+            main.add_row(f"  of it {category}", format_bytes(nbytes))
+    main.add_row("peak reserved", format_bytes(result.peak_reserved))
+    if result.context:
+        main.add_row("CUDA context", format_bytes(result.context))
+    if result.seconds is not None:
+        main.add_row("seconds per step", f"{result.seconds:.3f}")
+    console.print(main)
+    holders = Table("module", "operator", "kind", "held", title="what holds the peak")
+    for holder in result.holders:
+        holders.add_row(
+            holder["module"] or "-", holder["op"] or "-", holder["category"], format_bytes(holder["nbytes"])
+        )
+    console.print(holders)
+    if result.headroom is not None and result.capacity is not None:
+        room = format_bytes(abs(result.headroom))
+        verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
+        console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
+    for note in result.notes:
+        console.print(f"note: {note}")
+
+
+def _inside(activations: dict[str, int], names: list[str]) -> int:
+    prefixes = tuple(f"{name}." for name in names)
+    return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
+
+
+class _progress:
+    """A status line on stderr while something runs, silent where stderr is no terminal."""
+
+    def __enter__(self) -> Any:
+        self.status = Console(stderr=True).status("")
+        self.status.start()
+        return self.status.update
+
+    def __exit__(self, *exception: Any) -> None:
+        self.status.stop()
+
+
+register(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The options that several commands of `ckpt-ft` share, and what they mean."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_ft.workloads.workload import Settings
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.gpus import GPU
+
+Command = Callable[..., None]
+Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
+PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
+SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
+Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
+Device = Annotated[str, typer.Option("--device", help="a GPU by name, or cpu")]
+Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bfloat16 or float16")]
+MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
+Lora = Annotated[int, typer.Option("--lora", help="LoRA rank; 0 trains all weights")]
+LoraTargets = Annotated[
+    str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
+]
+Attention = Annotated[
+    str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
+]
+FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+
+def takes_settings(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> Callable[[Command], Command]:
+    """For commands: in place of the parameter `settings`, an option for each of its fields.
+
+    fixed: fields that the command decides. defaults: of options, where the command has another.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        options = [
+            option.replace(default=defaults.get(name, option.default))
+            for name, option in inspect.signature(_settings, eval_str=True).parameters.items()
+            if name not in fixed
+        ]
+        every = [p for name in own for p in (options if name == "settings" else [own[name]])]
+
+        @functools.wraps(command)
+        def typed(**given: Any) -> None:
+            settings = _settings(**{option.name: given.pop(option.name) for option in options}, **fixed)
+            command(**given, settings=settings)
+
+        signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every])
+        typed.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads, and the annotations
+        typed.__annotations__ = {p.name: p.annotation for p in every}
+        return typed
+
+    return decorate
+
+
+def _settings(
+    seq_length: SeqLength = 1024,
+    resolution: Resolution = 0,
+    dtype: Dtype = "float32",
+    mixed_precision: MixedPrecision = "no",
+    optimizer: Optimizer = "adamw_fused",
+    lora: Lora = 0,
+    lora_targets: LoraTargets = "",
+    attn_implementation: Attention = "",
+    load_in_4bit: FourBit = False,
+) -> Settings:
+    return Settings(
+        dtype=dtype,
+        mixed_precision=mixed_precision,
+        optimizer=optimizer,
+        lora_r=lora,
+        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
+        seq_length=seq_length,
+        resolution=resolution,
+        attn_implementation=attn_implementation,
+        load_in_4bit=load_in_4bit,
+    )
+
+
+def gpu_or_cpu(name: str) -> GPU | None:
+    """The GPU of `--device`, None for "cpu"."""
+    from ckpt_ft.memory.gpus import find_gpu
+
+    return None if name == "cpu" else find_gpu(name)

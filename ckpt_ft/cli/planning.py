@@ -1,0 +1,215 @@
+"""`ckpt-ft plan` and `ckpt-ft max-batch`: from a memory budget to the policy and batch size that fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ckpt_ft.units import format_bytes, format_number, parse_bytes
+from ckpt_ft.workloads.workload import Settings
+
+from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+
+if TYPE_CHECKING:
+    from ckpt_ft.planning.plan import Plan
+    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.workload import Workload
+
+Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
+Margin = Annotated[
+    str, typer.Option("--margin", help="kept free beside the CUDA context; 2 % of the budget by default")
+]
+MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", help="the largest micro-batch that is looked at")]
+
+
+@takes_settings()
+def plan(
+    model: Model,
+    budget: Budget = "",
+    device: Device = "a100-40gb",
+    batch_size: Annotated[str, typer.Option("--batch-size", help="a number, or auto for all of them")] = "auto",
+    target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="rows that decide the lengths, up to --seq-length: Hub id or local file")
+    ] = "",
+    margin: Margin = "",
+    max_batch_size: MaxBatchSize = 256,
+    *,
+    settings: Settings,
+    jobs: Annotated[int, typer.Option("--jobs", help="processes to trace on; 0 for as many as there are cores")] = 0,
+    output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
+    plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
+    fresh: Annotated[bool, typer.Option("--fresh", help="plan again even if the same was asked before")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
+    from ckpt_ft.planning.plan_file import cache_path, write_json
+    from ckpt_ft.workloads.model_config import read_config
+
+    asked = {
+        "budget": parse_bytes(budget) if budget else None,
+        "device": device,
+        "batch_size": _batch(batch_size),
+        "max_batch_size": max_batch_size,
+        "target": target,
+        "margin": margin or None,
+    }
+    config = read_config(model)
+    lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
+    cached = cache_path(
+        {**asked, "config": config, "settings": vars(settings), "lengths": vars(lengths) if lengths else None}
+    )
+    found = None if fresh else _read(cached)
+    if found is None:
+        found = _make(model, settings, asked, jobs, lengths)
+        write_json(cached, found.to_json())
+    if output:
+        write_json(Path(output), found.to_json())
+    if plot:
+        found.plot(plot)
+    if as_json:
+        print(found.to_json())
+    else:
+        print_plan(found)
+
+
+@takes_settings()
+def max_batch(
+    model: Model,
+    policy: PolicyOption = "none",
+    budget: Budget = "",
+    device: Device = "a100-40gb",
+    margin: Margin = "",
+    max_batch_size: MaxBatchSize = 256,
+    *,
+    settings: Settings,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the largest batch that fits under a policy, without a GPU and without weights.
+
+    The recipes prove theirs by real steps: --find_max_batch_size.
+    """
+    from ckpt_ft.planning.batch_size import predict_max_batch_size
+    from ckpt_ft.workloads.workload import load
+
+    with _progress() as progress:
+        progress(f"building {model} from its config")
+        workload = load(model, settings)
+        found = predict_max_batch_size(
+            workload.model, workload.step, policy, budget or None, gpu_or_cpu(device),
+            make_optimizer=workload.make_optimizer, max_batch_size=max_batch_size, margin=margin or None,
+            report=progress,
+        )  # fmt: skip
+    if as_json:
+        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)}
+        print(json.dumps(answer))
+    else:
+        print(f"{model} under '{policy}' on {device}: {found}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(plan)
+    app.command()(max_batch)
+
+
+def _batch(text: str) -> int | None:
+    from ckpt_ft.errors import UserError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
+    return int(text)
+
+
+def _read(path: Path) -> Plan | None:
+    from ckpt_ft.planning.plan import Plan
+
+    return Plan.from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+
+
+def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
+    from ckpt_ft.training.text.dataset_lengths import dataset_lengths
+
+    with _progress() as progress:
+        progress(f"reading {dataset}")
+        return dataset_lengths(dataset, model, seq_length)
+
+
+def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, lengths: Lengths | None) -> Plan:
+    from ckpt_ft.planning.plan import make_room
+    from ckpt_ft.planning.plan import plan as make_plan
+    from ckpt_ft.planning.tracing import cores
+    from ckpt_ft.workloads.workload import load
+
+    gpu = gpu_or_cpu(asked["device"])
+    make_room(asked["budget"], gpu, asked["margin"])  # a bad budget is said before anything is built
+    with _progress() as progress:
+        progress(f"building {model} from its config")
+        if lengths:
+            settings = replace(settings, seq_length=max(lengths.longest, 2))
+        workload: Workload = load(model, settings)
+        rows = workload.padded(lengths) if lengths else None
+        return make_plan(
+            workload.model, rows.worst if rows else workload.step, **{**asked, "device": gpu or "cpu"},
+            make_optimizer=workload.make_optimizer, name=model, rows=rows, jobs=jobs or cores(), report=progress,
+        )  # fmt: skip
+
+
+def print_plan(plan: Plan) -> None:
+    """The rows, the pick and why, what holds its peak, and what else would lower it."""
+    console = Console(width=120)
+    speed = "samples/s" if plan.device != "cpu" else "nominal samples/s"
+    table = Table(
+        "policy", "batch", "peak allocated", "reserved", "s/step", speed, "", title=f"{plan.model} on {plan.device}"
+    )
+    edge = plan.frontier
+    for row in plan.rows:
+        mark = "pick" if row == plan.best else "frontier" if row in edge else ""
+        sizes = str(row.batch), format_bytes(row.peak), format_bytes(row.reserved)
+        table.add_row(row.policy, *sizes, format_number(row.seconds), format_number(row.samples_per_second), mark)
+    console.print(table)
+    console.print(f"pick: {plan.why}", highlight=False)
+    if plan.data:
+        console.print(plan.data, highlight=False)
+    holders = Table("module", "operator", "kind", "held", title="what holds the pick's peak")
+    for holder in plan.holders:
+        names = (holder[key] or "-" for key in ("module", "op", "category"))
+        holders.add_row(*names, format_bytes(holder["nbytes"]))
+    console.print(holders)
+    for fix in plan.fixes:
+        cost = f"{abs(fix.slower):.1%} {'slower' if fix.slower > 0 else 'faster'} a sample"
+        saves = f"save {format_bytes(fix.saves)}, " if fix.saves > 0 else "be "
+        console.print(f"would {saves}{cost}: {fix.change}", highlight=False)
+
+
+class _progress:
+    """A bar on stderr that fills with every trace, silent where stderr is no terminal.
+
+    How many there will be is known only at the end: it is full at 16 sessions, which is what most plans take.
+    """
+
+    def __enter__(self) -> Callable[[str], None]:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.bar.start()
+        task = self.bar.add_task("", total=16)
+
+        def report(line: str) -> None:
+            self.bar.update(task, description=line if len(line) < 70 else f"{line[:67]}...", advance=1)
+
+        return report
+
+    def __exit__(self, *exception: Any) -> None:
+        self.bar.stop()

@@ -1,0 +1,301 @@
+"""PyTorch's CUDA caching allocator without the memory: blocks, segments and pools of one device and one stream.
+
+Follows c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes; small (up to 1 MiB) and large requests apart;
+segments of 2 MiB, 20 MiB, or the request rounded to 2 MiB; best fit, ties to the lowest address; split, merge; on
+failure cached segments are given back and the allocation tried again. Its functions' names stand in brackets. New
+segments are taken to lie below the ones before them, as Linux maps memory top down; it decides between free blocks of
+one size. CUDA does not promise it, but published peaks of reserved memory come out to the byte this way and up to 6 %
+off the other way round (benchmarks/accuracy.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import cast
+
+from ckpt_ft.units import MIB
+
+from .settings import MIN_BLOCK, AllocatorSettings
+
+SMALL_SIZE = MIB  # the largest request that the small pool serves; also the largest tail a large block keeps unsplit
+SMALL_SEGMENT = 2 * MIB
+MIN_LARGE = 10 * MIB  # requests from here on get a segment of their own size
+ROUND_LARGE = 2 * MIB
+
+
+class OutOfMemory(Exception):
+    """The device's capacity cannot hold the request, even with every cached segment given back."""
+
+
+class Block:
+    """A run of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
+
+    __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, expandable: bool = False, mapped: bool = True) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.allocated, self.mapped, self.expandable = False, mapped, expandable
+
+    def insert_between(self, prev: Block | None, next: Block | None) -> None:
+        self.prev, self.next = prev, next
+        if prev is not None:
+            prev.next = self
+        if next is not None:
+            next.prev = self
+
+
+class Pool:
+    """The free blocks of one size class: mapped ones in best-fit order, unmapped (expandable) ones by address."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.fits: list[tuple[int, int]] = []  # size and address of the mapped blocks, sorted
+        self.unmapped: list[int] = []  # addresses, sorted
+        self.at: dict[int, Block] = {}
+
+    def add(self, block: Block) -> None:
+        self.at[block.address] = block
+        if block.mapped:
+            insort(self.fits, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
+
+    def remove(self, block: Block) -> None:
+        del self.at[block.address]
+        if block.mapped:
+            del self.fits[bisect_left(self.fits, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
+
+
+@dataclass
+class CachingAllocator:
+    """The allocator of one device. `capacity`: bytes that segments may take in all, None for no limit.
+
+    `allocated` and `reserved` are what torch.cuda.memory_allocated and memory_reserved would say; `retries` counts the
+    allocations that had to give cached segments back first (torch's num_alloc_retries).
+    """
+
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+    capacity: int | None = None
+    allocated: int = 0
+    reserved: int = 0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        self._small, self._large = self.pools = (Pool(small=True), Pool(small=False))
+        self._lowest_address = 1 << 62
+        self._no_split = self.settings.max_split_size or 1 << 62
+
+    def malloc(self, nbytes: int) -> Block | None:
+        """A block for `nbytes` (None for 0 bytes, which need none).
+
+        Raises:
+            OutOfMemory: see there; the allocator stays usable, its cached segments given back.
+        """
+        if nbytes == 0:
+            return None
+        size = self.settings.block_size(nbytes)
+        pool = self._small if size <= SMALL_SIZE else self._large
+        block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
+        rest = block.size - size
+        if self._should_split(pool, size, rest):
+            tail = Block(block.address + size, rest, pool, block.expandable)
+            tail.insert_between(block, block.next)
+            block.size = size
+            pool.add(tail)
+        block.allocated = True
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give a block of `malloc` back to the cache."""
+        if block is None:
+            return
+        self.allocated -= block.size
+        block.allocated = False
+        self._merge_neighbours(block)
+        block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache(): segments without a live block, and free pages of expandable ones, go back."""
+        for pool in self.pools:
+            for _, address in list(pool.fits):
+                block = pool.at[address]
+                if block.expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    self._release(block)
+
+    def _should_split(self, pool: Pool, size: int, rest: int) -> bool:
+        if pool.small or self.settings.expandable_segments:
+            return rest >= MIN_BLOCK
+        return size < self._no_split and rest > SMALL_SIZE
+
+    def _cached_block(self, pool: Pool, size: int) -> Block | None:
+        """The best fit among the cached blocks (get_free_block)."""
+        fits = pool.fits
+        i = bisect_left(fits, (size, 0))
+        if i == len(fits):
+            return None
+        block = pool.at[fits[i][1]]
+        if self.settings.expandable_segments:
+            # The end of an expandable segment counts as large as it could grow, so that it is used last.
+            while i + 1 < len(fits) and _growable(following := pool.at[fits[i + 1][1]]) < _growable(block):
+                i, block = i + 1, following
+        if size < self._no_split <= block.size:
+            return None
+        if size >= self._no_split and block.size >= size + self.settings.max_non_split_rounding_size:
+            return None
+        pool.remove(block)
+        return block
+
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        """A segment from the device, or None when it has no room (alloc_block, get_allocation_size)."""
+        if self.settings.expandable_segments:
+            return self._grow(pool, size)
+        if pool.small:
+            segment = SMALL_SEGMENT
+        elif size < MIN_LARGE:
+            segment = self.settings.large_segment_size
+        else:
+            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if not self._fits(segment):
+            return None
+        self.reserved += segment
+        return Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
+
+    def _after_release(self, pool: Pool, size: int) -> Block:
+        """Give cached segments back until the request fits: first what is too large to be split, then all (malloc)."""
+        self.retries += 1
+        if self._release_oversize(pool, size):
+            block = self._new_segment(pool, size)
+            if block is not None:
+                return block
+        self.empty_cache()
+        block = self._new_segment(pool, size)
+        if block is None:
+            raise OutOfMemory(f"{size} bytes wanted, {self.reserved} of {self.capacity} reserved")
+        return block
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back one fitting block that is never split, or the largest ones (release_available_cached_blocks)."""
+        if self.settings.max_split_size is None or self.settings.expandable_segments:
+            return False
+        wanted, released = max(size, self._no_split), 0
+        i = bisect_left(pool.fits, (wanted, 0))
+        if i < len(pool.fits):
+            self._release(pool.at[pool.fits[i][1]])
+            return True
+        while released < wanted and pool.fits and pool.fits[-1][0] >= self._no_split:
+            nbytes, address = pool.fits[-1]
+            released += nbytes
+            self._release(pool.at[address])
+        return released >= wanted
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved -= block.size
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.capacity is None or self.reserved + nbytes <= self.capacity
+
+    def _addresses(self, nbytes: int, align: int) -> int:
+        self._lowest_address = (self._lowest_address - nbytes) // align * align
+        return self._lowest_address
+
+    def _merge_neighbours(self, block: Block) -> None:
+        """Join a block that is in no pool with its free neighbours of the same mapping (try_merge_blocks)."""
+        left, right = block.prev, block.next
+        if left is not None and not left.allocated and left.mapped == block.mapped:
+            left.pool.remove(left)
+            block.address, block.size, block.prev = left.address, left.size + block.size, left.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if right is not None and not right.allocated and right.mapped == block.mapped:
+            right.pool.remove(right)
+            block.size, block.next = block.size + right.size, right.next
+            if block.next is not None:
+                block.next.prev = block
+
+    # Expandable segments: one range of addresses, mapped page by page (20 MiB in the large pool, 2 MiB in the small).
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self.settings.large_segment_size
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map pages at the lowest address with room, free blocks before it used up (try_allocate_expandable_block)."""
+        block = self._expandable_candidate(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None, "a candidate is followed by enough unmapped or free addresses"
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following  # merged with what came before it
+        pool.remove(block)
+        return block
+
+    def _expandable_candidate(self, pool: Pool, size: int) -> Block:
+        for address in pool.unmapped:
+            block = pool.at[address]
+            start = block.prev if block.prev is not None and not block.prev.allocated else block
+            room, free = 0, cast("Block | None", start)
+            while room < size and free is not None and not free.allocated:
+                room, free = room + free.size, free.next
+            if room >= size:
+                return start
+        page = self._page(pool)
+        # torch reserves addresses for 9/8 of the device; without a capacity there is always room to grow.
+        extent = -(-(self.capacity or 1 << 50) * 9 // 8 // page) * page
+        block = Block(self._addresses(extent, align=page), extent, pool, expandable=True, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, nbytes: int) -> bool:
+        """Back the first `nbytes` of an unmapped block, rounded up to pages, with memory; the rest stays unmapped."""
+        page = self._page(block.pool)
+        mapped = -(-nbytes // page) * page
+        if not self._fits(mapped):
+            return False
+        block.pool.remove(block)
+        if mapped < block.size:
+            rest = Block(block.address + mapped, block.size - mapped, block.pool, expandable=True, mapped=False)
+            rest.insert_between(block, block.next)
+            block.pool.add(rest)
+            block.size = mapped
+        block.mapped = True
+        self._merge_neighbours(block)
+        block.pool.add(block)
+        self.reserved += mapped
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages inside a free block; what lies before and after them stays a free block."""
+        pool, page = block.pool, self._page(block.pool)
+        start = -(-block.address // page) * page
+        stop = (block.address + block.size) // page * page
+        if start >= stop:
+            return
+        pool.remove(block)
+        end = block.address + block.size
+        if start > block.address:
+            before = Block(block.address, start - block.address, pool, expandable=True)
+            before.insert_between(block.prev, block)
+            pool.add(before)
+        if end > stop:
+            after = Block(stop, end - stop, pool, expandable=True)
+            after.insert_between(block, block.next)
+            pool.add(after)
+        block.address, block.size, block.mapped = start, stop - start, False
+        self._merge_neighbours(block)
+        pool.add(block)
+        self.reserved -= stop - start
+
+
+def _growable(block: Block) -> int:
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)

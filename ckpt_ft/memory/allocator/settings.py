@@ -1,0 +1,146 @@
+"""The caching allocator's options, in the syntax of PYTORCH_CUDA_ALLOC_CONF.
+
+Names, defaults and limits are those of torch's c10/core/AllocatorConfig.{h,cpp}. Only options that move bytes on the
+device are kept; those of pinned host memory and of locking are accepted and change nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import MIB
+
+MIN_BLOCK = 512  # every size is rounded up to a multiple of it
+_INTERVALS = 16  # roundup_power2_divisions has one entry per power of two from 1 MiB to 64 GiB
+_MIN_SPLIT_MB = 20
+_PAIR = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
+_NO_EFFECT = {
+    "pinned_use_cuda_host_register",
+    "pinned_num_register_threads",
+    "pinned_use_background_threads",
+    "pinned_free_catch_all",
+    "pinned_reserve_segment_size_mb",
+    "release_lock_on_cudamalloc",
+    "graph_capture_record_stream_reuse",
+    "throw_on_cudamalloc_oom",
+}
+_NOT_REPLAYED = {
+    "garbage_collection_threshold": "collects by age; leave it out",
+    "per_process_memory_fraction": "give the capacity in bytes instead",
+}
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What decides how the caching allocator lays blocks out. Sizes are bytes.
+
+    expandable_segments: one growing address range per pool instead of a cudaMalloc per segment.
+    max_split_size: blocks of at least this size are never split; None splits all.
+    max_non_split_rounding_size: how much larger than the request a block that is never split may be.
+    roundup_power2_divisions: () for none, else 16 entries, for 1 MiB, 2 MiB ... 32 GiB and up: sizes between two
+        powers of two are rounded up to one of so many equal steps; 0 and 1 leave an interval at 512-byte rounding.
+    large_segment_size: the segment that requests between 1 and 10 MiB share, and a large expandable segment's page.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    max_non_split_rounding_size: int = 20 * MIB
+    roundup_power2_divisions: tuple[int, ...] = ()
+    large_segment_size: int = 20 * MIB
+
+    @staticmethod
+    def parse(text: str | None) -> AllocatorSettings:
+        """Settings from `"expandable_segments:True,max_split_size_mb:128"`; None and "" give the defaults.
+
+        Raises:
+            UserError: an unknown option, a value torch would refuse, or an option that the replay does not follow.
+        """
+        settings, at, text = AllocatorSettings(), 0, (text or "").strip()
+        while at < len(text):
+            pair = _PAIR.match(text, at)
+            if pair is None:
+                raise UserError(f"allocator settings: cannot read '{text[at:]}'; write option:value,option:value")
+            settings = _apply(settings, pair[1], pair[2].strip())
+            at = pair.end()
+        if settings.max_split_size is not None and settings.max_split_size < settings.large_segment_size:
+            raise UserError(f"allocator settings '{text}': max_split_size_mb must be at least large_segment_size_mb")
+        return settings
+
+    def block_size(self, nbytes: int) -> int:
+        """The size of the block that a request of `nbytes` asks for (DeviceCachingAllocator::round_size)."""
+        if self.roundup_power2_divisions and nbytes >= MIN_BLOCK:
+            interval = min(max(nbytes.bit_length() - 1 - 20, 0), _INTERVALS - 1)
+            divisions = self.roundup_power2_divisions[interval]
+            if divisions > 1 and nbytes > MIN_BLOCK * divisions:
+                step = (1 << nbytes.bit_length() - 1) // divisions
+                return -(-nbytes // step) * step
+        return -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def _apply(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettings:
+    if key == "expandable_segments":
+        return replace(settings, expandable_segments=_boolean(key, value))
+    if key == "max_split_size_mb":
+        return replace(settings, max_split_size=_integer(key, value, _MIN_SPLIT_MB) * MIB)
+    if key == "max_non_split_rounding_mb":
+        return replace(settings, max_non_split_rounding_size=_integer(key, value, _MIN_SPLIT_MB) * MIB)
+    if key == "large_segment_size_mb":
+        return replace(settings, large_segment_size=_integer(key, value, 11) * MIB)
+    if key == "roundup_power2_divisions":
+        return replace(settings, roundup_power2_divisions=_divisions(key, value))
+    if key in _NOT_REPLAYED:
+        raise UserError(f"allocator settings: '{key}' is not replayed: {_NOT_REPLAYED[key]}")
+    if key == "backend":
+        if value != "native":
+            raise UserError(f"allocator settings 'backend:{value}': only the native caching allocator is replayed")
+    elif key not in _NO_EFFECT:
+        known = ["expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"]
+        known.append("large_segment_size_mb")
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise UserError(f"allocator settings: no option '{key}'{hint} ({', '.join(known)})")
+    return settings
+
+
+def _boolean(key: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise UserError(f"allocator settings '{key}:{value}': write True or False")
+    return value == "True"
+
+
+def _integer(key: str, value: str, least: int) -> int:
+    if not value.isdecimal() or int(value) < least:
+        raise UserError(f"allocator settings '{key}:{value}': write a whole number of MiB, at least {least}")
+    return int(value)
+
+
+def _divisions(key: str, value: str) -> tuple[int, ...]:
+    """`"4"` for every size, or `"[256:1,512:2,>:8]"`: the divisions from each size (MiB) on."""
+    if not value.startswith("["):
+        return (_power_of_two(key, value, zero=False),) * _INTERVALS
+    table: list[int] = [0] * _INTERVALS
+    last: int | None = None
+    for entry in value.strip("[]").split(","):
+        size, _, count = (part.strip() for part in entry.partition(":"))
+        divisions = _power_of_two(key, count, zero=True)
+        if size == ">":
+            start = 0 if last is None else last + 1
+            table[start:] = [divisions] * (_INTERVALS - start)
+            continue
+        index = min(_power_of_two(key, size, zero=False).bit_length() - 1, _INTERVALS - 1)
+        if last is None:
+            table[:index] = [divisions] * index
+        table[index] = divisions
+        last = index
+    return tuple(table)
+
+
+def _power_of_two(key: str, text: str, zero: bool) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < 0 or number & (number - 1) or (number == 0 and not zero):
+        example = "write it as in 4 or [256:1,512:2,>:8]"
+        raise UserError(f"allocator settings '{key}': '{text}' is not a power of two; {example}")
+    return number

@@ -1,0 +1,259 @@
+"""trace_step: runs a user's training step on fake tensors and records it. No GPU, no weights, no data.
+
+Fake CPU tensors stand in for everything (torch/_subclasses/fake_tensor.py): shapes, dtypes and storages without bytes.
+For a GPU the rules of rules/cuda.py are laid over them; for "cpu" the CPU's own kernels decide.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.opinfo import tensors
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.rules import cuda, fake_kernels
+
+from .balanced import Balanced
+from .memo import CPU, Memo
+from .values import Values
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.gpus import GPU
+
+aten = torch.ops.aten
+
+
+def trace_step(
+    model: nn.Module,
+    step: Callable[[nn.Module, Any], Any],
+    *,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    device: str | GPU = "t4",
+    warmup_steps: int = 1,
+) -> StepTrace:
+    """Trace `step(model, optimizer)` as it would run on `device`, after `warmup_steps` calls of it.
+
+    Args:
+        model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never
+            changed; dtypes, ties and requires_grad are kept.
+        step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over
+            are taken as fake ones on the device, and the values of whole-number ones (masks, positions) decide as
+            they would there.
+        make_optimizer: builds the optimizer from the model; without it `step` gets None.
+        device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
+        warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
+
+    Raises:
+        UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
+    """
+    name, gpu = _resolve(device)
+    with ExitStack() as stack:
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_quiet())
+        stack.enter_context(cuda.fakes_are_tensors())
+        stack.enter_context(_unnoticed())
+        stack.enter_context(_tensors_of_fakes())
+        if gpu is not None:
+            stack.enter_context(cuda.behave_like(sm(gpu)))
+        stack.enter_context(fake_mode)
+        stack.enter_context(faked_model(model))
+        tracker = FakeTracker(fake_mode, model, gpu)
+        stack.callback(tracker.let_go)
+        stack.enter_context(tracker)
+        try:
+            optimizer = make_optimizer(model) if make_optimizer else None
+            for _ in range(warmup_steps + 1):
+                gc.collect()
+                tracker.start_step()
+                step(model, optimizer)
+            return tracker.trace(name, None if isinstance(device, str) else gpu)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"the step calls {error.func}, whose result depends on data that a trace does not have; "
+                "compute it outside the step and close over it"
+            ) from error
+
+
+def sm(gpu: GPU) -> int:
+    """Compute capability as one number: 75 for (7, 5)."""
+    return 10 * gpu.arch[0] + gpu.arch[1]
+
+
+def _resolve(device: str | GPU) -> tuple[str, GPU | None]:
+    if device == "cpu":
+        return "cpu", None
+    if isinstance(device, str):
+        from ckpt_ft.memory.gpus import find_gpu
+
+        gpu = find_gpu(device)
+        return gpu.name, gpu
+    return device.name, device
+
+
+class FakeTracker(Tracker):
+    """A Tracker of fake tensors that stands between the step and FakeTensorMode.
+
+    Real tensors are taken as fake ones; requests for another device are answered on the fake one; what depends on
+    data is answered by values.py where it is known and by balanced.py where not. On a GPU, pinned memory and 0-dim
+    tensors made from Python numbers (Adam's step counts) are the host's and left out.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
+        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
+        self.fake_mode, self.gpu = fake_mode, gpu
+        self.values = Values()
+        self.balanced = Balanced(self, self.values)
+        self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
+        self._memo = Memo(fake_mode, sm(gpu) if gpu else 0)
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
+        kwargs = kwargs or {}
+        if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
+            args = self._faked(args)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            kwargs = {**kwargs, "device": CPU}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
+        pinned = kwargs.pop("pin_memory", False)
+        if func in self.balanced.answers:
+            return super()._call(func, args, kwargs)
+        key = self._memo.key(func, args, kwargs)
+        known = self._memo.get(key, args) if key is not None else None
+        if known is None:
+            known = super()._call(func, args, kwargs)
+            if key is not None:
+                self._memo.remember(key, func, args, *known)
+        out = known[0]
+        self.values.follow(func, args, kwargs, out)
+        self.balanced.observe(func, args, out)
+        if self.gpu and func in cuda.ON_HOST:
+            for index in cuda.ON_HOST[func](args):
+                self.ignore(out[index])
+        elif self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
+            self.ignore(out)
+        return known
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
+        if pinned or func is aten.lift_fresh.default:
+            return True
+        operands = list(tensors(args))
+        return bool(operands) and all(self.is_ignored(operand) for operand in operands)
+
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and type(value) is not FakeTensor:
+            known = self._fakes.get(id(value))
+            if known is None:
+                assert self.fake_mode is not None
+                fake = self.fake_mode.from_tensor(value) if value.device.type == "cpu" else fake_like(value)
+                self.values.keep(fake, value)
+                known = self._fakes[id(value)] = value, fake
+            return known[1]
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._faked(item) for item in value)
+        return value
+
+    def let_go(self) -> None:
+        """Take fake gradients off the real tensors that the step closed over."""
+        for real, _ in self._fakes.values():
+            if type(real.grad) is FakeTensor:
+                real.grad = None
+        self._fakes.clear()
+
+
+def fake_like(tensor: Tensor) -> Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype; call it under FakeTensorMode."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def faked_model(model: nn.Module) -> Iterator[None]:
+    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
+    fakes: dict[int, Tensor] = {}
+    restore: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return type(value)(fake(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in fakes:
+            new = fake_like(value)
+            fakes[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
+        return fakes[id(value)]
+
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers, module.__dict__):
+                for key, value in list(table.items()):
+                    new = fake(value)
+                    if new is not value:
+                        restore.append((table, key, value))
+                        table[key] = new
+        yield
+    finally:
+        for table, key, value in restore:
+            table[key] = value
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """transformers builds attention masks for fake tensors that it skips for real ones: let it see real ones."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import import_utils
+
+    with patch.object(import_utils, "is_fake_tensor", lambda x: False, create=True):
+        yield
+
+
+@contextmanager
+def _tensors_of_fakes() -> Iterator[None]:
+    """torch.tensor([a, b]) reads 0-dim tensors behind every mode's back: a fake one has to be asked first."""
+    make = torch.tensor
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, (list, tuple)):
+            return [numbers(item) for item in data]
+        return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
+
+    with patch.object(torch, "tensor", tensor):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # collections look at what the step makes, not at what was there
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,174 @@
+"""Values of small tensors in a trace: masks, positions and labels that a step brings, and what follows from them.
+
+They decide which attention kernel runs (is anything padded or packed?) and how large some results are (`nonzero`). An
+op all of whose tensors are known is therefore also computed for real, beside the fake one. Of floating point only what
+is made of constants is known (a mask of `torch.ones`), never the model's weights or what they are applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ckpt_ft.memory.record.opinfo import tensors
+
+aten = torch.ops.aten
+
+_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
+_NO_VALUE = ("aten::empty", "aten::new_empty")
+_NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
+
+UNKNOWN = object()
+
+
+class _Unknown(Exception):
+    pass
+
+
+class Values:
+    """The known values of fake tensors, each an attribute of its fake; views share storage as their fakes do."""
+
+    def __init__(self) -> None:
+        self._lost: dict[int, torch.UntypedStorage] = {}  # by address: since written to with what is not known
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of `tensor`, None where they are not known."""
+        value = tensor.__dict__.get("_value") if type(tensor) is FakeTensor else None
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def keep(self, fake: Tensor, real: Tensor) -> None:
+        """`fake` stands for `real`, whose values are copied if they are few whole numbers."""
+        if is_small(real):
+            with _disable_current_modes():
+                fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
+
+    def set(self, fake: Tensor, number: float) -> None:
+        """Every element of `fake` is taken to be `number`."""
+        with _disable_current_modes():
+            fake._value = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)  # type: ignore[attr-defined]
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Give `out`, just made by an op, its values where they follow from those of the arguments."""
+        if args and type(args[0]) is FakeTensor and "_value" not in args[0].__dict__:
+            if type(out) is FakeTensor and out.dtype.is_floating_point:
+                return  # nearly all of a model's ops, without a look at which
+            if _kind(func).needs_first:
+                return
+        kind = _kind(func)
+        if kind.finds_nan or (func is _NOT_EQUAL and args[0] is args[1]):
+            self.set(out, False)  # not in a model's numbers
+            return
+        if kind.lifts:  # what torch.tensor(...) has made: a real one
+            self.keep(out, args[0])
+            return
+        if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not kind.writes):
+            return
+        real = self.compute(func, args, kwargs)
+        if real is not UNKNOWN:
+            _attach(out, real)
+        for index in kind.writes if real is UNKNOWN else ():
+            self._forget(args[index : index + 1])
+
+    def _forget(self, written: tuple[Any, ...]) -> None:
+        """What has been written to is no longer known, nor are the tensors that share it."""
+        for tensor in tensors(written):
+            known = self.of(tensor)
+            if known is not None:
+                storage = known.untyped_storage()
+                self._lost[storage._cdata] = storage
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op gives for known arguments, UNKNOWN where one is not known or the result has no values."""
+        if not _kind(func).has_values:
+            return UNKNOWN
+        try:
+            known, named = self._known(args), {name: self._known(value) for name, value in kwargs.items()}
+            with _disable_current_modes():
+                return func(*known, **named)
+        except (_Unknown, RuntimeError, IndexError):
+            return UNKNOWN
+
+    def _known(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            known = self.of(value)
+            if known is None:
+                raise _Unknown
+            return known
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._known(item) for item in value)
+        return value
+
+    def count(self, mask: Tensor) -> int | None:
+        """How many elements of `mask` are not zero, None where they are not known."""
+        value = self.of(mask)
+        with _disable_current_modes():
+            return None if value is None else int(value.count_nonzero())
+
+    def numbers(self, tensor: Tensor) -> list[Any] | None:
+        """The elements of `tensor`, None where they are not known."""
+        value = self.of(tensor)
+        with _disable_current_modes():
+            return None if value is None else value.tolist()
+
+    def exactly(self, guess: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the op gives, as fake tensors; where that is not known, what `guess` says."""
+        real = self.compute(func, args, kwargs)
+        return guess(func, args, kwargs) if real is UNKNOWN else _as_fake(real)
+
+
+class _Kind(NamedTuple):
+    """What is to be known of an op; of argument lists the first one counts."""
+
+    has_values: bool  # it computes on the host, the same each time; other libraries' ops may launch or communicate
+    needs_first: bool  # nothing follows where its first argument is not known
+    finds_nan: bool
+    lifts: bool
+    writes: tuple[int, ...]  # to these arguments
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    finds_nan, lifts = func in (aten.isnan.default, aten.isinf.default), func is aten.lift_fresh.default
+    alias = [argument.alias_info for argument in func._schema.arguments]
+    writes = tuple(index for index, info in enumerate(alias) if info is not None and info.is_write)
+    return _Kind(
+        has_values=func.namespace == "aten" and not random and not func._schema.name.startswith(_NO_VALUE),
+        needs_first=writes in ((), (0,)) and not (finds_nan or lifts or func is _NOT_EQUAL),
+        finds_nan=finds_nan,
+        lifts=lifts,
+        writes=writes,
+    )
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether `tensor` holds few whole numbers, as masks, positions and labels do."""
+    return tensor.dtype in _WHOLE and tensor.numel() <= _MOST and tensor.device.type != "meta"
+
+
+def _is_few(tensor: Tensor) -> bool:
+    """Whether values are followed this far; of floating point only constants come to have any."""
+    return tensor.numel() <= (_MOST if tensor.dtype in _WHOLE else _MOST_FLOATS)
+
+
+def _attach(fake: Any, real: Any) -> None:
+    if isinstance(fake, (tuple, list)):
+        for one, other in zip(fake, real, strict=True):
+            _attach(one, other)
+    elif type(fake) is FakeTensor and _is_few(real):
+        fake._value = real  # type: ignore[attr-defined]
+
+
+def _as_fake(real: Any) -> Any:
+    if isinstance(real, Tensor):
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        _attach(fake, real)
+        return fake
+    return type(real)(_as_fake(item) for item in real) if isinstance(real, (tuple, list)) else real

@@ -1,0 +1,133 @@
+"""How one process's memory is measured while it trains: CUDA's own counters, or storages followed on CPU.
+
+Both are opened for a step, told when a phase begins where they cannot see it, and closed with the step's peaks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
+
+Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
+
+
+class Meter(Protocol):
+    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` gives the step's peaks."""
+
+    def begin(self) -> None: ...
+    def enter(self, phase: str) -> None: ...
+    def end(self) -> Peaks: ...
+    def cancel(self) -> None: ...
+
+
+class CpuMeter:
+    """A Tracker for the length of a step; it sees the phases itself. Keeps the trace of the fullest step.
+
+    limit: bytes that the step may not pass (see Tracker).
+    """
+
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, limit: int | None = None) -> None:
+        self.model, self.optimizer, self.limit = model, optimizer, limit
+        self.fullest: StepTrace | None = None
+        self._tracker: Tracker | None = None
+
+    def begin(self) -> None:
+        self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
+        self._tracker.__enter__()
+        self._tracker.start_step()
+
+    def enter(self, phase: str) -> None:
+        pass
+
+    def end(self) -> Peaks:
+        trace = self._stop().trace("cpu")
+        if self.fullest is None or trace.peak_allocated > self.fullest.peak_allocated:
+            self.fullest = trace
+        return {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items() if nbytes}
+
+    def cancel(self) -> None:
+        if self._tracker is not None:
+            self._stop()
+
+    def latest(self) -> StepTrace | None:
+        """The trace of the step being measured, as far as it got, else of the fullest."""
+        return self.fullest if self._tracker is None else self._tracker.trace("cpu")
+
+    def _stop(self) -> Tracker:
+        tracker, self._tracker = self._tracker, None
+        assert tracker is not None, "end() follows begin()"
+        tracker.__exit__(None, None, None)
+        return tracker
+
+
+class CudaMeter:
+    """The caching allocator's counters, their peaks reset where a phase begins. They live on the host: nothing waits.
+
+    Resetting is seen by the whole process: `torch.cuda.max_memory_allocated()` then speaks of the last phase only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # the counters exist only then
+        self.device = device
+        self._peaks: Peaks = {}
+        self._phase = "forward"
+
+    def begin(self) -> None:
+        self._peaks, self._phase = {}, "forward"
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def enter(self, phase: str) -> None:
+        if phase != self._phase:
+            self._close()
+            self._phase = phase
+
+    def end(self) -> Peaks:
+        self._close()
+        return self._peaks
+
+    def cancel(self) -> None:
+        pass
+
+    def counters(self) -> tuple[int, int]:
+        """Allocation retries and out-of-memory errors of the process so far."""
+        stats = torch.cuda.memory_stats(self.device)
+        return stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
+
+    def _close(self) -> None:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # the flat one sorts 150 keys
+        known = self._peaks.setdefault(self._phase, {})
+        for figure in ("allocated", "reserved", "active"):
+            known[figure] = max(known.get(figure, 0), stats[f"{figure}_bytes"]["all"]["peak"])
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class OomSnapshot:
+    """Dumps the allocator's state to `path` when an allocation fails, before anything is freed.
+
+    For pytorch.org/memory_viz. It holds stack traces where torch.cuda.memory._record_memory_history is on.
+    """
+
+    _current: weakref.ReferenceType[OomSnapshot] | None = None
+    _attached = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        OomSnapshot._current = weakref.ref(self)
+        if not OomSnapshot._attached:  # observers cannot be detached, so there is one for the process
+            torch._C._cuda_attach_out_of_memory_observer(_observe)  # type: ignore[attr-defined]
+            OomSnapshot._attached = True
+
+
+def _observe(device: int, wanted: int, reserved: int, free: int) -> None:
+    snapshot = OomSnapshot._current() if OomSnapshot._current is not None else None
+    if snapshot is not None:
+        snapshot.path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(snapshot.path))

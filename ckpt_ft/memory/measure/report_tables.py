@@ -1,0 +1,171 @@
+"""How a MemoryReport reads: one list of tables, printed by rich or written as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_ft.memory.record.trace import CATEGORIES, PHASES
+from ckpt_ft.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .report import MemoryReport, RankMemory
+
+DASH = "-"
+
+
+@dataclass
+class Table:
+    """A title, column heads and cells. Columns in `text` are words, the others numbers."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    text: tuple[int, ...] = (0,)
+
+
+def headline(report: MemoryReport) -> str:
+    """One line: the policy, the devices, the batch."""
+    facts = report.provenance
+    device = report.ranks[0].device
+    where = device if len(report.ranks) == 1 else f"{len(report.ranks)} x {device}"
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in facts.get("shapes", {}).items())
+    return " · ".join(filter(None, (f"policy {facts.get('policy') or 'as it is'}", where, shapes)))
+
+
+def print_report(report: MemoryReport, console: Console | None = None) -> None:
+    """Print `report` to `console`, or to standard output."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = console or Console()
+    console.print(f"Memory: {headline(report)}", style="bold", markup=False, highlight=False)
+    for table in tables(report):
+        grid = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for i, head in enumerate(table.header):
+            words = i in table.text
+            grid.add_column(
+                head, justify="left" if words else "right", overflow="fold", no_wrap=not words, min_width=4
+            )
+        for row in table.rows:
+            grid.add_row(*row)
+        console.print(grid, markup=False)
+    for line in lines(report):
+        console.print(line, markup=False, highlight=False)
+
+
+def markdown_report(report: MemoryReport) -> str:
+    """`report` as Markdown."""
+    parts = ["# Memory report", headline(report)]
+    for table in tables(report):
+        rule = ["---" if i in table.text else "---:" for i in range(len(table.header))]
+        rows = [table.header, tuple(rule), *table.rows]
+        cells = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+        parts += [f"## {table.title}", "\n".join(f"| {row} |" for row in cells)]
+    parts += lines(report)
+    versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
+    parts += [
+        f"Made by `{report.provenance.get('command', '')}` with {versions} on {report.provenance.get('machine')}."
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def tables(report: MemoryReport) -> Iterator[Table]:
+    """The tables that `report` has figures for, in the order they are read."""
+    yield _peaks(report)
+    yield _phases(report)
+    fullest = report.fullest
+    total = sum(fullest.at_peak.values())
+    if total:
+        order = [name for name in (*CATEGORIES, *fullest.at_peak) if fullest.at_peak.get(name)]
+        rows = [(name, format_bytes(n := fullest.at_peak[name]), f"{n / total:.0%}") for name in dict.fromkeys(order)]
+        yield Table(f"At the peak of rank {fullest.rank}", ("category", "bytes", "share"), rows)
+    if fullest.holders:
+        held = [
+            (
+                h.module or DASH,
+                h.op.removeprefix("aten.").removesuffix(".default") or DASH,
+                h.category,
+                str(h.count),
+                format_bytes(h.nbytes),
+            )
+            for h in fullest.holders
+        ]
+        yield Table("What holds the peak", ("module", "op", "category", "count", "bytes"), held, text=(0, 1, 2))
+    if report.predicted:
+        yield _predicted(report)
+    if report.next_policies:
+        others = [(row.policy, format_bytes(row.peak), _seconds(row.seconds)) for row in report.next_policies]
+        yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
+
+
+def lines(report: MemoryReport) -> list[str]:
+    """What is said in sentences."""
+    steps, sampled = report.ranks[0].steps, report.ranks[0].sampled
+    said = [
+        f"Highest of {sampled} measured steps, of {steps} in all." if sampled < steps else f"Highest of {steps} steps."
+    ]
+    batch = report.max_batch
+    if batch is not None:
+        proved = "" if batch.proved is None else f", proved {batch.proved}"
+        said.append(f"Largest batch on {batch.device}: predicted {batch.predicted}{proved}.")
+    return said + report.notes
+
+
+def _peaks(report: MemoryReport) -> Table:
+    on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
+    header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
+    header += ["retries", "OOMs"] if on_gpu else []
+    rows = []
+    for rank in report.ranks:
+        row = [str(rank.rank), rank.device, _bytes(rank.peak())]
+        row += [_bytes(rank.peak("reserved")), _bytes(rank.peak("active"))] if on_gpu else []
+        row += [_seconds(rank.seconds), *([str(rank.retries), str(rank.ooms)] if on_gpu else [])]
+        rows.append(tuple(row))
+    return Table("Peak memory", tuple(header), rows, text=(0, 1))
+
+
+def _phases(report: MemoryReport) -> Table:
+    rows = [
+        (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in PHASES))
+        for rank in report.ranks
+    ]
+    return Table("Peak allocated by phase", ("rank", *PHASES), rows)
+
+
+def _predicted(report: MemoryReport) -> Table:
+    """Predicted beside measured; other devices than the predicted one are not compared."""
+    predicted, measured = report.predicted, report.fullest
+    assert predicted is not None
+    same = (predicted.device == "cpu") == (measured.device == "cpu")
+    pairs: list[tuple[str, float | None, float | None]] = [
+        ("peak allocated", predicted.allocated, measured.peak()),
+        ("peak reserved", predicted.reserved, measured.peak("reserved")),
+        *((f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated")) for p in PHASES),
+        ("s/step", predicted.seconds, _slowest(report.ranks)),
+    ]
+    rows = []
+    for name, expected, found in pairs:
+        if expected is None:
+            continue
+        form = _seconds if name == "s/step" else _bytes
+        compared = found if same else None
+        error = f"{expected / compared - 1:+.1%}" if compared else DASH
+        rows.append((name, form(expected), form(compared), error))
+    return Table(f"Predicted for {predicted.device}", ("", "predicted", "measured", "error"), rows)
+
+
+def _slowest(ranks: list[RankMemory]) -> float | None:
+    return max((rank.seconds for rank in ranks if rank.seconds is not None), default=None)
+
+
+def _bytes(nbytes: float | None) -> str:
+    return DASH if nbytes is None else format_bytes(int(nbytes))
+
+
+def _seconds(seconds: float | None) -> str:
+    return DASH if seconds is None else f"{seconds:.3g}"

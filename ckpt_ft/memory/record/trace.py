@@ -1,0 +1,222 @@
+"""StepTrace: one record of training steps, every allocation and free in order, with its op, module and phase.
+
+It is made by tracker.py, from fake tensors (a prediction) or real CPU ones (a measurement). Peak, breakdown, timeline,
+reserved bytes and seconds are views of it: nothing in this project computes memory by a formula of its own. On a GPU a
+storage counts as the caching allocator's block that holds it (allocator/), on "cpu" as the bytes that were asked
+for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, astuple, dataclass, field, fields
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_ft.memory.allocator.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.gpus import GPU
+
+CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "workspace")
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation. `op` and `phase` are "" for what existed before the record began."""
+
+    nbytes: int  # as requested, unrounded
+    category: str  # one of CATEGORIES
+    op: str  # "aten.mm.default"
+    module: str  # qualified name of the module that was running, "" outside
+    phase: str  # one of PHASES
+
+
+@dataclass(slots=True)
+class Op:
+    """One dispatched operator."""
+
+    name: str
+    flops: int  # 2*m*n*k for matmuls, 0 for elementwise
+    nbytes: int  # bytes read and written
+    dtype: str  # "float16": of its main operand
+    phase: str
+    module: str
+    at: int  # how many events had happened before it
+    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What one op in one module holds at the peak: `count` storages, `nbytes` together."""
+
+    module: str
+    op: str
+    category: str
+    nbytes: int
+    count: int
+
+
+@dataclass
+class StepTrace:
+    """Training steps, recorded. Views answer for the measured step: from the last "step" mark to the end.
+
+    events: i >= 0 allocates storage i, ~i frees it; in order.
+    marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
+    notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
+    gpu: the GPU it was traced for where that is not one of gpus.py's names.
+    """
+
+    device: str
+    storages: list[Storage]
+    events: list[int]
+    ops: list[Op] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    gpu: GPU | None = None
+
+    @cached_property
+    def replay(self) -> Replay:
+        """Bytes allocated and reserved after each event, as `device` counts them."""
+        sizes = [storage.nbytes for storage in self.storages]
+        if self.device != "cpu":
+            return replay(sizes, self.events)
+        allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
+        return Replay(allocated, list(accumulate(allocated, max)))
+
+    @property
+    def start(self) -> int:
+        """The event at which the measured step begins."""
+        return max((at for at, name in self.marks if name == "step"), default=0)
+
+    @property
+    def peak_allocated(self) -> int:
+        """Bytes: torch.cuda.max_memory_allocated() of the measured step."""
+        return self.replay.peak_allocated(self.start)
+
+    @property
+    def peak_reserved(self) -> int:
+        """Bytes: torch.cuda.max_memory_reserved() of the process, warm-up included; on "cpu" its peak allocated."""
+        return self.replay.peak_reserved()
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes of each phase of the measured step, with what was resident; 0 for a phase not entered."""
+        peaks = dict.fromkeys(PHASES, 0)
+        marks = [mark for mark in self.marks if mark[0] >= self.start and mark[1] in peaks]
+        ends = [at for at, _ in marks[1:]] + [len(self.events)]
+        for (begin, phase), end in zip(marks, ends, strict=True):
+            peaks[phase] = max(peaks[phase], self.replay.peak_allocated(begin, end))
+        return peaks
+
+    @property
+    def peak_at(self) -> int:
+        """The event that reaches the measured step's peak (the first, should several)."""
+        allocated = self.replay.allocated
+        return max(range(max(self.start - 1, 0), len(allocated)), key=allocated.__getitem__, default=0)
+
+    def live_at(self, event: int) -> list[tuple[Storage, int]]:
+        """The storages alive after `event`, each with the bytes it takes on `device`."""
+        alive: dict[int, int] = {}
+        before = 0
+        for index, after in zip(self.events[: event + 1], self.replay.allocated, strict=False):
+            if index >= 0:
+                alive[index] = after - before
+            else:
+                del alive[~index]
+            before = after
+        return [(self.storages[index], nbytes) for index, nbytes in alive.items()]
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each category at the peak; they add up to `peak_allocated`."""
+        totals = dict.fromkeys(CATEGORIES, 0)
+        for storage, nbytes in self.live_at(self.peak_at):
+            totals[storage.category] += nbytes
+        return totals
+
+    def holders(self, n: int = 10) -> list[Holder]:
+        """The `n` largest groups of storages at the peak, one group per module, op and category."""
+        groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+        for storage, nbytes in self.live_at(self.peak_at):
+            groups[storage.module, storage.op, storage.category].append(nbytes)
+        rows = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
+        return sorted(rows, key=lambda row: -row.nbytes)[:n]
+
+    def module_activations(self) -> dict[str, int]:
+        """Bytes of activations that each module's forward left when the measured step's first backward begins."""
+        begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
+        totals: dict[str, int] = defaultdict(int)
+        for storage, nbytes in self.live_at(begins[0] - 1) if begins else []:
+            if storage.category == "activations":
+                totals[storage.module] += nbytes
+        return dict(totals)
+
+    def timeline(self) -> list[dict[str, int]]:
+        """Bytes by category after each event of the measured step; the first row is what was resident."""
+        totals = dict.fromkeys(CATEGORIES, 0)
+        rows, before = [], 0
+        for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
+            storage = self.storages[index if index >= 0 else ~index]
+            totals[storage.category] += after - before
+            before = after
+            if at >= self.start - 1:
+                rows.append(dict(totals))
+        return rows
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
+        from ckpt_ft.memory import gpus
+
+        from . import cost
+
+        gpu = self.gpu or gpus.find_gpu(self.device)
+        start = self.start
+        return cost.step_seconds([op for op in self.ops if op.at >= start], gpu)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
+        from .plotting import plot_timeline
+
+        return plot_timeline(self, Path(path))
+
+    def to_json(self) -> str:
+        """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
+        texts: dict[str, int] = {}
+
+        def row(record: Storage | Op) -> list[int]:
+            return [texts.setdefault(v, len(texts)) if isinstance(v, str) else v for v in astuple(record)]
+
+        document = {
+            "device": self.device,
+            "gpu": asdict(self.gpu) if self.gpu else None,
+            "fields": {"storages": [f.name for f in fields(Storage)], "ops": [f.name for f in fields(Op)]},
+            "storages": [row(storage) for storage in self.storages],
+            "ops": [row(op) for op in self.ops],
+            "events": self.events,
+            "marks": self.marks,
+            "notes": self.notes,
+            "texts": texts,  # insertion order is index order
+        }
+        return json.dumps({**document, "texts": list(texts)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTrace:
+        """The trace that `to_json` wrote."""
+        from ckpt_ft.memory.gpus import GPU
+
+        document = json.loads(text)
+        texts = document["texts"]
+        storages = [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]]
+        ops = [
+            Op(texts[name], flops, nbytes, texts[dtype], texts[phase], texts[module], at, kernels)
+            for name, flops, nbytes, dtype, phase, module, at, kernels in document["ops"]
+        ]
+        gpu = GPU(**document["gpu"]) if document["gpu"] else None
+        marks = [(at, name) for at, name in document["marks"]]
+        return cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)

@@ -1,0 +1,368 @@
+"""Tracker: records a StepTrace while tensors, real or fake, are dispatched.
+
+A dispatch mode sees every operator below autograd; each storage that an operator returns is followed by a weak
+reference until it dies. Nothing is hooked onto tensors or gradients, so that what autograd keeps and steals stays as
+it is without the tracker: the phase is read from autograd's graph task, and a backward op belongs to the module whose
+forward made its node, found by the node's sequence number (torch/csrc/autograd/function.h).
+
+What dispatch cannot see it does not count: scratch that a kernel allocates inside, and sparse tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from ckpt_ft.units import format_bytes
+
+from .opinfo import describe, measure, plain, tensors
+from .trace import Op, StepTrace, Storage
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ckpt_ft.memory.gpus import GPU
+
+_LIFT = torch.ops.aten.lift_fresh.default
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
+After = Callable[["Tracker", Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
+
+
+class _Seen(weakref.ref):
+    """A followed storage: its address, its index in the record, and the zone that it was allocated in."""
+
+    __slots__ = ("address", "index", "zone")
+    address: int
+    index: int
+    zone: int
+
+
+class Tracker(TorchDispatchMode):
+    """Record what happens inside `with tracker:`; ask `trace()` for it, there or after.
+
+    Args:
+        model: names the modules and marks parameters, buffers and gradients; a module outside it counts as its caller.
+        optimizer: marks state that exists already; new state of any torch optimizer is found when it steps.
+        limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError, as a card of that size would.
+        rules: what to call instead of an op, by overload (rules/cuda.py).
+        after: what to call once an op's results are recorded, by overload (rules/cuda.py).
+        ops: record `Op`s too; a long real run has no use for them.
+    """
+
+    fake_mode: FakeTensorMode | None = None  # the one that the step runs under, if it does
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        limit: int | None = None,
+        rules: Mapping[Any, Rule] | None = None,
+        after: Mapping[Any, After] | None = None,
+        ops: bool = True,
+    ) -> None:
+        super().__init__()
+        self.limit, self.rules, self.after, self.record_ops = limit, rules or {}, after or {}, ops
+        self.allocated = 0  # bytes, unrounded, right now
+        self.peak = 0  # the most that `allocated` has been since `restart`
+        self.notes: list[str] = []
+        self._live: dict[int, _Seen] = {}
+        self._stack: list[str] = []  # modules whose forward is running
+        self._node_starts: list[int] = []  # from this sequence number on, nodes belong to ...
+        self._node_modules: list[str] = []  # ... this module
+        self._kept_nodes = 0
+        self._phase, self._recompute, self._stepping = "forward", False, False
+        self._zone = 0  # counts changes of phase: what dies in the zone it was made in was only temporary
+        self._clear()
+        self._names: dict[int, str] = {}
+        self._parameters: list[nn.Parameter] = []
+        if model is not None:
+            self.add_model(model)
+        if optimizer is not None:
+            self._mark_state(optimizer)
+
+    # -- what the caller says ---------------------------------------------------------------------------------------
+
+    def add_model(self, model: nn.Module) -> None:
+        """Names of `model`'s modules from here on; its tensors are resident."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._parameters = list(model.parameters())
+        self.add_resident(self._parameters, "parameters")
+        self.add_resident(model.buffers(), "buffers")
+        self._mark_gradients(self._parameters)
+
+    def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
+        """Follow tensors that exist already."""
+        for value in values:
+            for tensor in plain(value):
+                self._follow(tensor, category, "", resident=True)
+
+    def start_step(self) -> None:
+        """Open a step: the views of a trace are of the last one opened."""
+        self._end_backward()
+        self._marks.append((len(self._events), "step"))
+        self._phase, self._recompute = "forward", False
+        self._marks.append((len(self._events), "forward"))
+
+    def restart(self) -> None:
+        """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
+        live, storages = [seen for seen in self._live.values() if seen.index >= 0], self._storages
+        self._clear()
+        for seen in live:
+            storage = storages[seen.index]
+            seen.index = len(self._storages)
+            self._storages.append(Storage(storage.nbytes, storage.category, storage.op, storage.module, storage.phase))
+            self._residents.append(seen.index)
+        self.peak = self.allocated
+
+    def trace(self, device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
+        """What was recorded so far."""
+        self._end_backward()
+        late = len(self._residents)  # found on sight, yet there before the first event
+        ops = [Op(o.name, o.flops, o.nbytes, o.dtype, o.phase, o.module, o.at + late, o.kernels) for o in self._ops]
+        marks = [(at + late, name) for at, name in self._marks]
+        storages = [Storage(s.nbytes, s.category, s.op, s.module, s.phase) for s in self._storages]
+        return StepTrace(device, storages, self._residents + self._events, ops, marks, list(self.notes), gpu)
+
+    def allocate(self, nbytes: int, category: str, op: str) -> int:
+        """Record memory that no tensor holds (a library's workspace); returns the index to `free` it by."""
+        index = self._record(nbytes, category, op)
+        self._events.append(index)
+        return index
+
+    def free(self, index: int) -> None:
+        """Record the end of what `allocate` recorded."""
+        self._events.append(~index)
+        self.allocated -= self._storages[index].nbytes
+
+    def scratch(self, nbytes: int, op: str) -> None:
+        """Record memory that a kernel takes and gives back while it runs."""
+        self.free(self.allocate(nbytes, "temporary", op))
+
+    @property
+    def phase(self) -> str:
+        """Where the step is: "forward", "backward" or "optimizer"."""
+        return self._phase
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor out of the record: it is not on the device."""
+        storage = tensor.untyped_storage()
+        seen = self._live[storage._cdata] = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, -1, self._zone
+
+    def is_ignored(self, tensor: torch.Tensor) -> bool:
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return seen is not None and seen.index < 0
+
+    def made_by(self, tensor: torch.Tensor) -> str:
+        """The op whose storage `tensor` lives in, "" if unknown."""
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return "" if seen is None or seen.index < 0 else self._storages[seen.index].op
+
+    # -- storages ---------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._storages: list[Storage] = []
+        self._events: list[int] = []
+        self._residents: list[int] = []
+        self._ops: list[Op] = []
+        self._marks: list[tuple[int, str]] = []
+
+    def _record(self, nbytes: int, category: str, op: str) -> int:
+        if self.limit is not None and self.allocated + nbytes > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
+                f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
+            )
+        self._storages.append(Storage(nbytes, category, op, self._module() if op else "", self._phase if op else ""))
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+        return len(self._storages) - 1
+
+    def _follow(self, tensor: torch.Tensor, category: str, op: str, resident: bool = False) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        seen = self._live.get(address)
+        if seen is not None:
+            if seen.index < 0 or self._storages[seen.index].nbytes == nbytes:
+                return
+            self._freed(seen)  # resized: CUDA allocates anew and frees the old
+        if not nbytes:
+            return
+        index = self._record(nbytes, category, op)
+        seen = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = address, index, self._zone
+        self._live[address] = seen
+        (self._residents if resident else self._events).append(index)
+
+    def _freed(self, seen: _Seen) -> None:
+        if self._live.get(seen.address) is not seen:
+            return
+        del self._live[seen.address]
+        if seen.index < 0:
+            return
+        self._locate(dispatching=False)
+        storage = self._storages[seen.index]
+        if storage.category == "activations" and seen.zone == self._zone:
+            storage.category = "temporary"
+        self._events.append(~seen.index)
+        self.allocated -= storage.nbytes
+
+    def _mark(self, value: torch.Tensor, category: str) -> None:
+        for tensor in plain(value):
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is None:
+                self._follow(tensor, category, "", resident=not self._events)
+            elif seen.index >= 0:
+                self._storages[seen.index].category = category
+
+    def _mark_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                self._mark(parameter.grad, "gradients")
+
+    def _mark_state(self, optimizer: Optimizer) -> None:
+        for tensor in tensors(list(state.values()) for state in optimizer.state.values()):
+            self._mark(tensor, "optimizer")
+
+    # -- where we are -----------------------------------------------------------------------------------------------
+
+    def _locate(self, dispatching: bool = True) -> None:
+        """Bring phase and zone up to date. A free alone never begins a forward: what backward used dies after it."""
+        recompute = False
+        if self._stepping:
+            phase = "optimizer"
+        elif torch._C._current_graph_task_id() >= 0:
+            phase = "backward"
+            recompute = bool(self._stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
+        elif not self._stack and (
+            self._phase == "optimizer" or (self._phase == "backward" and not torch.is_grad_enabled())
+        ):
+            phase = "optimizer"  # unscaling, clipping, zero_grad: around the optimizer, until a module runs
+        elif dispatching:
+            phase = "forward"
+        else:
+            return
+        if phase != self._phase or recompute != self._recompute:
+            if self._phase == "backward" and phase != "backward":
+                self._mark_gradients(self._parameters)
+            if phase != self._phase:
+                self._marks.append((len(self._events), phase))
+            self._phase, self._recompute = phase, recompute
+            self._zone += 1
+
+    def _end_backward(self) -> None:
+        """Tell gradients from what was temporary where no optimizer comes after backward."""
+        if self._phase == "backward":
+            self._mark_gradients(self._parameters)
+
+    def _module(self) -> str:
+        if self._stack:
+            return self._stack[-1]
+        if self._phase != "backward":
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        last = len(self._node_starts) - 1
+        if last < 0 or number >= 2**63:  # AccumulateGrad has no place in the order
+            return ""
+        return self._node_modules[max(bisect_right(self._node_starts, number) - 1, 0)]
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+        self._note_node()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+        self._note_node()
+
+    def _note_node(self) -> None:
+        self._node_starts.append(_get_sequence_nr())
+        self._node_modules.append(self._stack[-1] if self._stack else "")
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._locate()
+        self._mark_gradients(p for group in optimizer.param_groups for p in group["params"])
+        self._stepping = True
+        self._locate()
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._mark_state(optimizer)
+        self._stepping = False
+        # Nodes from before the last optimizer step are dead: forget whose they were.
+        del self._node_starts[: self._kept_nodes], self._node_modules[: self._kept_nodes]
+        self._kept_nodes = len(self._node_starts)
+
+    # -- the mode ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Tracker:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+        self._end_backward()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # what a DTensor does to its shard comes by here in its turn
+        if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
+        if func.namespace == "profiler":  # record_function: no tensor, no work
+            return func(*args, **kwargs)
+        self._locate()
+        live = self._live
+        for tensor in tensors(args) if func is not _LIFT else ():  # torch.tensor(...) puts one in and gets it out
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
+                self._meet(tensor)
+        at = len(self._events)
+        out, (flops, nbytes, dtype, kernels) = self._call(func, args, kwargs)
+        name = describe(func)[0]
+        category = "activations" if self._phase == "forward" or self._recompute else "temporary"
+        if isinstance(out, torch.Tensor):
+            self._follow(out, category, name)
+        else:
+            for tensor in tensors((out,)):
+                self._follow(tensor, category, name)
+        if func in self.after:
+            self.after[func](self, func, args, kwargs, out)
+        if self.record_ops:
+            self._ops.append(Op(name, flops, nbytes, dtype, self._phase, self._module(), at, kernels))
+        return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
+        """The op's result and what it costs (see opinfo.measure)."""
+        rule = self.rules.get(func)
+        out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        return out, measure(func, args, kwargs, out) if self.record_ops else (0, 0, "", 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """A tensor made elsewhere: it was there all along if this is the first step, else it came just now."""
+        first = sum(name == "step" for _, name in self._marks) <= 1
+        self._follow(tensor, "activations", "", resident=first)

@@ -1,0 +1,243 @@
+"""What CUDA does where the CPU differs: the rules under which fake CPU tensors are traced for a GPU.
+
+Three tables, one comment and one source per row (paths are PyTorch's):
+  composite: ops that choose their kernel, and with it what autograd saves, by device; replaced above autograd;
+  rules:     ops whose results differ on CUDA; replaced below autograd;
+  after:     memory that an op takes besides its results: scratch that it frees again, and workspaces that stay.
+Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py; rounding to
+512-byte blocks is the allocator's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import GradScaler
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._foreach_utils import _has_foreach_support
+
+from ckpt_ft.memory.record.tracker import After, Rule, Tracker
+
+from . import autocast, cudnn, sdpa
+from .fake_kernels import as_dtype
+
+aten = torch.ops.aten
+
+
+# -- composite: above autograd ----------------------------------------------------------------------------------------
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """A fused kernel that keeps a bool mask; the CPU multiplies by a mask of input's dtype. [native/Dropout.cpp]"""
+    if not train or p == 0 or not input.numel():
+        return input
+    return aten.native_dropout(input, p, train)[0] if p < 1 else input * torch.zeros_like(input)
+
+
+def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """float16 in, float32 out is one kernel: no float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
+    if input.dtype == torch.float16 and dtype == torch.float32:
+        return op(input, dim, True)
+    return op(input if dtype is None else input.to(dtype), dim, False)
+
+
+def to(
+    input: Tensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """All is on the device already: only another dtype or memory format copies. [native/TensorConversions.cpp]"""
+    same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
+    return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
+
+
+def composite(arch: int) -> dict[str, Callable[..., Any]]:
+    """Kernels for the AutogradCPU key."""
+    return {
+        "dropout": dropout,
+        "to.dtype_layout": to,
+        "softmax.int": partial(softmax, aten._softmax),
+        "log_softmax.int": partial(softmax, aten._log_softmax),
+        "scaled_dot_product_attention": partial(sdpa.attention, arch=arch),
+    }
+
+
+# -- rules: below autograd --------------------------------------------------------------------------------------------
+
+
+def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mean and rstd are float32 (acc_type) whatever the input; GroupNorm's not. [native/cuda/layer_norm_kernel.cu]"""
+    out, mean, rstd = func(*args, **kwargs)
+    return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
+
+
+def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One kernel that saves rstd in float32; elsewhere it is composed of five. [native/cuda/layer_norm_kernel.cu]"""
+    input, shape = args[:2]
+    statistics = list(input.shape[: input.dim() - len(shape)]) + [1] * len(shape)
+    return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
+
+
+def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's: statistics in float32, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
+    out, mean, rstd = func(*args, **kwargs)
+    return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten.native_batch_norm.default: batch_norm,
+    aten._fused_rms_norm.default: fused_rms_norm,
+}
+
+
+def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Without dropout its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
+    dropout = args[5] if len(args) > 5 else 0.0
+    return () if dropout else (2, 3)
+
+
+# Which of an op's results are on the host even so.
+ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
+    aten._scaled_dot_product_efficient_attention.default: seeds,
+}
+
+
+# -- after: scratch and workspaces ------------------------------------------------------------------------------------
+
+
+CUBLASLT_WORKSPACE = 2**20  # parseCUDABlasLtWorkspaceSize in cuda/CublasHandlePool.cpp
+
+
+def cublas_workspace(arch: int) -> int:
+    """Bytes that each thread's cuBLAS handle is given, 32 MiB on Hopper. [cuda/CublasHandlePool.cpp]"""
+    return 32 * 2**20 if arch == 90 else 2 * 4096 * 2**10 + 8 * 16 * 2**10
+
+
+def matmul(arch: int) -> After:
+    """A thread's first matmul allocates its cuBLAS workspace, for good; autograd's thread is not the main one.
+
+    A matmul with a bias goes through cuBLASLt, which takes a workspace of 1 MiB of its own.
+    [cuda/CublasHandlePool.cpp; native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt]
+    """
+    given: set[tuple[bool, bool]] = set()
+
+    def workspace(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        in_autograd = tracker.phase == "backward"
+        fused_bias = func is aten.addmm.default and args[0].dim() == 1 and min(args[2].shape) > 1 and not kwargs
+        for uses_lt, nbytes in ((False, cublas_workspace(arch)), (True, CUBLASLT_WORKSPACE)):
+            if (in_autograd, uses_lt) not in given and (fused_bias or not uses_lt):
+                given.add((in_autograd, uses_lt))
+                tracker.allocate(nbytes, "workspace", str(func))
+
+    return workspace
+
+
+def softmax_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    """grad * output, of the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu]"""
+    tracker.scratch(args[0].numel() * args[0].itemsize, str(func))
+
+
+def efficient_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Delta per row, and a float32 accumulator of the query's gradient where that is half.
+
+    In float32 delta is not computed by the kernel but as (grad_out * out).sum(-1).
+    [native/transformers/cuda/attention_backward.cu; mem_eff_attention/kernel_backward.h]
+    """
+    grad, query = args[0], args[1]
+    batch, heads, length, head = query.shape
+    delta = batch * heads * length * 4
+    if query.dtype == torch.float32:
+        tracker.scratch(grad.numel() * 4 + delta, str(func))
+    else:
+        accumulator = batch * heads * _up(length, 64) * _up(head, 64 if head <= 64 else 128) * 4
+        tracker.scratch(delta + accumulator, str(func))
+
+
+def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """float32 query gradient and row sums, rows in 128s; a key and value gradient per query head if they share.
+
+    [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    rows, width = batch * heads * _up(length, 128), _up(head, 32)
+    expanded = 2 * batch * heads * key.size(2) * head * query.itemsize if key.size(1) != heads else 0
+    tracker.scratch(rows * 4 + rows * width * 4 + expanded, str(func))
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def after(arch: int) -> dict[Any, After]:
+    """What to record once an op's results are."""
+    workspace = matmul(arch)
+    matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
+    convolution = cudnn.workspace(arch)
+    return {
+        **{op.default: workspace for op in matmuls},
+        aten._softmax_backward_data.default: softmax_backward,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        aten.convolution.default: convolution,
+        aten.convolution_backward.default: convolution,
+    }
+
+
+# -- while a step is traced -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def behave_like(arch: int) -> Iterator[None]:
+    """Make this process's CPU tensors take CUDA's side wherever PyTorch asks for the device above dispatch."""
+    library = torch.library.Library("aten", "IMPL")
+    foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        for op, kernel in composite(arch).items():
+            library.impl(op, kernel, "AutogradCPU")
+        # A backend kernel makes autograd treat it as one op, as on CUDA; below, RULES answers for it.
+        library.impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm, "CPU")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the point
+            for op, kernel in autocast.kernels():
+                library.impl(op, kernel, autocast.KEY, allow_override=True)
+        stack.enter_context(autocast.cuda_means_cpu())
+        # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
+        stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
+        yield
+
+
+@contextmanager
+def fakes_are_tensors() -> Iterator[None]:
+    """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity."""
+    lists = [
+        function.__globals__["_foreach_supported_types"]
+        for function in (_default_to_fused_or_foreach, _has_foreach_support)
+    ]
+    for types in lists:
+        types.append(FakeTensor)
+
+    def step(self: GradScaler, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    try:
+        with patch.object(GradScaler, "_maybe_opt_step", step):
+            yield
+    finally:
+        for types in lists:
+            types.remove(FakeTensor)

@@ -1,0 +1,56 @@
+"""Scratch of cuDNN's convolutions, from how its algorithms work; nothing here is fitted to a model.
+
+Which algorithm cuDNN's heuristics take is not documented; these are the two that need memory, each where it is the
+fast one. Depthwise and grouped convolutions, and those that channels-last tensors enter, are taken to need none.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_ft.memory.record.tracker import After, Tracker
+
+aten = torch.ops.aten
+_ARGUMENTS = {
+    aten.convolution.default: (0, 1, 3),
+    aten.convolution_backward.default: (1, 2, 4),
+}  # input, weight, stride
+
+
+def nhwc_copies(operands: list[Tensor]) -> int:
+    """Tensor cores convolve channels last: contiguous operands are transposed into scratch, and the result out of it.
+
+    [docs.nvidia.com/deeplearning/performance/dl-performance-convolutional: tensor layouts]
+    """
+    return sum(t.numel() * t.itemsize for t in operands)
+
+
+def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) -> int:
+    """Non-fused Winograd F(4x4, 3x3): 36 values for each 16 of input and output and each 9 of weight.
+
+    [Lavin and Gray 2016, arXiv:1509.09308]
+    """
+    tiles = batch * prod(-(-n // 4) for n in size)
+    return 36 * 4 * (channels_in * channels_out + tiles * (channels_in + channels_out))
+
+
+def workspace(arch: int) -> After:
+    """Records the scratch of a convolution or of its backward, whose two halves run one after the other."""
+
+    def record(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        at_input, at_weight, at_stride = _ARGUMENTS[func]
+        input, weight, stride = args[at_input], args[at_weight], args[at_stride]
+        output = out if isinstance(out, Tensor) else args[0]
+        if weight.dim() != 4 or input.size(1) != weight.size(1) or not input.is_contiguous():
+            return
+        tf32 = arch >= 80 and torch.backends.cudnn.allow_tf32
+        if (arch >= 70 and input.dtype == torch.float16) or (arch >= 80 and input.dtype == torch.bfloat16) or tf32:
+            tracker.scratch(nhwc_copies([input, weight, output]), str(func))
+        elif weight.shape[2:] == (3, 3) and list(stride) == [1, 1]:
+            tracker.scratch(winograd(input.size(0), weight.size(1), weight.size(0), output.shape[2:]), str(func))
+
+    return record

@@ -1,0 +1,52 @@
+"""Where PyTorch's fake kernels return something else than its real ones, on any device: one row each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt_ft.memory.fake.memo import CPU
+from ckpt_ft.memory.record.tracker import Rule
+
+aten = torch.ops.aten
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor`, or one like it in `dtype`."""
+    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+
+
+def mixed_norm(at_weight: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mean and rstd are of the weight's dtype where that is the wider. [ATen/native/cpu/mixed_data_type.h]"""
+    out, mean, rstd = func(*args, **kwargs)
+    dtype = args[0].dtype if args[at_weight] is None else args[at_weight].dtype
+    return out, as_dtype(mean, dtype), as_dtype(rstd, dtype)
+
+
+def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The input's gradient is of the input's dtype, whatever the weight's. [aten/src/ATen/native/group_norm.cpp]"""
+    grad, *others = func(*args, **kwargs)
+    return (grad if grad is None else as_dtype(grad, args[1].dtype), *others)
+
+
+def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The fake kernel knows bfloat16 only, the real ones the others too. [ATen/native/GroupedMMUtils.h]"""
+    a, b = args[:2]
+    groups = args[2].numel() if len(args) > 2 and args[2] is not None else 0
+    if a.dim() == 3 and b.dim() == 2:
+        shape = [a.size(1), b.size(1)]
+    else:
+        shape = [groups, a.size(0), b.size(1)] if a.dim() == b.dim() == 2 else [*a.shape[:-1], b.size(-1)]
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=CPU)
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm.default: partial(mixed_norm, 2),
+    aten.native_group_norm.default: partial(mixed_norm, 1),
+    aten.native_batch_norm.default: partial(mixed_norm, 1),
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten._grouped_mm.default: grouped_mm,
+}

@@ -1,0 +1,174 @@
+"""The frozen parts of a Stable Diffusion pipeline: VAE, tokenizers and text encoders, loaded part by part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_ft.errors import UserError
+
+from .arguments import DiffusionModelArguments
+
+if TYPE_CHECKING:
+    from diffusers import DDPMScheduler, UNet2DConditionModel
+
+
+class Tokenize:
+    """Captions into `input_ids` (and `input_ids_2` of the second tokenizer), padded to full length.
+
+    Apart from the encoders, so that processes that load data hold no models.
+    """
+
+    def __init__(self, tokenizers: list[Any]) -> None:
+        self.tokenizers = tokenizers
+
+    def __call__(self, caption: str | list[str]) -> dict[str, Tensor]:
+        """Tensors (length) for one caption, (B, length) for a list."""
+        ids = {}
+        for name, tokenizer in zip(("input_ids", "input_ids_2"), self.tokenizers, strict=False):
+            length = tokenizer.model_max_length
+            tokens = tokenizer(caption, padding="max_length", max_length=length, truncation=True)
+            ids[name] = torch.tensor(tokens.input_ids)
+        return ids
+
+
+class Encoders:
+    """VAE, tokenizers and text encoders of a pipeline: one text encoder for SD 1.x and 2.x, two for SDXL.
+
+    The VAE stays in float32, since SDXL's own overflows in half precision; the text encoders take `dtype`.
+
+    Raises:
+        UserError: a part cannot be loaded.
+    """
+
+    def __init__(self, args: DiffusionModelArguments, sdxl: bool, device: torch.device, dtype: torch.dtype) -> None:
+        from diffusers import AutoencoderKL
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+        self.sdxl, self.device, self.dtype = sdxl, device, dtype
+        classes: list[tuple[str, type[Any]]] = [("", CLIPTextModel)]
+        if sdxl:
+            classes.append(("_2", CLIPTextModelWithProjection))
+        self.tokenize = Tokenize([load_part(CLIPTokenizer, args, f"tokenizer{suffix}") for suffix, _ in classes])
+        self.text_encoders = [
+            load_part(cls, args, f"text_encoder{suffix}", variant=args.variant, dtype=dtype) for suffix, cls in classes
+        ]
+        if args.pretrained_vae_model_name_or_path is None:
+            self.vae = load_part(AutoencoderKL, args, "vae", variant=args.variant)
+        else:
+            self.vae = load_vae(args.pretrained_vae_model_name_or_path)
+        for module in self.modules:
+            module.requires_grad_(False).eval().to(device)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.vae, *self.text_encoders]
+
+    @torch.no_grad()
+    def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.
+
+        Returns:
+            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and what `encode_text` returns.
+        """
+        moments = self.vae.encode(batch["pixels"].to(self.device)).latent_dist.parameters
+        return {"moments": moments, "time_ids": batch["time_ids"], **self.encode_text(batch)}
+
+    @torch.no_grad()
+    def encode_text(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`prompt_embeds` (B, length, width); for SDXL of both encoders, plus `pooled_embeds` (B, width)."""
+        if not self.sdxl:
+            return {"prompt_embeds": self.text_encoders[0](ids["input_ids"].to(self.device))[0]}
+        outputs = [
+            encoder(ids[name].to(self.device), output_hidden_states=True)
+            for encoder, name in zip(self.text_encoders, ("input_ids", "input_ids_2"), strict=True)
+        ]
+        # SDXL was trained on the last layer but one, without the final norm, and the second encoder's pooled output.
+        embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        return {"prompt_embeds": embeds, "pooled_embeds": outputs[1].text_embeds}
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """`encode_text` of captions."""
+        return self.encode_text(self.tokenize(prompts))
+
+
+def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
+    """The U-Net in float32.
+
+    Raises:
+        UserError: the pipeline has none, or one that takes something other than latents, text and SDXL's time ids.
+    """
+    from diffusers import UNet2DConditionModel
+
+    unet = load_part(UNet2DConditionModel, args, "unet", variant=args.variant)
+    if unet.config.addition_embed_type not in (None, "text_time"):
+        raise UserError(
+            f"{args.pretrained_model_name_or_path}: its U-Net wants '{unet.config.addition_embed_type}' conditions; "
+            "SD 1.x, 2.x and SDXL are supported"
+        )
+    if unet.config.in_channels != unet.config.out_channels:
+        raise UserError(
+            f"{args.pretrained_model_name_or_path}: its U-Net takes {unet.config.in_channels} channels and returns "
+            f"{unet.config.out_channels}, as for inpainting; give a text-to-image pipeline"
+        )
+    return unet
+
+
+def unet_config(args: DiffusionModelArguments) -> dict[str, Any]:
+    """The U-Net's configuration alone: its size and kind, before any weights are read."""
+    from diffusers import UNet2DConditionModel
+
+    try:
+        return UNet2DConditionModel.load_config(
+            args.pretrained_model_name_or_path, subfolder="unet", revision=args.revision
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no U-Net in it "
+            f"(unet/config.json); give an SD 1.x, 2.x or SDXL pipeline ({_one_line(error)})"
+        ) from error
+
+
+def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
+    """The noise schedule that the pipeline was trained with; `prediction_type` of `args` beats its own."""
+    from diffusers import DDPMScheduler
+
+    scheduler = load_part(DDPMScheduler, args, "scheduler")
+    if args.prediction_type is not None:
+        scheduler.register_to_config(prediction_type=args.prediction_type)
+    return scheduler
+
+
+def load_vae(path: str) -> Any:
+    """A VAE from a place of its own, or from the `vae` folder of a pipeline there."""
+    from diffusers import AutoencoderKL
+
+    for folder in (None, "vae"):
+        try:
+            return AutoencoderKL.from_pretrained(path, subfolder=folder)
+        except (OSError, ValueError) as error:
+            reason = error
+    raise UserError(f"--pretrained_vae_model_name_or_path {path} cannot be loaded: {_one_line(reason)}")
+
+
+def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs: Any) -> Any:
+    """`cls.from_pretrained` of one part of the pipeline.
+
+    Raises:
+        UserError: it is not there or cannot be read.
+    """
+    try:
+        return cls.from_pretrained(
+            args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, **kwargs
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no usable {subfolder}: "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

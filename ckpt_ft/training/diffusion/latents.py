@@ -1,0 +1,163 @@
+"""Images and captions as what the U-Net sees, encoded once into files: then only the U-Net is on the device.
+
+The cache is a directory of safetensors shards, `SHARD` rows each, written under another name and renamed: a killed run
+keeps what it had encoded. Of an image the moments of its latent distribution are kept, not one sample, so that each
+epoch samples anew as it would without the cache. The directory's name is a digest of the data, of the framing, of the
+tokenizers and of the encoders' weights; nothing that changes the latents can meet an old cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import Sampler
+
+from ckpt_ft.training.images.captioned import frame
+from ckpt_ft.training.images.files import open_image
+
+from .arguments import ImageArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from .encoders import Encoders, Tokenize
+
+SHARD = 256
+Row = dict[str, Tensor]
+Key = tuple[int, int]  # epoch, index
+
+
+class FramedImages(TorchDataset[Row]):
+    """Rows of `pixels`, `time_ids` and `input_ids*`; what is random depends on seed, epoch and index alone.
+
+    So any process can make any row of any epoch, in any order: resuming needs no state of this dataset.
+    """
+
+    def __init__(self, rows: Dataset, tokenize: Tokenize, resolution: int, args: ImageArguments, seed: int) -> None:
+        self.rows, self.tokenize, self.resolution, self.args, self.seed = rows, tokenize, resolution, args, seed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Key) -> Row:
+        epoch, index = key
+        row = self.rows[index]
+        draw = random.Random(f"{self.seed} {epoch} {index}")
+        pixels, time_ids = frame(open_image(row["image"]), self.resolution, self.args, draw)
+        return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
+
+
+class CachedLatents(TorchDataset[Row]):
+    """Rows of `moments`, `time_ids`, `prompt_embeds` (and `pooled_embeds` for SDXL), read from shards one by one."""
+
+    def __init__(self, directory: Path, rows: int) -> None:
+        self.directory, self.rows = directory, rows
+        self._open: dict[tuple[int, int], Any] = {}
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, key: Key) -> Row:
+        from safetensors import safe_open
+
+        shard, row = divmod(key[1], SHARD)
+        place = (os.getpid(), shard)  # each loader process maps the files itself
+        if place not in self._open:
+            self._open[place] = safe_open(_shard_path(self.directory, shard), framework="pt")
+        tensors = self._open[place]
+        # A clone, because the slice keeps the whole mapped shard alive.
+        return {name: tensors.get_slice(name)[row].clone() for name in tensors.keys()}  # noqa: SIM118  not a dict
+
+
+class EndlessBatches(Sampler[list[Key]]):
+    """This rank's micro-batches of (epoch, index), shuffled anew each epoch, from micro-batch `start` on, without end.
+
+    Micro-batch m is a function of the arguments and m: the position in the data is one number, and a run resumed at m
+    sees what an uninterrupted one would have seen. A batch may hold the end of one epoch and the start of the next.
+    """
+
+    def __init__(self, rows: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1, start: int = 0) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.rank, self.ranks, self.start = rank, ranks, start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order = lru_cache(maxsize=2)(self._order)
+        for batch in itertools.count(self.start):
+            first = (batch * self.ranks + self.rank) * self.batch_size
+            places = [divmod(sample, self.rows) for sample in range(first, first + self.batch_size)]
+            yield [(epoch, order(epoch)[place]) for epoch, place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.rows, generator=generator).tolist()
+
+
+def cache_latents(
+    images: FramedImages, encoders: Encoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
+) -> CachedLatents:
+    """Encode what is not yet in the cache under `root`, every `ranks`-th shard from `rank` on.
+
+    With several processes, all must be through before any reads; `accelerator.wait_for_everyone()` says when.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    directory = root / _digest(images, encoders)
+    directory.mkdir(parents=True, exist_ok=True)
+    for shard in range(rank, -(-len(images) // SHARD), ranks):
+        path = _shard_path(directory, shard)
+        if path.exists():
+            continue
+        keys = [(0, index) for index in range(shard * SHARD, min((shard + 1) * SHARD, len(images)))]
+        parts = []
+        for start in range(0, len(keys), batch_size):
+            batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
+            parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
+        partial = path.with_suffix(f".{os.getpid()}")
+        save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, partial)
+        os.replace(partial, path)
+    return CachedLatents(directory, len(images))
+
+
+def _shard_path(directory: Path, shard: int) -> Path:
+    return directory / f"{shard:06}.safetensors"
+
+
+def _digest(images: FramedImages, encoders: Encoders) -> str:
+    """Of all that the latents depend on: rows, framing, tokenizers, the encoders' settings, weights and precision."""
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(f"{images.rows._fingerprint} {images.resolution} {encoders.dtype} {SHARD}".encode())
+    for file in images.rows["image"]:
+        if file["bytes"] is None:  # the rows hold a path: the file behind it may change while the rows do not
+            status = os.stat(file["path"])
+            digest.update(f"{file['path']} {status.st_size} {status.st_mtime_ns}".encode())
+    for tokenizer in encoders.tokenize.tokenizers:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        del settings["truncation"], settings["padding"]  # those of the last call
+        digest.update(f"{tokenizer.model_max_length} {json.dumps(settings)}".encode())
+    for module in encoders.modules:
+        _update(digest, module)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, module: nn.Module) -> None:
+    config: Any = module.config  # transformers' or diffusers', which is a dict
+    settings = config if isinstance(config, dict) else config.to_dict()
+    kept = {name: value for name, value in settings.items() if not name.startswith("_")}  # not where it was read from
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())

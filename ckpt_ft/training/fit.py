@@ -1,0 +1,305 @@
+"""What a recipe asks the planner: which policy, which micro-batch, and what to do when memory still runs out.
+
+    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)     # before the Trainer is made
+    ...
+    with advise_on_oom(memory):
+        result = train_within(trainer, memory, fitted)
+
+The step that is traced and tried is the Trainer's, on a batch with the longest row there is (lengths.py). `fit_unet`
+does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow
+from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
+from ckpt_ft.planning.plan import Plan, make_room, plan
+from ckpt_ft.policy import Policy
+from ckpt_ft.training.run.resume import last_complete_checkpoint
+from ckpt_ft.training.text.dataset_lengths import padded_rows, trainer_step
+from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.workloads.diffusion import noise_batch
+
+from .arguments import ACArguments
+from .oom import is_oom
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ckpt_ft.memory.gpus import GPU
+    from ckpt_ft.training.diffusion.arguments import LoopArguments
+    from ckpt_ft.workloads.lengths import PaddedRows, Step
+
+    from .callback import ACCallback
+
+logger = logging.getLogger(__name__)
+_LOOP = 0.05  # of a CPU's budget, kept free for what the loop holds beside the step (batches fetched ahead, logging)
+_LEANER = 0.9  # of the budget: what is planned for after memory ran out
+
+
+@dataclass
+class Fitted:
+    """What was planned before training, and what is needed to plan again.
+
+    plan: under `--ac_policy auto` or a plan's file. largest: under `--find_max_batch_size`.
+    """
+
+    model: nn.Module
+    step_for_batch: Callable[[int], Step]
+    make_optimizer: Callable[[nn.Module], Any]
+    args: Any  # TrainingArguments or LoopArguments
+    settings: ACArguments
+    device: torch.device
+    batch_name: str = "per_device_train_batch_size"
+    rows: PaddedRows | None = None
+    plan: Plan | None = None
+    largest: MaxBatchSize | None = None
+
+    def make_plan(self, budget: str | int | None, batch_size: int | None) -> Plan:
+        """A plan for this model on the device at hand."""
+        gpu = current_gpu()
+        return plan(
+            self.model,
+            self.step_for_batch,
+            budget,
+            gpu or "cpu",
+            make_optimizer=self.make_optimizer,
+            margin=_cpu_margin(budget, gpu),
+            batch_size=batch_size,
+            rows=self.rows,
+            report=logger.info,
+        )
+
+    def describe(self, report: MemoryReport) -> None:
+        """Put the largest batch and the next best policies into `report`."""
+        if self.largest is not None:
+            device = self.plan.device if self.plan else str(self.device)
+            report.max_batch = MaxBatch(device, self.largest.predicted, self.largest.batch)
+        if self.plan is not None:
+            seconds = self.plan.device != "cpu"  # nominal ones are no prediction
+            rows = self.plan.rows[1:4]
+            report.next_policies = [PolicyRow(r.policy, r.reserved, r.seconds if seconds else None) for r in rows]
+
+
+def fit_to_memory(
+    model: nn.Module,
+    args: TrainingArguments,
+    settings: ACArguments,
+    rows: Any,
+    collate: Callable[[list[Any]], dict[str, Any]],
+) -> Fitted:
+    """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
+
+    Args:
+        model: on any device; it is moved to that of training.
+        rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest sets the peak.
+
+    Raises:
+        UserError: nothing fits, a plan for another model, or no budget on a CPU.
+    """
+    padded = padded_rows(args, rows, collate) if _is_asked(settings) else None
+    step_on = trainer_step(args, collate)
+    worst = padded.worst if padded is not None else lambda size: step_on([rows[0]] * size)
+    fitted = Fitted(model, worst, _optimizer_maker(args), args, settings, args.device, rows=padded)
+    _settle(fitted)
+    return fitted
+
+
+def fit_unet(
+    unet: nn.Module,
+    args: LoopArguments,
+    settings: ACArguments,
+    accelerator: Accelerator,
+    side: int,
+    dtype: torch.dtype,
+    make_optimizer: Callable[[list[nn.Parameter]], Any],
+    budget: int | None = None,
+) -> Fitted:
+    """`fit_to_memory` for the diffusion recipe's loop, on latents of `side` x `side` and prompts of `dtype`.
+
+    budget: bytes to plan for where that is less than `--ac_budget`.
+    """
+    passes = min(2, args.gradient_accumulation_steps)
+
+    def step_for_batch(size: int) -> Step:
+        batch = send_to_device(noise_batch(accelerator.unwrap_model(unet), size, side, dtype), accelerator.device)
+
+        def step(model: nn.Module, optimizer: Any) -> None:
+            for _ in range(passes):
+                with accelerator.autocast():
+                    prediction = model(**batch).sample
+                loss = torch.nn.functional.mse_loss(prediction.float(), torch.zeros_like(prediction).float())
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def make(model: nn.Module) -> Any:
+        return make_optimizer([p for p in model.parameters() if p.requires_grad])
+
+    fitted = Fitted(unet, step_for_batch, make, args, settings, accelerator.device, "train_batch_size")
+    _settle(fitted, budget)
+    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    return fitted
+
+
+def _is_asked(settings: ACArguments) -> bool:
+    return settings.ac_policy == "auto" or settings.find_max_batch_size
+
+
+def _settle(fitted: Fitted, budget: int | None = None) -> None:
+    settings, model = fitted.settings, fitted.model
+    if settings.from_plan:
+        fitted.plan = settings.plan
+        fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
+    if not _is_asked(settings):
+        return
+    model.to(fitted.device)
+    if settings.ac_policy == "auto":
+        batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
+        fitted.plan = fitted.make_plan(budget or settings.ac_budget, batch_size)
+        settings.ac_policy = fitted.plan.best.policy
+        _say(f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
+    if settings.find_max_batch_size:
+        fitted.largest = _largest(fitted)
+
+
+def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
+    """`trainer.train()`; under `auto`, when memory runs out, again under a leaner plan from the last checkpoint.
+
+    Without a checkpoint it starts again only if not one step had been made. Raises what training raised where there is
+    no leaner plan, or with `--ac_on_oom stop`.
+    """
+    memory.add_to_report = fitted.describe
+    resume = fitted.args.resume_from_checkpoint
+    budget: int | None = None
+    while True:
+        try:
+            return trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            if not is_oom(error) or not _may_replan(trainer, fitted):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            reason = " ".join(str(error).split())
+            failed = error
+        memory.close()
+        trainer.optimizer = trainer.lr_scheduler = None
+        fitted.model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert fitted.plan is not None
+        budget = round((budget or fitted.plan.room.budget) * _LEANER)
+        try:
+            fitted.plan = fitted.make_plan(budget, fitted.args.per_device_train_batch_size)
+        except UserError:
+            raise failed from None
+        fitted.settings.ac_policy = fitted.plan.best.policy
+        memory.policy = Policy.parse(fitted.plan.best.policy)
+        resume = last_complete_checkpoint(fitted.args.output_dir)
+        place = resume or "the beginning"
+        logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), memory.policy, place)
+
+
+def run_within(
+    train: Callable[[str | None, int | None], None], args: LoopArguments, settings: ACArguments, checkpoint: str | None
+) -> None:
+    """`train(checkpoint, budget)`; under `auto`, when memory runs out, again for a smaller budget from the last
+    checkpoint, or from the beginning where there is none.
+
+    Args:
+        train: a whole run, from loading the model on; a budget of None is that of `settings`.
+
+    Raises:
+        WorkFailed: what training raised, where there is no leaner plan or with `--ac_on_oom stop`.
+    """
+    automatic = settings.ac_policy == "auto"
+    budget: int | None = None
+    failed: WorkFailed | None = None
+    while True:
+        try:
+            return train(checkpoint, budget)
+        except WorkFailed as error:
+            if not (automatic and _replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
+                raise
+            failed = WorkFailed(*error.args)  # without the frames that hold the model
+            reason = " ".join(str(error.__cause__).split())
+        except UserError:
+            if failed is None:
+                raise
+            raise failed from None
+        gc.collect()
+        budget = round((budget or make_room(settings.limit, current_gpu()).budget) * _LEANER)
+        settings.ac_policy, settings.find_max_batch_size = "auto", False
+        checkpoint = last_complete_checkpoint(args.output_dir)
+        place = checkpoint or "the beginning"
+        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
+
+
+def _replans(settings: ACArguments) -> bool:
+    alone = PartialState().num_processes == 1  # of several ranks one runs out first, and the others wait for it
+    return alone and settings.ac_on_oom == "replan"
+
+
+def _may_replan(trainer: Trainer, fitted: Fitted) -> bool:
+    started = trainer.state.global_step > 0
+    saved = last_complete_checkpoint(fitted.args.output_dir) is not None
+    automatic = fitted.plan is not None and not fitted.settings.from_plan
+    return automatic and _replans(fitted.settings) and (saved or not started)
+
+
+def _largest(fitted: Fitted) -> MaxBatchSize:
+    """The largest micro-batch, proved; `args` take what of it keeps the effective batch."""
+    args, settings = fitted.args, fitted.settings
+    applied = apply_policy(fitted.model, settings.policy) if settings.policy is not None else None
+    try:
+        found = find_max_batch_size(
+            fitted.model,
+            fitted.step_for_batch,
+            settings.ac_budget,
+            make_optimizer=fitted.make_optimizer,
+            margin=_cpu_margin(settings.ac_budget, current_gpu()),
+        )
+    finally:
+        if applied is not None:
+            applied.remove()
+    batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    args.per_device_train_batch_size, args.gradient_accumulation_steps, note = keep_effective(
+        batch, steps, found.batch
+    )
+    _say(f"--find_max_batch_size: {found}\n{note}")
+    return found
+
+
+def _optimizer_maker(args: TrainingArguments) -> Callable[[nn.Module], Any]:
+    def make_optimizer(model: nn.Module) -> Any:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind([p for p in model.parameters() if p.requires_grad], **options)
+
+    return make_optimizer
+
+
+def _cpu_margin(budget: str | int | None, gpu: GPU | None) -> int | None:
+    """Bytes to keep free under a CPU's budget; None on a GPU, where the planner has a margin of its own."""
+    return round(_LOOP * parse_bytes(budget)) if gpu is None and budget is not None else None
+
+
+def _say(text: str) -> None:
+    if PartialState().is_main_process:
+        print(text, flush=True)

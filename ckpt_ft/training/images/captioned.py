@@ -1,0 +1,136 @@
+"""Captioned images: a Hub dataset, a folder with metadata.jsonl, or the drawn shapes; checked before training starts.
+
+Whatever is wrong with them is one line that names the file or row. Images are resized so that their short side is the
+resolution, cropped to a square and perhaps mirrored, with Pillow.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import ImageArguments
+
+from .files import readable
+from .shapes import drawn_shapes
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
+    """Rows of `image` (bytes or path, undecoded) and `text`, every image readable and every caption there.
+
+    Raises:
+        UserError: the source cannot be found or is empty, a column or caption is missing, or an image cannot be read
+        and `skip_bad_images` is off.
+    """
+    from datasets import Image as ImageFeature
+
+    if args.dataset_name is not None:
+        rows, source = _hub_dataset(args), args.dataset_name
+    elif args.train_data_dir is not None:
+        rows, source = _image_folder(args.train_data_dir, args.caption_column), args.train_data_dir
+    else:
+        return _first(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
+            "image", ImageFeature(decode=False)
+        )
+    rows = _first(rows.cast_column("image", ImageFeature(decode=False)), args)
+    missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
+    if missing is not None:
+        raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
+    return readable(rows, source, skip=args.skip_bad_images)
+
+
+def _hub_dataset(args: ImageArguments) -> Dataset:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {_one_line(error)}") from error
+    for flag, column in (("image_column", args.image_column), ("caption_column", args.caption_column)):
+        if column not in rows.column_names:
+            raise UserError(
+                f"--{flag} {column}: {args.dataset_name} has no such column; it has {', '.join(rows.column_names)}"
+            )
+    rows = rows.select_columns([args.image_column, args.caption_column])
+    return rows.rename_columns(
+        {old: new for old, new in ((args.image_column, "image"), (args.caption_column, "text")) if old != new}
+    )
+
+
+def _image_folder(directory: str, caption_column: str) -> Dataset:
+    """The layout of datasets' "imagefolder", read here because errors must name the line and the file."""
+    from datasets import Dataset
+
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise UserError(f"--train_data_dir {directory}: no such directory")
+    listing = next(
+        (path for path in (folder / "metadata.jsonl", folder / "train" / "metadata.jsonl") if path.is_file()), None
+    )
+    if listing is None:
+        raise UserError(
+            f"--train_data_dir {directory}: no metadata.jsonl with the captions; write one line per image, such as "
+            f'{{"file_name": "1.png", "{caption_column}": "a red circle"}}'
+        )
+    paths, captions = [], []
+    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            entry = _entry(line, f"{listing} line {number}", caption_column)
+            paths.append(str(listing.parent / entry["file_name"]))
+            captions.append(entry[caption_column])
+    return Dataset.from_dict({"image": paths, "text": captions})
+
+
+def _entry(line: str, place: str, caption_column: str) -> dict[str, str]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
+        raise UserError(f"{place} has no 'file_name'")
+    if not _is_caption(entry.get(caption_column)):
+        raise UserError(f"{place} has no caption: '{caption_column}' of {entry['file_name']} is missing or empty")
+    return entry
+
+
+def _is_caption(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _first(rows: Dataset, args: ImageArguments) -> Dataset:
+    return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
+
+
+def frame(image: Image.Image, resolution: int, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
+    """Pixels (3, resolution, resolution) in -1..1 and SDXL's six time ids (original size, crop corner, target size).
+
+    `draw` decides where to crop and whether to mirror when `args` ask for either. See section 2.2 of the SDXL report,
+    https://arxiv.org/abs/2307.01952, for what the time ids are.
+    """
+    original = (image.height, image.width)
+    scale = resolution / min(original)
+    height, width = (max(resolution, round(side * scale)) for side in original)
+    image = image.resize((width, height), Image.Resampling.LANCZOS)
+    if args.random_flip and draw.random() < 0.5:
+        image = ImageOps.mirror(image)
+    top, left = (height - resolution) // 2, (width - resolution) // 2
+    if not args.center_crop:
+        top, left = draw.randint(0, height - resolution), draw.randint(0, width - resolution)
+    image = image.crop((left, top, left + resolution, top + resolution))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+    return pixels, torch.tensor([*original, top, left, resolution, resolution])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,109 @@
+"""Image files and cells of image columns: which can be read, and the RGB picture of each.
+
+Whatever is wrong with one is a line that names the file or row.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ckpt_ft.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DECODED = 5_000  # images that are decoded to their end before training; of those after them only the header is read
+_SHOWN = 3  # bad images named in an error
+_UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
+_GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
+    """`rows` without those whose undecoded `image` cell cannot be read, which are named; says what is made RGB.
+
+    Raises:
+        UserError: an image cannot be read and `skip` is off, or none is left.
+    """
+    problems: dict[int, str] = {}
+    kinds: Counter[str] = Counter()
+    for row, image in enumerate(rows["image"]):
+        problem, kind = _inspect(image, row)
+        if problem is not None:
+            problems[row] = problem
+        elif kind:
+            kinds[kind] += 1
+    if problems and not skip:
+        named = "; ".join(list(problems.values())[:_SHOWN])
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(f"{source}: {named}{more}; repair them, or leave them out with --skip_bad_images")
+    for problem in problems.values():
+        print(f"skipped: {problem}", flush=True)
+    if kinds:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        print(f"{source}: made RGB of {sum(kinds.values())} of {len(rows)} images ({counts})", flush=True)
+    if len(problems) == len(rows):
+        raise UserError(f"{source}: no readable image is left" if problems else f"{source}: there is no image in it")
+    return rows.select([row for row in range(len(rows)) if row not in problems]) if problems else rows
+
+
+def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str]:
+    """Why the image cannot be used (None when it can), and what it is if not RGB."""
+    if image is None or (image["bytes"] is None and not image["path"]):
+        return f"row {row + 1} has no image", ""
+    name = image["path"] or f"the image of row {row + 1}"
+    if image["bytes"] is None and not Path(image["path"]).is_file():
+        return f"{name} does not exist", ""
+    if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
+        return f"{name} is empty (0 bytes)", ""
+    try:
+        with _opened(image) as opened:
+            kind = _kind(opened)
+            if row < DECODED:
+                to_rgb(opened)
+    except UnidentifiedImageError:
+        return f"{name} is no image that Pillow can read", ""
+    except _UNDECODABLE as error:
+        return f"{name} cannot be read ({' '.join(str(error).split())})", ""
+    return None, kind
+
+
+def open_image(image: Mapping[str, Any]) -> Image.Image:
+    """The RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says.
+
+    Raises:
+        UserError: it cannot be read: changed since, or cut short and not among those that `readable` decoded.
+    """
+    try:
+        with _opened(image) as opened:
+            return to_rgb(opened)
+    except _UNDECODABLE as error:
+        name = image["path"] or "an image"
+        raise UserError(f"{name} cannot be read ({' '.join(str(error).split())}); repair it or take it out") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """`image` as RGB: one channel three times (16 bits cut to 8), transparency over white, turned as EXIF says."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
+    if image.mode.startswith("I;16"):  # Pillow's own conversion makes white of everything above 255
+        image = image.convert("I").point(lambda value: value * (1 / 256))
+    return image.convert("RGB")
+
+
+def _opened(image: Mapping[str, Any]) -> Image.Image:
+    return Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
+
+
+def _kind(image: Image.Image) -> str:
+    """What the file holds, where that is not RGB."""
+    if image.has_transparency_data:
+        return "with transparency, now over white"
+    return "of one channel" if image.mode in _GREY else "" if image.mode == "RGB" else f"of mode {image.mode}"

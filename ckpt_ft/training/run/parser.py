@@ -1,0 +1,124 @@
+"""Flags and YAML into dataclasses: `HfArgumentParser`, with `--config file.yaml` and errors that fit on one line.
+
+A YAML file is read as if its entries had been typed in front of the user's own flags, so both pass through the same
+types and checks, and the command line, coming later, wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from ckpt_ft.errors import UserError
+
+
+class Parser(HfArgumentParser):
+    """`HfArgumentParser` whose errors are a `UserError` (one line, exit 2) and which takes no abbreviated flags."""
+
+    def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(_one_line(message))
+
+
+def parse_args(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    builtin: Mapping[str, Any] | None = None,
+    unless: str = "",
+    description: str | None = None,
+) -> tuple[Any, ...]:
+    """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
+
+    Args:
+        dataclass_types: as for `HfArgumentParser`.
+        argv: the flags; None takes the process's own.
+        builtin: a script's own defaults for when the flag `unless` is given nowhere: what it runs unasked.
+        unless: the name of the flag that switches `builtin` off; "" applies `builtin` always.
+        description: what `--help` shows above the flags.
+
+    Raises:
+        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, what a dataclass
+        refuses.
+    """
+    parser = Parser(dataclass_types, description=description)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path = _config_path(argv)
+    tokens = (_tokens(_read_yaml(path), parser, path) if path else []) + argv
+    if builtin and not any(_flag(token) == unless for token in tokens):
+        tokens = _tokens(builtin, parser, "the built-in defaults") + tokens
+    try:
+        *parsed, _config, unknown = parser.parse_args_into_dataclasses(
+            tokens, look_for_args_file=False, return_remaining_strings=True
+        )
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise UserError(_one_line(str(error))) from error
+    if unknown:
+        raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
+    return tuple(parsed)
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    for index, token in enumerate(argv):
+        if token == "--config":
+            if index + 1 == len(argv):
+                raise UserError("--config: expected the path of a YAML file after it")
+            return argv[index + 1]
+        if token.startswith("--config="):
+            return token.partition("=")[2]
+    return None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} is not valid YAML: {_one_line(str(error))}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]:
+    """The command line that says the same; a null is the flag's own default, so it says nothing."""
+    tokens: list[str] = []
+    for key, value in values.items():
+        if f"--{key}" not in parser._option_string_actions or key in ("config", "help"):
+            raise UserError(f"{source}: {_unknown(f'--{key}', parser).replace('--', '')}")
+        if isinstance(value, dict):
+            tokens.append(f"--{key}={json.dumps(value)}")
+        elif value is True and parser._option_string_actions[f"--{key}"].const is True:
+            tokens.append(f"--{key}")  # what a bare flag means is not always what the word "True" means (--fsdp)
+        elif isinstance(value, list):
+            tokens += [f"--{key}", *map(str, value)]
+        elif value is not None:
+            tokens.append(f"--{key}={value}")
+    return tokens
+
+
+def _flag(token: str) -> str:
+    return token.partition("=")[0].removeprefix("--").replace("-", "_") if token.startswith("--") else ""
+
+
+def _unknown(option: str, parser: Parser) -> str:
+    if not option.startswith("-"):
+        return f"'{option}' belongs to no flag"
+    known = [name for name in parser._option_string_actions if "_" in name or "-" not in name[2:]]
+    close = difflib.get_close_matches(option, known, n=1)
+    return f"no flag '{option}'" + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,0 +1,142 @@
+"""Rows for a language model: a Hub id, a local file or directory, or the built-in sample, as `datasets.Dataset`.
+
+Only loading and splitting; `encode.py` makes tokens of the rows. Whatever is wrong with the data is one line that
+names the file, the line or the column.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+@dataclass
+class DataArguments:
+    """Which rows are trained on and how they become sequences; the names are TRL's.
+
+    Raises:
+        UserError: a length or a share that no dataset can have.
+    """
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Hub id, or a local directory or file (json, jsonl, csv, parquet, txt); without it, the sample."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, with --eval_strategy."})
+    test_split_size: float | None = field(
+        default=None, metadata={"help": "Evaluate on this share of the training split instead of a split of its own."}
+    )
+    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens per sequence; what is longer is cut."})
+    packing: bool = field(
+        default=False, metadata={"help": "Several rows per sequence; attention and loss stay within each row."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise UserError(
+                f"--max_length {self.max_length}: a sequence needs at least 2 tokens to have anything to predict"
+            )
+        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
+            raise UserError(f"--test_split_size {self.test_split_size}: give the share to hold out, between 0 and 1")
+
+
+def load_rows(args: DataArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on, and those to evaluate on when `evaluate` is set.
+
+    Raises:
+        UserError: the dataset or a split cannot be found, read, or is empty.
+    """
+    if args.dataset_name is None:
+        raise UserError("--dataset_name is missing: give a Hub id or a local json, jsonl, csv, parquet or txt file")
+    train = _load(args.dataset_name, args.dataset_config, args.dataset_train_split)
+    if not evaluate:
+        return train, None
+    if args.test_split_size is None:
+        return train, _load(args.dataset_name, args.dataset_config, args.dataset_test_split)
+    if len(train) < 2:
+        raise UserError(
+            f"--test_split_size {args.test_split_size}: {args.dataset_name} has one row, nothing can be held out"
+        )
+    split = train.train_test_split(test_size=args.test_split_size, seed=seed)
+    return split["train"], split["test"]
+
+
+def _load(name: str, config: str | None, split: str) -> Dataset:
+    path = Path(name)
+    if path.suffix in LOADERS:
+        rows = _load_file(path, split)
+    elif path.is_file():
+        raise UserError(f"dataset {name}: cannot read '{path.suffix}' files ({', '.join(LOADERS)})")
+    else:
+        rows = _load_named(name, config, split)
+    if len(rows) == 0:
+        raise UserError(f"dataset {name}: split '{split}' is empty")
+    return rows
+
+
+def _load_file(path: Path, split: str) -> Dataset:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    if split != "train":
+        raise UserError(
+            f"dataset {path}: a single file has no split '{split}'; hold rows out with --test_split_size 0.1"
+        )
+    if not path.is_file():
+        raise UserError(f"dataset {path}: no such file")
+    if path.stat().st_size == 0:
+        raise UserError(f"dataset {path}: the file is empty")
+    try:
+        return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        if path.suffix == ".jsonl":
+            _find_bad_line(path)
+        raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
+
+
+def _load_named(name: str, config: str | None, split: str) -> Dataset:
+    """A Hub dataset, or a local directory of data files."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return load_dataset(name, config, split=split)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        where = (
+            ""
+            if Path(name).is_dir()
+            else " (neither a local path nor a dataset of the Hub that can be read from here)"
+        )
+        raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
+
+
+def _find_bad_line(path: Path) -> None:
+    """Name the first line that is no JSON object; the readers below us count in blocks, a person counts lines."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row: Any = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                raise UserError(f"dataset {path}: line {number} is not valid JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"dataset {path}: line {number} is a JSON {type(row).__name__}, expected an object")
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "it has no rows" if "corresponds to no data" in text else text

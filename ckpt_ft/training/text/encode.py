@@ -1,0 +1,213 @@
+"""Rows to token sequences: which tokens carry loss, what is cut, how rows share a sequence.
+
+A row is a list of segments, `(text, trained)`, tokenized one by one: a prompt is then tokenized as it will be when the
+model is used, and whether a token carries loss is never a question. Loss is on the whole of a `text`, on the
+`completion` after a `prompt`, on the assistant's turns of `messages`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_ft.errors import UserError
+
+from .data import DataArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+Segments = list[tuple[str, bool]]
+
+
+def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> Dataset:
+    """`rows` as `input_ids` and `labels` of at most `max_length` tokens, packed with `position_ids` when asked.
+
+    Rows in which no token carries loss, because they are empty or their prompt fills `max_length`, are left out.
+
+    Raises:
+        UserError: no known column, a value that is no text or conversation (with its row), or nothing left to train
+        on.
+    """
+    layout = row_layout(rows.column_names, args.dataset_text_field)
+    encoder = _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length)
+    encoded = rows.map(
+        encoder,
+        with_indices=True,
+        batched=True,
+        remove_columns=rows.column_names,
+        num_proc=args.dataset_num_proc,
+        desc="Tokenizing",
+    )
+    if len(encoded) == 0:
+        raise UserError(
+            f"none of the {len(rows)} rows has a token to learn within --max_length {args.max_length}; raise it"
+        )
+    if args.packing:
+        encoded = encoded.map(
+            pack, batched=True, batch_size=10_000, fn_kwargs={"max_length": args.max_length}, desc="Packing",
+            remove_columns=encoded.column_names,
+        )  # fmt: skip
+    return encoded
+
+
+def row_layout(columns: Sequence[str], text_field: str) -> str:
+    """What rows with these columns are: "messages", "completion" (after a prompt) or "text".
+
+    Raises:
+        UserError: none of them.
+    """
+    if "messages" in columns:
+        return "messages"
+    if "prompt" in columns and "completion" in columns:
+        return "completion"
+    if text_field in columns:
+        return "text"
+    wanted = f"'messages', 'prompt' and 'completion', or '{text_field}' (--dataset_text_field)"
+    raise UserError(f"the dataset has the columns {', '.join(columns)}; expected {wanted}")
+
+
+@dataclass
+class _Encoder:
+    """Picklable, so that `datasets` can run it in other processes and recognise it in its cache."""
+
+    tokenizer: PreTrainedTokenizerBase
+    layout: str
+    text_field: str
+    max_length: int
+
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
+        encoded: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+        for position, index in enumerate(indices):
+            row = {column: values[position] for column, values in batch.items()}
+            ids, labels = self._tokens(self._segments(row, index), begin=not self._is_chat(row))
+            if any(label != IGNORED for label in labels):
+                encoded["input_ids"].append(ids)
+                encoded["labels"].append(labels)
+        return encoded
+
+    def _is_chat(self, row: dict[str, Any]) -> bool:
+        return self.layout == "messages" or isinstance(row.get("prompt"), list)
+
+    def _segments(self, row: dict[str, Any], index: int) -> Segments:
+        if self.layout == "messages":
+            return _chat_segments(row["messages"], 0, self.tokenizer, index)
+        if self.layout == "completion" and isinstance(row["prompt"], list):
+            return _chat_segments(row["prompt"] + row["completion"], len(row["prompt"]), self.tokenizer, index)
+        columns = ("prompt", "completion") if self.layout == "completion" else (self.text_field,)
+        for column in columns:
+            if not isinstance(row[column], str):
+                raise UserError(f"row {index + 1}: '{column}' is {type(row[column]).__name__}, expected a string")
+        end = self.tokenizer.eos_token or ""
+        return [(row[column], column != "prompt") for column in columns] + [(end, True)]
+
+    def _tokens(self, segments: Segments, begin: bool) -> tuple[list[int], list[int]]:
+        """`input_ids` and `labels` of a row, cut; the first token is predicted from nothing, so it carries no loss."""
+        bos = self.tokenizer.bos_token_id
+        ids = [bos] if begin and bos is not None and bos in self.tokenizer("").input_ids else []
+        labels = [IGNORED] * len(ids)
+        for text, trained in segments:
+            tokens = self.tokenizer(text, add_special_tokens=False).input_ids
+            ids += tokens
+            labels += tokens if trained else [IGNORED] * len(tokens)
+        labels[:1] = [IGNORED] * len(labels[:1])
+        return ids[: self.max_length], labels[: self.max_length]
+
+
+def _chat_segments(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase, index: int) -> Segments:
+    """The rendered conversation, cut where each assistant turn from message `first` on begins and ends.
+
+    The cuts come from rendering the conversation up to there, so a template must render a beginning of a conversation
+    as the beginning of the whole; one that rewrites earlier turns (some drop their reasoning) is refused rather than
+    guessed.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "'messages' need a chat template, and this tokenizer has none; use an instruction-tuned model's"
+        )
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f"row {index + 1}: expected a list of messages with 'role' and 'content'")
+    whole = _render(tokenizer, messages, index)
+    segments: Segments = []
+    at = 0
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant" or turn < first:
+            continue
+        before = _render(tokenizer, messages[:turn], index, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: turn + 1], index)
+        if not (whole.startswith(before) and whole.startswith(after)):
+            raise UserError(
+                f"row {index + 1}: the chat template renders turn {turn + 1} differently once later turns follow, so "
+                "its tokens cannot be told apart; give one assistant turn per row, the last"
+            )
+        segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
+        at = len(after)
+    return [*segments, (whole[at:], False)]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], index: int, **kwargs: bool) -> str:
+    from jinja2 import TemplateError
+
+    if not messages:
+        return ""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    except TemplateError as error:
+        raise UserError(f"row {index + 1}: the chat template refuses these messages: {error}") from error
+
+
+def pack(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
+    """Join rows into sequences of at most `max_length` tokens, longest first, each into the fullest one it fits in.
+
+    `position_ids` start again with every row; in transformers, attention that is given neither mask nor KV cache
+    (eager, SDPA and flash alike) reads the borders from them.
+    """
+    packs: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # free tokens -> packs that have as many
+    rooms: list[int] = []  # its keys in order
+    lengths = [len(ids) for ids in batch["input_ids"]]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        slot = bisect_left(rooms, lengths[row])
+        if slot == len(rooms):
+            target, room = len(packs), max_length
+            packs.append([])
+        else:
+            room = rooms[slot]
+            target = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[slot]
+        packs[target].append(row)
+        room -= lengths[row]
+        if room not in with_room:
+            insort(rooms, room)
+        with_room.setdefault(room, []).append(target)
+    joined = {key: [[t for row in rows for t in batch[key][row]] for rows in packs] for key in ("input_ids", "labels")}
+    return {**joined, "position_ids": [[t for row in rows for t in range(lengths[row])] for rows in packs]}
+
+
+@dataclass
+class PadCollator:
+    """Rows to tensors `(batch, longest)`: with `attention_mask`, or for packed rows with `position_ids` and none."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = {
+            "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
+            "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
+        }
+        if "position_ids" in rows[0]:  # padding counts up from 0 like one more row: it is attended to by itself alone
+            tails = [[*row["position_ids"], *range(longest - len(row["position_ids"]))] for row in rows]
+            return {**batch, "position_ids": torch.tensor(tails)}
+        return {**batch, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)}
+
+
+def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows])

@@ -1,0 +1,75 @@
+"""A model's configuration by name: a file, a directory, the Hub, or one that comes with the package."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from ckpt_ft.errors import UserError
+
+KNOWN = Path(__file__).parent / "configs" / "known.json"
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The model's configuration as a dict, from a file, a directory, the Hub, or what comes with the package."""
+    path = Path(name)
+    if path.is_file():
+        return _read_json(path)
+    if path.is_dir():
+        for candidate in ("unet/config.json", "transformer/config.json", "config.json"):
+            if (path / candidate).is_file() and (
+                candidate != "config.json" or not (path / "model_index.json").is_file()
+            ):
+                return _read_json(path / candidate)
+        if (path / "model_index.json").is_file():
+            raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
+        raise UserError(f"{name}: no config.json in this directory")
+    known: dict[str, dict[str, Any]] = json.loads(KNOWN.read_text())
+    by_short_name = {key.rpartition("/")[2].lower(): key for key in known}
+    key = name if name in known else by_short_name.get(name.lower())
+    return known[key] if key is not None else _from_hub(name, list(known))
+
+
+def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
+    """The config from the Hub, or from the Hub's cache on this machine where it cannot be reached."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    offline = not _hub_answers()
+    reason = "the Hub cannot be reached" if offline else "the Hub has no config of that name"
+    for candidate in ("config.json", "unet/config.json", "transformer/config.json"):
+        try:
+            return _read_json(Path(hf_hub_download(name, candidate, local_files_only=offline)))
+        except HfHubHTTPError as error:
+            reason = " ".join(str(error).split())[:160]
+        except (HFValidationError, OSError):  # no such name; not in the cache
+            continue
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean '{close[0]}'?" if close else f"known without it: {', '.join(known)}"
+    raise UserError(f"no model '{name}': no such file or directory, and {reason}; {hint}")
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached; asked once, because its own client retries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a model's config is a JSON object, not a {type(content).__name__}")
+    return content

@@ -1,0 +1,177 @@
+"""`ckpt-ft`: answers for local models and known names, and one line with exit code 2 for what cannot work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.units import GIB, MIB
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+class Answer:
+    """What a command printed and the code it exits with."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*argv: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", *argv])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return Answer(int(stop.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+def test_estimate_of_a_tiny_llama_counts_every_byte(ask: Any, config: str) -> None:
+    answer = ask("estimate", config, "--device", "cpu", "--seq-length", "32", "--optimizer", "adamw_fused", "--json")
+    result = json.loads(answer.out)
+    weights = 99 * 32 * 2 + 4 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert answer.code == 0
+    assert result["at_peak"]["parameters"] == 4 * weights
+    assert result["peaks"]["optimizer"] >= 4 * 4 * weights  # weights, gradients, two moments
+    assert result["peak_allocated"] == sum(result["at_peak"].values()) == max(result["peaks"].values())
+    assert result["peak_reserved"] == result["peak_allocated"]
+    assert result["seconds"] is None
+
+
+def test_a_policy_lowers_what_a_long_sequence_needs(ask: Any, config: str) -> None:
+    def peak(policy: str) -> int:
+        argv = ("--device", "t4", "--batch-size", "64", "--seq-length", "64", "--policy", policy, "--json")
+        return int(json.loads(ask("estimate", config, *argv).out)["peak_allocated"])
+
+    assert peak("none") > peak("save:attention+matmul") > peak("full")
+
+
+def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
+    fits = ask("estimate", config, "--device", "t4", "--seq-length", "64")
+    assert "fits," in fits.out
+    assert "of 14.56 GiB" in fits.out
+    assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "capacity"),
+    [
+        (("meta-llama/Llama-3.1-8B", "--lora", "16", "--dtype", "bfloat16", "--policy", "full"), 24 * GIB),
+        (
+            ("stabilityai/stable-diffusion-xl-base-1.0", "--lora", "16", "--dtype", "float16", "--policy", "full"),
+            16 * GIB,
+        ),
+        (("microsoft/resnet-50", "--device", "t4", "--batch-size", "32", "--optimizer", "sgd"), 14912 * MIB),
+    ],
+)
+def test_known_models_are_answered_offline(ask: Any, argv: tuple[str, ...], capacity: int) -> None:
+    pytest.importorskip("diffusers")
+    answer = ask("estimate", *argv, "--capacity", str(capacity), "--json")
+    assert answer.code == 0
+    assert json.loads(answer.out)["headroom"] > 0
+
+
+def test_explain_shows_bytes_per_block(ask: Any, config: str) -> None:
+    answer = ask("explain", config, "--policy", "save:attention", "--seq-length", "32", "--device", "cpu")
+    assert answer.code == 0
+    assert "LlamaDecoderLayer" in answer.out
+    assert "4 of 4 blocks are re-run" in answer.out
+    # what one block keeps: its input and attention's output, 32 tokens x 32 features in fp32 each, and the log-sum-exp
+    assert f"{(2 * 32 * 32 * 4 + 4 * 32 * 4) / 1024:.1f} KiB" in answer.out
+
+
+def test_check_of_a_saved_model(ask: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    answer = ask("check", str(tmp_path), "--policy", "save:attention", "--seq-length", "8")
+    assert answer.code == 0
+    assert answer.out.count("same") == 5
+
+
+def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt_ft.checkpointing import recompute, rng
+
+    # a policy that forgets the random state: what check is for
+    monkeypatch.setattr(rng.Snapshot, "restore", lambda self: None)
+    monkeypatch.setattr(recompute.rng.Snapshot, "__eq__", lambda self, other: True)
+    Path(config).write_text(json.dumps({**LLAMA, "attention_dropout": 0.5}))
+    answer = ask("check", config, "--policy", "full", "--seq-length", "8")
+    assert answer.code == 1
+    assert "DIFFERS" in answer.out
+    assert "dropout without RNG" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("estimate", "CONFIG", "--policy", "ful"), "did you mean 'full'"),
+        (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
+        (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
+        (("estimate", "CONFIG", "--batch-size", "0"), "--batch-size 0: a batch has at least 1 sample"),
+        (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),
+        (("estimate", "CONFIG", "--bath-size", "1"), "No such option"),
+        (("estimate", "CONFIG", "--seq-length", "4096"), "has 2048 positions"),
+        (("estimate", "CONFIG", "--seq-length", "0"), "at least 2 tokens"),
+        (("estimate", "CONFIG", "--dtype", "fp16"), "--dtype 'fp16'"),
+        (("estimate", "CONFIG", "--optimizer", "adam"), "did you mean 'adamw'"),
+        (("estimate", "CONFIG", "--lora", "-1"), "at least 1"),
+        (("estimate", "CONFIG", "--lora", "4", "--lora-targets", "nope"), "--lora-targets nope"),
+        (("estimate", "CONFIG", "--load-in-4bit"), "give a LoRA rank"),
+        (("estimate", "CONFIG", "--capacity", "lots"), "'lots' is not an amount of memory"),
+        (("estimate", "no/such-model"), "no model 'no/such-model'"),
+        (("explain", "DIRECTORY"), "no config.json"),
+        (("report", "DIRECTORY"), "no memory_report.json"),
+        (("check", "CONFIG", "--policy", "auto"), "must be chosen first"),
+        (("nothing",), "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    ask: Any, config: str, tmp_path: Path, argv: tuple[str, ...], says: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    answer = ask(*(config if part == "CONFIG" else str(empty) if part == "DIRECTORY" else part for part in argv))
+    assert answer.code == 2
+    assert says in answer.err
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"model_type": "no_such_type"}', "{}", '{"_class_name": "NoSuchModel"}']
+)
+def test_broken_configs(ask: Any, tmp_path: Path, content: str) -> None:
+    pytest.importorskip("diffusers")
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    answer = ask("estimate", str(path))
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1
+
+
+def test_importing_the_package_imports_no_optional_library() -> None:
+    code = "import ckpt_ft, sys; print(sorted({'diffusers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

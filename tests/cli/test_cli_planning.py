@@ -1,0 +1,132 @@
+"""`ckpt-ft plan` and `max-batch` as typed: answers, the cache, files, and one line for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning import plan as planning
+from ckpt_ft.workloads.lengths import Lengths, PaddedRows
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    return cli._main()
+
+
+def test_plan_then_the_same_from_the_cache(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "32", "--batch-size", "4"]
+    assert typed(monkeypatch, *words, "--jobs", "1", "--output", str(tmp_path / "plan.json")) == 0
+    shown = capsys.readouterr().out
+    assert "pick: " in shown
+    assert planning.Plan.from_json((tmp_path / "plan.json").read_text()).best.batch == 4
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the plan is in the cache")
+
+    monkeypatch.setattr(planning, "plan", never)
+    assert typed(monkeypatch, *words) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--budget", "200MiB"]
+    assert typed(monkeypatch, *words, "--policy", "full", "--json") == 0
+    full = json.loads(capsys.readouterr().out)
+    assert typed(monkeypatch, *words, "--json") == 0
+    assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "t4", "--budget", "100GiB"], r"--budget 100\.00 GiB: t4 has 14\.56 GiB"),
+        (["--device", "t5"], "no GPU 't5'"),
+        (["--budget", "many"], "'many' is not an amount of memory"),
+        (["--batch-size", "few"], "--batch-size few: give a whole number"),
+        (["--device", "cpu"], "the CPU needs a budget"),
+        (["--target", "speed", "--budget", "1GiB"], "--target speed: choose one of"),
+    ],
+)
+def test_wrong_input(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=message):
+        typed(monkeypatch, "plan", config, "--seq-length", "32", *words)
+
+
+def test_a_dataset_decides_the_lengths(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in (8, 8, 8, 90)))
+    words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "48", "--batch-size", "4"]
+    assert typed(monkeypatch, *words, "--jobs", "1", "--json") == 0
+    alike = json.loads(capsys.readouterr().out)
+    assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["data"].startswith("4 rows of 8 to 48 tokens, 18 on average: bytes are those of a batch with the long")
+    assert alike["data"] == ""
+    none = {plan["data"]: next(row for row in plan["rows"] if row["policy"] == "none") for plan in (alike, rows)}
+    assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest, and a mask
+    assert "padded to 35 at batch 4" in rows["data"]
+    # As many rows, as long at either end and on average: other lengths are another question all the same.
+    asked: list[Lengths] = []
+    make = planning.plan
+
+    def counted(*args: Any, rows: PaddedRows, **kwargs: Any) -> planning.Plan:
+        asked.append(rows.lengths)
+        return make(*args, rows=rows, **kwargs)
+
+    monkeypatch.setattr(planning, "plan", counted)
+    for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):
+        data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
+        assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
+    assert asked == [Lengths.of((8, 8, 9, 48))]
+    assert str(asked[0]) == str(Lengths.of((8, 8, 8, 48)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"image": "a.png"}, "its rows have no length: the dataset has the columns image; expected .* or give 'input"),
+        ({"text": "of what"}, "its rows have no length: model .*: no tokenizer can be loaded"),
+        ({"input_ids": 7}, "the dataset's 'input_ids' are Value.*; expected a list of tokens in each row"),
+        ({"input_ids": []}, "its 'input_ids' are empty; expected a list of tokens"),
+    ],
+)
+def test_a_dataset_without_lengths(
+    line: dict[str, object], message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(line))
+    with pytest.raises(UserError, match=message):
+        typed(monkeypatch, "plan", config, "--seq-length", "32", "--dataset", str(data))
+
+
+def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"input_ids": [1, 2]}))
+    with pytest.raises(
+        UserError, match="--dataset: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike"
+    ):
+        typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))

@@ -1,0 +1,203 @@
+"""A traced step is the real one: same allocations, same order. And nothing of the user's is changed by tracing it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.gpus import find_gpu
+
+POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
+
+
+@pytest.mark.filterwarnings("ignore:policy 'save.attention:UserWarning")  # a ResNet has none
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
+    model, loss = MODELS[name]()
+    if policy != "none":
+        apply_policy(model, policy)
+    step = training_step(loss, autocast)
+    fake = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    real = real_trace(model, step)
+    assert story(fake) == story(real)
+    assert (fake.peak_allocated, fake.at_peak) == (real.peak_allocated, real.at_peak)
+    assert [op.name for op in fake.ops if op.at > fake.start] == [op.name for op in real.ops if op.at > real.start]
+
+
+def test_the_model_is_as_it_was() -> None:
+    model, loss = language_model(tie_word_embeddings=True)
+    model.model.norm.weight.requires_grad_(False)
+    model.note, model.notes = torch.ones(2), [torch.zeros(1)]
+    before = {id(p): (p, p.clone(), p.requires_grad) for p in model.parameters()}
+    attributes, state = (model.note, model.notes, model.notes[0]), torch.get_rng_state()
+    trace_step(model, training_step(loss), make_optimizer=adamw)
+    assert {id(p) for p in model.parameters()} == set(before)
+    assert all(
+        torch.equal(p, copy) and p.grad is None and p.requires_grad == grad for p, copy, grad in before.values()
+    )
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.note, model.notes, model.notes[0]) == attributes
+    assert torch.equal(torch.get_rng_state(), state)
+    loss(model).backward()
+
+
+def test_an_error_in_the_step_leaves_the_model_whole() -> None:
+    model = nn.Linear(2, 2)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        trace_step(model, step)
+    assert type(model.weight) is nn.Parameter
+    assert model.weight.grad is None
+    assert model(torch.ones(1, 2)).device.type == "cpu"
+    assert torch.nn.functional.dropout(torch.ones(4), 1.0).sum() == 0  # the CPU's own kernels are back
+
+
+def test_ties_dtypes_and_meta() -> None:
+    with torch.device("meta"):
+        model, _ = language_model(tie_word_embeddings=True)
+    model.half()
+    batch = torch.zeros(2, 64, dtype=torch.long)
+    trace = trace_step(model, lambda model, _: model(input_ids=batch, labels=batch).loss.backward(), device="cpu")
+    real, _ = language_model(tie_word_embeddings=True)
+    assert trace.at_peak["parameters"] == sum(p.numel() for p in real.parameters()) * 2
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_what_the_step_closes_over_counts_once() -> None:
+    images = torch.zeros(4, 3, 64, 64)
+    model = nn.Conv2d(3, 4, 3)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(images.to("cuda")[:2]).sum().backward()
+
+    trace = trace_step(model, step, device="t4")
+    resident = [storage for storage, _ in trace.live_at(trace.start - 1) if storage.nbytes == images.nbytes]
+    assert len(resident) == 1
+
+
+def test_a_second_model_gets_no_fake_gradient() -> None:
+    critic = nn.Linear(8, 1)
+    trace_step(nn.Linear(4, 8), lambda model, _: critic(model(torch.ones(2, 4))).sum().backward())
+    assert critic.weight.grad is None
+
+
+def optimizers() -> dict[str, object]:
+    return {
+        "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+        "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        "for-loop": lambda model: torch.optim.AdamW(model.parameters(), foreach=False),
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+        "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "states"), [("adamw", 2), ("fused", 2), ("for-loop", 2), ("sgd", 1), ("adafactor", 0.04)]
+)
+def test_optimizer_state(name: str, states: float) -> None:
+    model = nn.Linear(1024, 1024, bias=False)
+    nbytes = model.weight.nbytes
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = trace_step(model, step, make_optimizer=optimizers()[name], device="t4")
+    assert trace.live_at(len(trace.events) - 1)
+    state = sum(held for storage, held in trace.live_at(len(trace.events) - 1) if storage.category == "optimizer")
+    assert state == pytest.approx(states * nbytes, rel=0.01, abs=0.05 * nbytes)
+    # foreach makes a temporary as large as all parameters, fused makes none
+    temporary = trace.peaks["optimizer"] - trace.replay.allocated[-1] - nbytes
+    assert (temporary >= nbytes) == (name in ("adamw", "for-loop", "adafactor"))
+
+
+def test_amp_with_a_scaler_accumulation_and_clipping() -> None:
+    model, loss = language_model()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(2):
+            with torch.autocast("cuda"):
+                value = loss(model)
+            scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+        assert value.item() == 1.0
+
+    trace = trace_step(model, step, make_optimizer=adamw, device="t4")
+    names = {op.name for op in trace.ops}
+    assert {"aten._amp_foreach_non_finite_check_and_unscale_.default", "aten._foreach_sqrt.default"} <= names
+    weights = [
+        op
+        for op in trace.ops
+        if op.name == "aten._to_copy.default" and op.module.endswith("q_proj") and op.phase == "forward"
+    ]
+    assert len(weights) == 2 * 2 * 3 + 2 * 2 * 3  # steps x micro-batches x layers: weight and input, each cast once
+    assert any(".item()" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_see_equal_numbers_of_tokens(experts: str) -> None:
+    model, loss = language_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model.set_experts_implementation(experts)
+    trace = trace_step(model, lambda model, _: loss(model).backward())
+    matmuls = ("aten.mm.default", "aten._grouped_mm.default")
+    flops = sum(
+        op.flops
+        for op in trace.ops
+        if op.module.endswith("mlp.experts") and op.phase == "forward" and op.name in matmuls
+    )
+    if experts == "eager":
+        tokens, top_k, layers, steps = 128, 2, 3, 2
+        assert flops == steps * layers * tokens * top_k * 2 * 64 * 128 * 3
+        assert "indices fall evenly on their classes: experts see equal numbers of tokens" in trace.notes
+
+
+def test_masks_of_unknown_size_are_full() -> None:
+    def step(model: nn.Module, optimizer: object) -> None:
+        x = model(torch.ones(8, 4))
+        assert x[x > 0].shape == (32,)
+        assert (x > 0).nonzero().shape == (32, 2)
+        assert torch.masked_select(x, x > 0).shape == (32,)
+
+    assert trace_step(nn.Linear(4, 4), step).notes == [
+        "a mask whose size decides a shape is taken as full: the worst case"
+    ]
+
+
+def test_an_own_gpu_and_a_wrong_name() -> None:
+    t4 = find_gpu("t4")
+    model, loss = language_model()
+    own = trace_step(
+        model, training_step(loss), make_optimizer=adamw, device=type(t4)(**{**t4.__dict__, "name": "mine"})
+    )
+    named = trace_step(model, training_step(loss), make_optimizer=adamw, device="t4")
+    assert own.device == "mine"
+    assert (own.peak_allocated, own.peak_reserved, own.seconds) == (
+        named.peak_allocated,
+        named.peak_reserved,
+        named.seconds,
+    )
+    with pytest.raises(UserError, match="t4"):
+        trace_step(model, training_step(loss), device="t44")
+
+
+def test_traces_are_deterministic() -> None:
+    model, loss = language_model()
+    traces = [trace_step(model, training_step(loss, autocast), make_optimizer=adamw) for autocast in (False, False)]
+    assert traces[0].to_json() == traces[1].to_json()

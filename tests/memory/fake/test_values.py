@@ -1,0 +1,210 @@
+"""What is known of a batch's whole numbers decides a trace as it would decide the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trace_models import adamw, language_model, real_trace, story
+from transformers import AutoModelForMaskedLM, ModernBertConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.trace import StepTrace
+
+ROWS, LENGTH = 4, 64
+IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 50 + 3
+ONES = torch.ones(ROWS, LENGTH, dtype=torch.long)
+PADDED = (torch.arange(LENGTH) < torch.tensor([64, 40, 9, 30])[:, None]).long()
+WHOLE = torch.arange(LENGTH).expand(ROWS, LENGTH)
+PACKED = torch.cat([torch.arange(24), torch.arange(LENGTH - 24)]).expand(ROWS, LENGTH)
+
+
+def step_with(**more: torch.Tensor) -> Any:
+    labels = torch.where(more["attention_mask"].bool(), IDS, -100) if "attention_mask" in more else IDS
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(input_ids=IDS, labels=labels, **more).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("more", "masked"),
+    [
+        ({}, False),
+        ({"attention_mask": ONES}, False),
+        ({"attention_mask": PADDED}, True),
+        ({"position_ids": WHOLE}, False),
+        ({"position_ids": PACKED}, True),
+    ],
+    ids=["plain", "full mask", "padded", "positions", "packed"],
+)
+def test_padding_and_packing_make_masks(more: dict[str, torch.Tensor], masked: bool) -> None:
+    model, _ = language_model("llama")
+    fake = trace_step(model, step_with(**more), make_optimizer=adamw, device="cpu")
+    real = real_trace(model, step_with(**more))
+    assert story(fake) == story(real)
+    assert fake.peak_allocated == real.peak_allocated
+    assert fake.notes == []
+    # On a card a mask also rules out the flash kernel.
+    step = step_with(**more)
+
+    def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            step(model, optimizer)
+
+    ops = {op.name for op in trace_step(model, half, make_optimizer=adamw, device="a100-80gb").ops}
+    assert ("aten._scaled_dot_product_flash_attention.default" not in ops) is masked
+
+
+def test_a_model_that_drops_padding_keeps_as_many_tokens() -> None:
+    """ModernBERT under flash attention works on the tokens alone; their number is that of the mask's ones."""
+    seen: list[int] = []
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        indices = PADDED.flatten().nonzero().flatten()
+        rows = model(torch.zeros(ROWS * LENGTH, 8))[indices]
+        lengths = PADDED.sum(-1, dtype=torch.int32)
+        bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).tolist()
+        seen.extend([len(rows), int(lengths.max()), *bounds])
+        assert rows[PADDED.flatten()[indices].bool()].shape == (143, 8)
+        assert torch.masked_select(torch.zeros(ROWS, LENGTH, 8), PADDED[..., None].bool()).shape == (143 * 8,)
+        assert PADDED.unique().tolist() == [0, 1]
+        assert torch.equal(PADDED, PADDED.clone())
+        assert not torch.equal(PADDED, ONES)
+        assert torch.bincount(PADDED.flatten()).tolist() == [113, 143]
+        assert torch.repeat_interleave(lengths).shape == (143,)
+
+    assert trace_step(nn.Linear(8, 8), step, warmup_steps=0).notes == []
+    assert seen == [143, 64, 0, 64, 104, 113, 143]
+
+
+def test_what_is_written_to_is_followed_or_forgotten() -> None:
+    mine = torch.arange(6)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        numbers = mine.clone()
+        view = numbers.view(2, 3)[1]
+        view.mul_(10)
+        assert numbers.tolist() == [0, 1, 2, 30, 40, 50]
+        mine.add_(1)  # in the trace alone
+        assert mine.clone().tolist() == [1, 2, 3, 4, 5, 6]
+        view.random_(100)  # now nobody knows, of the whole of it
+        assert numbers.nonzero().shape == (6, 1)
+        assert torch.empty(4, dtype=torch.long).nonzero().shape == (4, 1)
+
+    notes = trace_step(nn.Linear(2, 2), step, warmup_steps=0).notes
+    assert notes == ["a mask whose size decides a shape is taken as full: the worst case"]
+    assert mine.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_masked_language_models_and_their_labels() -> None:
+    config = ModernBertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, cls_token_id=1, sep_token_id=2, sparse_prediction=True,
+    )  # fmt: skip
+    model = AutoModelForMaskedLM.from_config(config)
+
+    def traces(more: dict[str, torch.Tensor]) -> tuple[StepTrace, StepTrace]:
+        step = step_with(**more)
+        return trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
+
+    for more in ({"attention_mask": ONES}, {"attention_mask": PADDED}):  # the head runs on labelled tokens alone
+        fake, real = traces(more)
+        assert story(fake) == story(real)
+
+
+def test_constants_are_followed_and_a_models_numbers_are_not() -> None:
+    """A mask of floating point ones is one too; Adam counts its steps in place, in a list."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        mask = torch.ones(2, 5)
+        assert bool((mask.to(torch.bool).sum() == mask.numel()).item())
+        counts = [torch.tensor(0.0), torch.tensor(4.0)]
+        torch._foreach_add_(counts, 1)
+        assert [count.item() for count in counts] == [1, 5]
+        x = model(torch.ones(3, 4))
+        counts[0].add_(x.sum().detach())
+        assert counts[0].item() == 1.0  # as any number that is not known
+        assert x.isnan().sum() == 0
+        assert not (x != x).any()  # as isnan() does it
+
+    assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
+        "a number read from a tensor (.item()) is taken to be 1"
+    ]
+
+
+def test_rows_for_each_expert_add_up() -> None:
+    """Routers that split tokens by counts read from a tensor (JetMoE, DeepSeek's own code)."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        _, experts = model(torch.ones(10, 8)).topk(2, dim=1)
+        chosen = torch.zeros(10, 7).scatter(1, experts, 1)
+        counts = chosen.long().sum(0).tolist()
+        assert counts == [2, 3, 3, 3, 3, 3, 3]
+        torch.ones(20, 8).split(counts)
+
+    assert trace_step(nn.Linear(8, 7), step, warmup_steps=0).notes == [
+        "indices fall evenly on their classes: experts see equal numbers of tokens"
+    ]
+
+
+def test_no_layer_is_left_out_at_random() -> None:
+    """LayerDrop, as in M2M-100 and speech models: the trace keeps what a step may drop."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        assert not torch.rand([]) < 0.05
+        assert torch.rand([]) < 0.95
+
+    assert trace_step(nn.Linear(4, 4), step, warmup_steps=0).notes == [
+        "a random number is taken as 0.5: no layer is left out at random"
+    ]
+
+
+def test_image_tokens_and_their_grid() -> None:
+    """Qwen2-VL works out positions from numbers in `image_grid_thw` and puts 0-dim tensors into torch.tensor()."""
+    text = {
+        "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "patch_size": 14, "mlp_ratio": 2}
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=98, video_token_id=97, vision_start_token_id=96,
+        vision_end_token_id=95,
+    )  # fmt: skip
+    ids = torch.arange(32).view(2, 16) % 50 + 3
+    ids[:, 2], ids[:, 3:7] = 96, 98
+    batch = {
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == 98).int(), "pixel_values": torch.randn(32, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    }  # fmt: skip
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Qwen2VLForConditionalGeneration(config).train()
+    assert story(trace_step(model, step, make_optimizer=adamw, device="cpu")) == story(real_trace(model, step))
+
+
+def test_ctc_keeps_every_place_in_the_longest_target() -> None:
+    targets, lengths, inputs = torch.arange(1, 13).view(2, 6) % 7 + 1, torch.tensor([3, 5]), torch.tensor([10, 10])
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scores = model(torch.ones(10, 2, 4)).log_softmax(-1)
+        nn.functional.ctc_loss(scores, targets, inputs, lengths).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = nn.Linear(4, 9)
+    fake, real = trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
+    made = [[s.nbytes for s in trace.storages if "ctc" in s.op] for trace in (fake, real)]
+    assert made[0] == made[1]
+    assert 2 * 10 * (2 * 5 + 1) * 4 in made[0]

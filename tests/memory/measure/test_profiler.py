@@ -1,0 +1,285 @@
+"""MemoryProfiler: figures of a real CPU loop, sampling, phases on CUDA's counters (played back), several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure import meters
+from ckpt_ft.memory.measure.meters import CudaMeter
+from ckpt_ft.memory.measure.profiler import MemoryProfiler, resident_bytes
+from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.units import GIB
+
+WIDTH, BATCH = 64, 32
+
+
+def small():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_step(model, optimizer, micro_batches=1):
+    optimizer.zero_grad(set_to_none=True)
+    for _ in range(micro_batches):
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def run(steps, **kwargs):
+    model, optimizer = small()
+    scalars = []
+    with MemoryProfiler(model=model, optimizer=optimizer, **kwargs) as profiler:
+        for _ in range(steps):
+            train_step(model, optimizer)
+            scalars.append(profiler.step())
+    return profiler, scalars
+
+
+def test_figures_are_the_trackers():
+    model, optimizer = small()
+    train_step(model, optimizer)
+    tracker = Tracker(model, optimizer)
+    with tracker:
+        tracker.start_step()
+        train_step(model, optimizer)
+    trace = tracker.trace()
+    profiler, scalars = run(2)
+    rank = profiler.report().fullest
+    assert rank.peak() == trace.peak_allocated > 0
+    assert {phase: figures["allocated"] for phase, figures in rank.peaks.items()} == trace.peaks
+    assert rank.at_peak == trace.at_peak
+    assert sum(rank.at_peak.values()) == rank.peak()
+    assert rank.at_peak["parameters"] == rank.at_peak["optimizer"] == 4 * 2 * (WIDTH * WIDTH + WIDTH)
+    assert scalars[1]["memory/allocated_gib"] == rank.peak() / GIB
+    assert scalars[1]["memory/backward_gib"] == trace.peaks["backward"] / GIB
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "measured"),
+    [
+        ({}, [0, 1]),
+        ({"sample": 4}, [0, 1, 4, 8]),
+        ({"total_steps": 10}, [0, 1, 9]),
+        ({"sample": 1}, list(range(10))),
+    ],
+)
+def test_sampled_steps(kwargs, measured):
+    profiler, scalars = run(10, **kwargs)
+    assert [i for i, figures in enumerate(scalars) if figures] == measured
+    record = profiler.report().fullest
+    assert (record.steps, record.sampled) == (10, len(measured))
+    assert (record.seconds is None) == (kwargs.get("sample") == 1)  # a followed step says nothing about speed
+
+
+def test_a_sample_of_nothing_is_refused():
+    with pytest.raises(UserError, match="sample=0"):
+        MemoryProfiler(sample=0)
+
+
+def test_micro_batches_are_one_step():
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        train_step(model, optimizer, micro_batches=3)
+        profiler.step()
+    assert profiler.report().fullest.steps == 1
+    assert profiler.batch.shapes == {"input 0": [BATCH, WIDTH]}
+
+
+def test_a_block_without_steps_is_one():
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        train_step(model, optimizer)
+    assert profiler.report().fullest.sampled == 1
+
+
+def test_nothing_stays_behind_when_the_loop_fails():
+    model, optimizer = small()
+    profiler = MemoryProfiler(model=model, optimizer=optimizer)
+
+    def fail():
+        with profiler:
+            model(torch.ones(BATCH, WIDTH))
+            raise RuntimeError("loop")
+
+    with pytest.raises(RuntimeError, match="loop"):
+        fail()
+    assert _get_current_dispatch_mode() is None
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert profiler.report().fullest.peaks == {}
+
+
+def test_what_happens_between_steps_can_be_left_out():
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        torch.zeros(2**20)  # 4 MiB that no step needs
+        profiler.begin_step()
+        train_step(model, optimizer)
+        profiler.step()
+    assert profiler.report().fullest.peak() < 2**20
+
+
+def test_holders_of_a_step_that_has_just_failed():
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        kept = model(torch.ones(BATCH, WIDTH))
+        assert {holder.category for holder in profiler.holders()} >= {"parameters", "activations"}
+        kept.sum().backward()
+
+
+def test_report_is_written_and_read_back(tmp_path):
+    profiler, _ = run(3)
+    report = profiler.report(policy="full", batch_size=BATCH)
+    assert report.provenance["shapes"] == {"input 0": [BATCH, WIDTH]}
+    assert [path.name for path in report.write(tmp_path)] == [
+        f"memory_report.{kind}" for kind in ("json", "md", "png")
+    ]
+    assert MemoryReport.from_json(tmp_path / "memory_report.json") == report
+
+
+class FakeCounters:
+    """torch.cuda's allocator counters, played back: what each phase's peak will read when it is closed."""
+
+    def __init__(self, monkeypatch, peaks):
+        self.peaks, self.resets = deque(peaks), 0
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.read)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2, "num_ooms": 1})
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+
+    def reset(self, device):
+        self.resets += 1
+
+    def read(self, device):
+        peak = self.peaks.popleft()
+        figures = (("allocated", peak), ("reserved", 2 * peak), ("active", peak + 1))
+        return {f"{figure}_bytes": {"all": {"peak": nbytes}} for figure, nbytes in figures}
+
+
+def test_cuda_phases_are_closed_where_the_next_begins(monkeypatch):
+    counters = FakeCounters(monkeypatch, [10, 30, 20, 40, 5])
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        profiler.device, profiler.meter = torch.device("cuda"), CudaMeter(torch.device("cuda"))
+        profiler.begin_step()
+        train_step(model, optimizer, micro_batches=2)  # forward, backward, forward, backward, optimizer
+        scalars = profiler.step()
+    rank = profiler.report().fullest
+    assert {phase: figures["allocated"] for phase, figures in rank.peaks.items()} == {
+        "forward": 20,
+        "backward": 40,
+        "optimizer": 5,
+    }
+    assert (rank.peak(), rank.peak("reserved"), rank.peak("active")) == (40, 80, 41)
+    assert (rank.device, rank.retries, rank.ooms) == ("Tesla T4", 2, 1)
+    assert scalars["memory/reserved_gib"] == 80 / GIB
+    assert not counters.peaks
+    assert counters.resets == 7  # at the first step's start, after each of 5 phases, at the second step's start
+
+
+def test_evaluation_is_no_forward_phase(monkeypatch):
+    FakeCounters(monkeypatch, [10, 30])
+    model, optimizer = small()
+    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
+        profiler.device, profiler.meter = torch.device("cuda"), CudaMeter(torch.device("cuda"))
+        profiler.begin_step()
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(BATCH, WIDTH))
+        profiler.step()
+    assert list(profiler.peaks) == ["forward", "backward"]
+
+
+def test_oom_dumps_the_allocators_state(monkeypatch, tmp_path):
+    observers, dumped = [], []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
+    monkeypatch.setattr(meters.OomSnapshot, "_attached", False)
+    snapshot = meters.OomSnapshot(tmp_path / "new" / "oom.pickle")
+    meters.OomSnapshot(tmp_path / "other.pickle")  # forgotten at once: the last one alive counts
+    assert len(observers) == 1
+    snapshot = meters.OomSnapshot(snapshot.path)
+    observers[0](0, 1, 2, 3)
+    assert dumped == [str(tmp_path / "new" / "oom.pickle")]
+    assert snapshot.path.parent.is_dir()
+    del snapshot
+    observers[0](0, 1, 2, 3)
+    assert len(dumped) == 1
+
+
+def test_only_the_gpus_bytes_are_resident():
+    model, optimizer = small()
+    train_step(model, optimizer)
+    assert resident_bytes(model, optimizer) == {"parameters": 0, "buffers": 0, "optimizer": 0}
+
+
+TWO_RANKS = """
+import sys, torch
+from accelerate import Accelerator
+from torch import nn
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+rows = 32 * (1 + accelerator.process_index)
+with MemoryProfiler(accelerator, model, optimizer) as profiler:
+    for _ in range(2):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(rows, 64)).sum())
+        optimizer.step()
+        profiler.step()
+report = profiler.report(policy="none")
+report.print()
+report.write(sys.argv[1])
+"""
+
+
+def test_every_ranks_peaks_are_in_the_report(tmp_path):
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "PYTHONPATH": str(Path(meters.__file__).parents[3])}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Memory: policy none · 2 x cpu") == 1
+    report = MemoryReport.from_json(tmp_path / "memory_report.json")
+    peaks = [rank.peak() for rank in report.ranks]
+    assert [rank.rank for rank in report.ranks] == [0, 1]
+    assert peaks[1] - peaks[0] >= 32 * 64 * 4
+    assert json.loads((tmp_path / "memory_report.json").read_text())["provenance"]["policy"] == "none"
+
+
+@pytest.mark.gpu
+def test_cuda_counters_of_a_real_step(tmp_path):
+    model, optimizer = small()
+    model.cuda()
+    with MemoryProfiler(model=model, optimizer=optimizer, snapshot=tmp_path / "oom.pickle") as profiler:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            model(torch.ones(BATCH, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            profiler.step()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**50, device="cuda")
+    rank = profiler.report().fullest
+    assert set(rank.peaks) == {"forward", "backward", "optimizer"}
+    assert rank.at_peak["parameters"] >= 4 * 2 * (WIDTH * WIDTH + WIDTH)
+    assert rank.peak("reserved") >= rank.peak() >= sum(rank.at_peak.values())
+    assert rank.ooms == 1
+    assert (tmp_path / "oom.pickle").stat().st_size > 0

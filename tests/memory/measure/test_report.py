@@ -1,0 +1,210 @@
+"""MemoryReport: what it prints (golden files), what it writes, what it reads back."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure import report as report_module
+from ckpt_ft.memory.measure.report import (
+    MaxBatch,
+    MemoryReport,
+    PolicyRow,
+    Prediction,
+    RankMemory,
+    merge_peaks,
+    provenance,
+)
+from ckpt_ft.memory.record.timeline import POINTS, Timeline
+from ckpt_ft.memory.record.trace import Holder, StepTrace, Storage
+from ckpt_ft.units import GIB, MIB
+
+FACTS = {
+    "command": "llm.py --ac_policy full",
+    "machine": "Linux x86_64",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "policy": "full",
+    "shapes": {"input_ids": [4, 128], "labels": [4, 128]},
+}
+
+
+def small_trace() -> StepTrace:
+    """A resident parameter of 4 MiB, an activation of 6 freed in backward, a gradient of 4, a temporary of 1."""
+    storages = [
+        Storage(4 * MIB, "parameters", "", "", ""),
+        Storage(6 * MIB, "activations", "aten.mm.default", "layers.0.mlp", "forward"),
+        Storage(1 * MIB, "temporary", "aten.add.Tensor", "layers.0", "forward"),
+        Storage(4 * MIB, "gradients", "aten.mm.default", "layers.0.mlp", "backward"),
+    ]
+    marks = [(1, "step"), (1, "forward"), (4, "backward"), (6, "optimizer")]
+    return StepTrace("cpu", storages, [0, 1, 2, ~2, 3, ~1], marks=marks)
+
+
+def cpu_report() -> MemoryReport:
+    trace = small_trace()
+    peaks = {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items()}
+    rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25)
+    report = MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace, "measured"))
+    report.predicted = Prediction("cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB})
+    return report
+
+
+def gpu_report() -> MemoryReport:
+    def rank(number: int, extra: int) -> RankMemory:
+        peaks = {
+            "forward": {"allocated": 5 * GIB + extra, "reserved": 6 * GIB, "active": 5 * GIB + extra},
+            "backward": {"allocated": 6 * GIB + extra, "reserved": 7 * GIB + extra, "active": 6 * GIB + extra},
+            "optimizer": {"allocated": 3 * GIB, "reserved": 7 * GIB + extra, "active": 3 * GIB},
+        }
+        at_peak = {"parameters": 2 * GIB, "optimizer": GIB, "gradients, activations and temporary": 3 * GIB + extra}
+        return RankMemory(number, "Tesla T4", 8, 8, peaks, at_peak, seconds=1.5 + number / 10, retries=number)
+
+    report = MemoryReport({**FACTS, "policy": "none"}, [rank(0, 0), rank(1, 512 * MIB)])
+    phases = {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}
+    report.predicted = Prediction("t4", 6 * GIB, phases, reserved=7 * GIB, seconds=1.2)
+    report.max_batch = MaxBatch("t4", predicted=12, proved=11)
+    report.next_policies = [PolicyRow("save:attention+matmul", 4 * GIB, 1.3), PolicyRow("full", 3 * GIB)]
+    report.notes = ["The router's load is taken as balanced."]
+    return report
+
+
+def printed(report: MemoryReport) -> str:
+    out = io.StringIO()
+    report.print(Console(file=out, width=80, color_system=None))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("make", [cpu_report, gpu_report])
+def test_printed_and_markdown(make, golden):
+    report = make()
+    golden(f"{make.__name__}.txt", printed(report))
+    golden(f"{make.__name__}.md", report.to_markdown())
+
+
+def test_the_fullest_rank_is_broken_down():
+    report = gpu_report()
+    assert (report.fullest.rank, report.fullest.peak(), report.fullest.peak("reserved")) == (1, 6.5 * GIB, 7.5 * GIB)
+    assert sum(report.fullest.at_peak.values()) == report.fullest.peak()
+    assert cpu_report().fullest.peak("reserved") is None
+
+
+def test_other_devices_are_not_compared():
+    report = cpu_report()
+    report.predicted = Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2)
+    assert "-50" not in report.to_markdown()
+    assert "| peak allocated | 6.00 GiB | - | - |" in report.to_markdown()
+
+
+@pytest.mark.parametrize("make", [cpu_report, gpu_report])
+def test_json_holds_everything(make, tmp_path):
+    report = make()
+    text = report.to_json(tmp_path / "memory_report.json")
+    again = MemoryReport.from_json(tmp_path / "memory_report.json")
+    assert again == report
+    assert again.to_json() == text
+    assert json.loads(text)["ranks"][0]["peaks"]["backward"]["allocated"] == report.ranks[0].peak()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 1, "ranks": [{"rank": 0}]}'])
+def test_a_file_that_is_no_report(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match="x.json is not a memory report"):
+        MemoryReport.from_json(tmp_path / "x.json")
+    with pytest.raises(UserError, match=r"nowhere.json: cannot be read \(No such file"):
+        MemoryReport.from_json(tmp_path / "nowhere.json")
+
+
+def test_write_leaves_whole_files_only(tmp_path, monkeypatch):
+    written = cpu_report().write(tmp_path / "out")
+    assert [path.name for path in written] == ["memory_report.json", "memory_report.md", "memory_report.png"]
+    assert written[2].read_bytes().startswith(b"\x89PNG")
+
+    before = written[1].read_text()
+    monkeypatch.setattr(report_module.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(UserError, match="cannot be written .No space left"):
+        gpu_report().write(tmp_path / "out")
+    assert written[1].read_text() == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in written)
+
+
+def test_write_where_a_file_is_in_the_way(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match="out: the memory report cannot be written"):
+        cpu_report().write(tmp_path / "out")
+
+
+def test_without_a_recorded_step_there_is_no_plot(tmp_path):
+    assert gpu_report().plot(tmp_path / "x.png") is None
+    assert [path.suffix for path in gpu_report().write(tmp_path)] == [".json", ".md"]
+
+
+def test_only_the_main_process_speaks(tmp_path):
+    report = gpu_report()
+    report.main = False
+    assert printed(report) == ""
+    assert report.write(tmp_path) == []
+
+
+def test_predict_brings_the_timeline():
+    report = gpu_report()
+    report.predict(small_trace())
+    assert report.predicted == Prediction(
+        "cpu", 14 * MIB, {"forward": 11 * MIB, "backward": 14 * MIB, "optimizer": 8 * MIB}
+    )
+    assert report.timeline.source == "predicted"
+    report = cpu_report()
+    report.predict(small_trace())
+    assert report.timeline.source == "measured"
+
+
+def test_timeline_of_a_trace():
+    timeline = Timeline.from_trace(small_trace(), "measured")
+    assert timeline.moments == [0, 1, 2, 3, 4, 5]
+    totals = [sum(values) for values in zip(*timeline.series.values(), strict=True)]
+    assert totals == [n * MIB for n in (4, 10, 11, 10, 14, 8)]
+    assert (timeline.marks, timeline.peak) == ([(1, "forward"), (4, "backward"), (6, "optimizer")], 4)
+    assert [(h.category, h.nbytes) for h in timeline.holders[:2]] == [
+        ("activations", 6 * MIB),
+        ("parameters", 4 * MIB),
+    ]
+
+
+def test_a_long_timeline_keeps_its_peak():
+    count = 4 * POINTS
+    storages = [Storage(MIB, "activations", "aten.mm.default", f"layers.{i}.mlp", "forward") for i in range(count)]
+    spike = Storage(512 * MIB, "temporary", "aten.add.Tensor", "", "forward")
+    events = [*range(1000), count, ~count, *range(1000, count)]
+    timeline = Timeline.from_trace(
+        StepTrace("cpu", [*storages, spike], events, marks=[(0, "step"), (0, "forward")]), "measured"
+    )
+    totals = [sum(values) for values in zip(*timeline.series.values(), strict=True)]
+    assert len(totals) <= POINTS
+    assert totals[timeline.moments.index(1000)] == 1512 * MIB
+    assert timeline.holders == [Holder("layers.*.mlp", "aten.mm.default", "activations", count * MIB, count)]
+
+
+def test_peaks_merge_to_the_highest():
+    peaks = {"forward": {"allocated": 5}}
+    merge_peaks(peaks, {"forward": {"allocated": 3, "reserved": 9}, "backward": {"allocated": 7}})
+    assert peaks == {"forward": {"allocated": 5, "reserved": 9}, "backward": {"allocated": 7}}
+
+
+def test_provenance_names_versions(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/a/b/llm.py", "--output_dir", "my dir"])
+    facts = provenance(policy="full")
+    assert facts["command"] == "llm.py --output_dir 'my dir'"
+    assert facts["policy"] == "full"
+    assert {"python", "torch", "transformers", "accelerate"} <= facts["versions"].keys()
+
+
+def test_a_trace_draws_itself(tmp_path, monkeypatch):
+    assert small_trace().plot(tmp_path / "step.svg").read_text().startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"plots need matplotlib: pip install 'ckpt_ft\[plot\]'"):
+        small_trace().plot(tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()

@@ -1,0 +1,76 @@
+"""StepTrace's views, on a record small enough to work out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.record.trace import Holder, Op, StepTrace, Storage
+
+
+def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
+    """A parameter; a warm-up that peaks at 1900; a step that holds 300, then 1000 more, and frees both."""
+    storages = [
+        Storage(100, "parameters", "", "", ""),
+        Storage(1800, "temporary", "aten.mm.default", "a", "forward"),
+        Storage(200, "activations", "aten.mm.default", "a", "forward"),
+        Storage(1000, "temporary", "aten.mm.default", "b", "backward"),
+        Storage(50, "gradients", "aten.mm.default", "b", "backward"),
+    ]
+    ops = [
+        Op("aten.mm.default", 10**9, 2000, "float32", "forward", "a", 1),
+        Op("aten.t.default", 0, 0, "", "backward", "b", 4, 0),
+    ]
+    marks = [(1, "step"), (1, "forward"), (3, "step"), (3, "forward"), (4, "backward"), (7, "optimizer")]
+    return StepTrace(device, storages, [0, 1, ~1, 2, 3, 4, ~3, ~2, ~4], ops, marks, ["a case"], gpu)
+
+
+def test_peaks_are_the_measured_steps() -> None:
+    trace = record()
+    assert trace.start == 3
+    assert trace.peak_allocated == 100 + 200 + 1000 + 50
+    assert trace.peak_reserved == 1900  # of the whole process
+    assert trace.peaks == {"forward": 300, "backward": 1350, "optimizer": 350}
+    assert trace.at_peak == {
+        "parameters": 100, "buffers": 0, "gradients": 50, "optimizer": 0, "activations": 200, "temporary": 1000,
+        "workspace": 0,
+    }  # fmt: skip
+    assert trace.holders(1) == [Holder("b", "aten.mm.default", "temporary", 1000, 1)]
+    assert trace.module_activations() == {"a": 200}
+    assert [sum(row.values()) for row in trace.timeline()] == [100, 300, 1300, 1350, 350, 150, 100]
+
+
+def test_a_gpu_counts_blocks() -> None:
+    trace = record("t4")
+    assert trace.peak_allocated == 512 + 512 + 1024 + 512
+    assert sum(trace.at_peak.values()) == trace.peak_allocated
+    assert trace.peak_reserved == 2 * 2**20
+
+
+@pytest.mark.parametrize("gpu", [None, GPU(**{**find_gpu("t4").__dict__, "name": "mine"})], ids=["named", "own"])
+def test_json_round_trip(gpu: GPU | None) -> None:
+    trace = record("mine" if gpu else "t4", gpu)
+    again = StepTrace.from_json(trace.to_json())
+    assert again == trace
+    assert (again.peaks, again.seconds) == (trace.peaks, trace.seconds)
+    assert again.seconds > 0
+
+
+def test_the_cpus_speed_is_not_modelled() -> None:
+    with pytest.raises(UserError, match="cpu"):
+        _ = record().seconds
+
+
+def test_an_empty_record_has_no_peak() -> None:
+    trace = StepTrace("cpu", [], [])
+    assert (trace.peak_allocated, trace.holders(), trace.timeline(), sum(trace.at_peak.values())) == (0, [], [], 0)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = record().plot(tmp_path / "step.svg")
+    text = path.read_text()
+    assert "activations" in text or path.stat().st_size > 5000

@@ -1,0 +1,152 @@
+"""The tracker on real CPU tensors, against PyTorch's own record of allocations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from trace_models import adamw, language_model, resnet, training_step, unet, vit
+
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
+
+
+def tracked(model: nn.Module, step, optimizer=None, steps: int = 2, **options) -> StepTrace:
+    optimizer = optimizer or adamw(model)
+    with Tracker(model, optimizer, **options) as tracker:
+        for _ in range(steps):
+            tracker.start_step()
+            step(model, optimizer)
+    return tracker.trace()
+
+
+def profiled_peak(call) -> int:
+    """The most bytes that `call` held above what there was before, by the profiler's memory events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+RESNET_50 = {"embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}
+VIT_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 224}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("model_and_loss", "tolerance"),
+    [
+        (lambda: language_model(shape=(4, 128)), 1e-3),
+        (lambda: unet(48, 32), 1e-3),
+        # Convolutions of the CPU hold scratch that no allocation of an op shows.
+        (lambda: resnet(8, **RESNET_50), 3e-2),
+        (lambda: vit(8, **VIT_TINY), 3e-2),
+    ],
+    ids=["lm", "unet", "resnet", "vit"],
+)
+def test_peak_is_the_profilers(model_and_loss, tolerance: float, autocast: bool) -> None:
+    model, loss = model_and_loss()
+    step, optimizer = training_step(loss, autocast), adamw(model)
+    trace = tracked(model, step, optimizer)
+    resident = trace.replay.allocated[trace.start - 1]
+    measured = profiled_peak(lambda: step(model, optimizer))
+    assert trace.peak_allocated - resident == pytest.approx(measured, rel=tolerance)
+
+
+def test_where_a_linear_layer_puts_its_bytes() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(32, 8)
+    parameters = (8 * 16 + 16 + 16 * 4 + 4) * 4
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    trace = tracked(model, step, steps=1)
+    by_category: dict[str, int] = {}
+    for storage, nbytes in trace.live_at(len(trace.events) - 1):
+        by_category[storage.category] = by_category.get(storage.category, 0) + nbytes
+    scalars = 4 * 4  # Adam counts its steps in one float for each parameter
+    assert by_category["parameters"] == by_category["gradients"] == parameters
+    assert by_category["optimizer"] == 2 * parameters + scalars
+    loss_and_its_gradient = 8
+    assert trace.module_activations() == {"": x.nbytes + loss_and_its_gradient, "1": 32 * 16 * 4}
+    backward = {op.module for op in trace.ops if op.phase == "backward" and op.name == "aten.mm.default"}
+    assert backward == {"0", "2"}
+
+
+def test_phases_follow_autograd_and_the_optimizer() -> None:
+    model, loss = language_model()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            loss(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    trace = tracked(model, step, steps=1)
+    assert [name for _, name in trace.marks] == ["step", "forward", "backward", "forward", "backward", "optimizer"]
+    assert {op.phase for op in trace.ops if "foreach_norm" in op.name or "linalg_vector_norm" in op.name} == {
+        "optimizer"
+    }
+    assert trace.peaks["backward"] == trace.peak_allocated > trace.peaks["forward"] > trace.peaks["optimizer"] > 0
+
+
+def test_recomputation_belongs_to_backward_and_to_its_module() -> None:
+    model, loss = language_model()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    trace = tracked(model, training_step(loss), steps=1)
+    again = [op for op in trace.ops if op.phase == "backward" and op.name == "aten.silu.default"]
+    assert [op.module for op in again] == [f"model.layers.{i}.mlp.act_fn" for i in (2, 1, 0)]
+
+
+def test_a_limit_raises_what_a_card_raises() -> None:
+    model, loss = language_model()
+    free = tracked(model, training_step(loss))
+    tracked(model, training_step(loss), limit=free.peak_allocated)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+        tracked(model, training_step(loss), limit=free.peak_allocated - 1)
+
+
+def test_a_resized_storage_is_freed_and_allocated_anew() -> None:
+    with Tracker() as tracker:
+        tensor = torch.empty(10)
+        tensor.resize_(100)
+        assert tracker.allocated == 400
+        del tensor
+    assert tracker.trace().events == [0, ~0, 1, ~1]
+    assert (tracker.allocated, tracker.peak) == (0, 400)
+
+
+def test_restart_keeps_what_lives() -> None:
+    model, loss = language_model()
+    step, optimizer = training_step(loss), adamw(model)
+    with Tracker(model, optimizer) as tracker:
+        tracker.start_step()
+        step(model, optimizer)
+        first = tracker.trace()
+        tracker.restart()
+        tracker.start_step()
+        step(model, optimizer)
+    second = tracker.trace()
+    assert second.replay.allocated[second.start - 1] == first.replay.allocated[-1]
+    assert second.at_peak["optimizer"] == sum(s.nbytes for s in first.storages if s.category == "optimizer")
+
+
+def test_an_error_in_a_module_leaves_no_trace_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    model = nn.Sequential(nn.Linear(2, 2), Fails())
+    with Tracker(model) as tracker:
+        with pytest.raises(RuntimeError, match="no"):
+            model(torch.ones(1, 2))
+        after = torch.ones(4)
+    assert [s.module for s in tracker.trace().storages if s.nbytes == after.nbytes and s.op][-1] == ""

@@ -1,0 +1,148 @@
+"""The parts of the diffusion recipe by themselves: loss weights, noise, dropped prompts, adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers.training_utils import EMAModel
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.diffusion.unet import (
+    averaged,
+    denoising_loss,
+    drop_prompts,
+    load_unet_weights,
+    noisy_inputs,
+    prepare_unet,
+    save_unet,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModelArguments:
+    path = tmp_path_factory.mktemp("sd2")
+    make_tiny_pipeline("sd2", 0, (16,)).save_pretrained(path)
+    return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_targets_rebuild_the_latents(kind: str) -> None:
+    """From the noisy latents and a right prediction the clean ones follow, by each parametrisation's formula."""
+    scheduler = DDPMScheduler(prediction_type=kind)
+    latents = torch.randn(6, 4, 8, 8)
+    inputs, target = noisy_inputs(latents, {"prompt_embeds": torch.zeros(6, 3, 2)}, scheduler)
+    alpha = scheduler.alphas_cumprod[inputs["timestep"]].view(-1, 1, 1, 1)
+    if kind == "epsilon":
+        rebuilt = (inputs["sample"] - (1 - alpha).sqrt() * target) / alpha.sqrt()
+        close = inputs["timestep"] < 800  # dividing by almost nothing after that
+        torch.testing.assert_close(rebuilt[close], latents[close], atol=1e-3, rtol=1e-3)
+    else:
+        rebuilt = alpha.sqrt() * inputs["sample"] - (1 - alpha).sqrt() * target
+        torch.testing.assert_close(rebuilt, latents, atol=1e-5, rtol=1e-5)
+
+
+def test_noise_offset_is_constant_over_an_image() -> None:
+    scheduler = DDPMScheduler()
+    means = []
+    for offset in (0.0, 1.0):
+        torch.manual_seed(0)
+        target = noisy_inputs(torch.zeros(64, 4, 16, 16), {"prompt_embeds": torch.zeros(1)}, scheduler, offset)[1]
+        means.append(target.mean(dim=(2, 3)).std())
+    assert means[0] < 0.08  # 1 / 16
+    assert 0.85 < means[1] < 1.15
+
+
+def test_min_snr_weights() -> None:
+    """The weights as the paper's table gives them, from the schedule's own signal to noise ratios."""
+    times = torch.tensor([1, 300, 700, 990])
+    prediction, target = torch.randn(4, 2, 3, 3), torch.randn(4, 2, 3, 3)
+    errors = (prediction - target).square().mean(dim=(1, 2, 3))
+    for kind, extra in (("epsilon", 0), ("v_prediction", 1)):
+        scheduler = DDPMScheduler(prediction_type=kind)
+        alpha = scheduler.alphas_cumprod[times]
+        snr = alpha / (1 - alpha)
+        expected = (errors * torch.minimum(snr, torch.full_like(snr, 5.0)) / (snr + extra)).mean()
+        got = denoising_loss(prediction, target, scheduler, times, snr_gamma=5.0)
+        torch.testing.assert_close(got, expected)
+        plain = denoising_loss(prediction.half(), target, scheduler, times)
+        assert plain.dtype == torch.float32
+        torch.testing.assert_close(plain, errors.mean(), atol=1e-2, rtol=1e-2)
+
+
+def test_dropped_prompts() -> None:
+    encoded = {"prompt_embeds": torch.ones(4000, 3, 2), "pooled_embeds": torch.ones(4000, 5), "moments": torch.ones(1)}
+    empty = {"prompt_embeds": torch.zeros(1, 3, 2), "pooled_embeds": torch.zeros(1, 5)}
+    drop_prompts(encoded, empty, 0.25)
+    dropped = encoded["prompt_embeds"].amax(dim=(1, 2)) == 0
+    assert 0.22 < dropped.float().mean() < 0.28
+    assert torch.equal(dropped, encoded["pooled_embeds"].amax(dim=1) == 0)
+    state = torch.random.get_rng_state()
+    drop_prompts(encoded, empty, 0.0)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: int | None) -> None:
+    args = copy.copy(tiny)
+    args.rank, args.lora_alpha = rank, None if rank is None else 7
+    unets = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        unet = load_unet(args)
+        for parameter in prepare_unet(unet, args, torch.float32):
+            torch.nn.init.normal_(parameter)
+        unets.append(unet)
+    save_unet(unets[0], tmp_path, lora=rank is not None)
+    load_unet_weights(unets[1], tmp_path, lora=rank is not None)
+    pairs = zip(unets[0].parameters(), unets[1].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
+    args = copy.copy(tiny)
+    args.rank = 2
+    unet = load_unet(args)
+    layers = sum(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name, _ in unet.named_modules())
+    parameters = prepare_unet(unet, args, torch.bfloat16)
+    assert len(parameters) == 2 * layers
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    assert unet.conv_in.weight.dtype == torch.bfloat16
+
+
+def test_averaged_puts_back(tiny: DiffusionModelArguments) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    ema = EMAModel(parameters)
+    with torch.no_grad():
+        parameters[0].fill_(5.0)
+    with averaged(ema, parameters):
+        assert parameters[0].tolist() == [1, 1, 1]
+    assert parameters[0].tolist() == [5, 5, 5]
+    with averaged(None, parameters):
+        assert parameters[0].tolist() == [5, 5, 5]
+
+
+def test_pipelines_that_cannot_be_trained(tiny: DiffusionModelArguments, tmp_path: Path) -> None:
+    def args(path: Path) -> DiffusionModelArguments:
+        return DiffusionModelArguments(pretrained_model_name_or_path=str(path))
+
+    with pytest.raises(UserError, match="no U-Net in it"):
+        unet_config(args(tmp_path))
+    pipeline = make_tiny_pipeline("sd1", 0, (16,))
+    pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 17})
+    pipeline.save_pretrained(tmp_path / "odd")
+    with pytest.raises(UserError, match="takes 17 channels and returns 8, as for inpainting"):
+        load_unet(args(tmp_path / "odd"))
+    (tmp_path / "odd" / "vae" / "config.json").unlink()
+    with pytest.raises(UserError, match="no usable vae"):
+        Encoders(args(tmp_path / "odd"), False, torch.device("cpu"), torch.float32)
+    changed = copy.copy(tiny)
+    changed.prediction_type = "epsilon"
+    assert load_scheduler(tiny).config.prediction_type == "v_prediction"
+    assert load_scheduler(changed).config.prediction_type == "epsilon"

@@ -1,0 +1,134 @@
+"""Captioned images: what is read, how it is framed, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.images.captioned import frame, load_captioned
+
+
+def folder(path: Path, entries: list[Any], images: int = 2) -> Path:
+    path.mkdir(exist_ok=True)
+    for number in range(images):
+        Image.new("RGB", (40, 24 + number), (255, 0, 0)).save(path / f"{number}.png")
+    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    (path / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+GOOD = [{"file_name": "0.png", "text": "red"}, {"file_name": "1.png", "text": "also red"}]
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    rows = load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", GOOD))), 32)
+    assert list(rows["text"]) == ["red", "also red"]
+    assert rows[1]["image"]["path"] == str(tmp_path / "a" / "1.png")
+    first = load_captioned(ImageArguments(train_data_dir=str(tmp_path / "a"), max_train_samples=1), 32)
+    assert len(first) == 1
+
+
+def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
+    from datasets import Image as ImageFeature
+
+    rows = Dataset.from_dict({"photo": [Image.new("RGB", (8, 8))] * 3, "says": ["a", "b", "c"], "more": [1, 2, 3]})
+    rows.cast_column("photo", ImageFeature()).to_parquet(tmp_path / "train.parquet")
+    args = ImageArguments(dataset_name=str(tmp_path), image_column="photo", caption_column="says")
+    loaded = load_captioned(args, 32)
+    assert loaded.column_names == ["image", "text"]
+    assert list(loaded["text"]) == ["a", "b", "c"]
+    with pytest.raises(UserError, match="--image_column image: .* no such column; it has photo, says, more"):
+        load_captioned(ImageArguments(dataset_name=str(tmp_path)), 32)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([*GOOD, "{oops"], "metadata.jsonl line 3 is not JSON"),
+        ([GOOD[0], {"text": "red"}], "line 2 has no 'file_name'"),
+        ([GOOD[0], {"file_name": "1.png"}], "line 2 has no caption: 'text' of 1.png"),
+        ([GOOD[0], {"file_name": "1.png", "text": " "}], "line 2 has no caption"),
+        ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png does not exist.*--skip_bad_images"),
+        ([], "there is no image in it"),
+    ],
+)
+def test_bad_listings(tmp_path: Path, entries: list[Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", entries))), 32)
+
+
+def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["empty.png", "text.png", "cut.png"]
+    path = folder(tmp_path / "a", [*GOOD, *({"file_name": name, "text": "bad"} for name in names)])
+    whole = (path / "0.png").read_bytes()
+    for name, content in zip(names, (b"", b"not an image", whole[: len(whole) // 2]), strict=True):
+        (path / name).write_bytes(content)
+    with pytest.raises(UserError, match=r"empty\.png is empty.*text\.png is no image.*cut\.png cannot be read"):
+        load_captioned(ImageArguments(train_data_dir=str(path)), 32)
+    rows = load_captioned(ImageArguments(train_data_dir=str(path), skip_bad_images=True), 32)
+    assert len(rows) == 2
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said for name in names)
+
+
+def test_no_folder_and_no_listing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        load_captioned(ImageArguments(train_data_dir=str(tmp_path / "none")), 32)
+    with pytest.raises(UserError, match="no metadata.jsonl"):
+        load_captioned(ImageArguments(train_data_dir=str(tmp_path)), 32)
+
+
+def halves() -> Image.Image:
+    """40 wide, 20 high; left half white, right half black."""
+    image = Image.new("RGB", (40, 20), (255, 255, 255))
+    image.paste((0, 0, 0), (20, 0, 40, 20))
+    return image
+
+
+def test_framing() -> None:
+    pixels, ids = frame(halves(), 16, ImageArguments(), random.Random(0))
+    assert pixels.shape == (3, 16, 16)
+    assert pixels[:, :, 0].mean() > 0.9
+    assert pixels[:, :, -1].mean() < -0.9
+    assert ids.tolist() == [20, 40, 0, 8, 16, 16]  # original height and width, crop's top and left, target
+
+
+def test_random_framing() -> None:
+    args = ImageArguments(center_crop=False, random_flip=True)
+    assert args.cache_latents is False
+    draws = [frame(halves(), 16, args, random.Random(seed)) for seed in range(40)]
+    assert len({int(ids[3]) for _, ids in draws}) > 12  # of the 17 places a crop can start at
+    mirrored = [bool(pixels[..., 0].mean() < pixels[..., -1].mean()) for pixels, _ in draws]
+    assert 8 < sum(mirrored) < 32
+    again = frame(halves(), 16, args, random.Random(3))
+    assert torch.equal(again[0], draws[3][0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ImageArguments(resolution=100), "--resolution 100 is not a multiple of 8; take 96 or 104"),
+        (lambda: ImageArguments(resolution=0), "--resolution 0"),
+        (lambda: ImageArguments(dataset_name="a", train_data_dir="b"), "two sources"),
+        (lambda: ImageArguments(cache_latents=True, random_flip=True), "--cache_latents encodes each image once"),
+        (lambda: ImageArguments(proportion_empty_prompts=1.0), "share from 0 to below 1"),
+        (lambda: DiffusionModelArguments(rank=0), "--rank 0: a LoRA rank is at least 1"),
+        (lambda: DiffusionModelArguments(lora_alpha=4), "belong to LoRA"),
+        (lambda: DiffusionModelArguments(rank=4, lora_dropout=1.0), "--lora_dropout"),
+        (lambda: LoopArguments(train_batch_size=0), "--train_batch_size 0: give at least 1"),
+        (lambda: LoopArguments(checkpoints_total_limit=0), "--checkpoints_total_limit 0"),
+        (lambda: LoopArguments(snr_gamma=0.0), "--snr_gamma"),
+    ],
+)
+def test_bad_flags(make: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make()

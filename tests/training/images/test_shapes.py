@@ -1,0 +1,91 @@
+"""The drawn shapes: every combination once, the same on each machine, with captions that say what is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.images.shapes import (
+    BACKGROUNDS,
+    COLOURS,
+    COMBINATIONS,
+    POSITIONS,
+    SHAPES,
+    SIZES,
+    Drawing,
+    contact_sheet,
+    drawings,
+    drawn_shapes,
+)
+
+combinations = st.builds(
+    Drawing,
+    *(st.sampled_from(list(names)) for names in (SHAPES, COLOURS, POSITIONS, SIZES, BACKGROUNDS)),
+)
+
+
+def test_every_combination_once() -> None:
+    assert COMBINATIONS == 8 * 8 * 9 * 3 * 2 == 3456
+    every = drawings()
+    assert len({drawing.caption for drawing in every}) == len(every) == 3456
+    assert drawings(seed=1) != every
+    assert drawings(10) == every[:10]
+
+
+def test_no_two_pictures_alike() -> None:
+    pictures = {drawing.image(32).tobytes() for drawing in drawings()}
+    assert len(pictures) == COMBINATIONS
+
+
+@settings(max_examples=30, deadline=None)
+@given(combinations)
+def test_the_caption_is_true(drawing: Drawing) -> None:
+    """The coloured pixels lie where the caption says, and beside them there is only background."""
+    image = np.asarray(drawing.image(64)).astype(int)
+    background, colour = np.array(BACKGROUNDS[drawing.background]), np.array(COLOURS[drawing.colour])
+    rows, columns = np.nonzero(np.abs(image - colour).sum(2) == 0)
+    assert len(rows) > 30
+    x, y = POSITIONS[drawing.position]
+    assert abs((columns.min() + columns.max() + 1) / 128 - x) < 0.06
+    assert abs((rows.min() + rows.max() + 1) / 128 - y) < 0.12  # triangles and hearts are not centred on their box
+    reach = 1.3 * SIZES[drawing.size] * 64
+    far = np.hypot(*(np.indices((64, 64)) + 0.5 - 64 * np.array([y, x])[:, None, None])) > reach * 1.05
+    assert (image[far] == background).all()
+
+
+def test_rings_have_holes() -> None:
+    for shape, hole in (("ring", True), ("circle", False)):
+        centre = Drawing(shape, "red", "centre", "large", "white").image(64).getpixel((32, 32))
+        assert (centre == (255, 255, 255)) is hole
+
+
+def test_as_a_classification_set() -> None:
+    train, test = drawn_shapes(100, 16), drawn_shapes(150, 16, skip=100)
+    assert len(train) == 100
+    assert len(test) == 50
+    assert not set(train["text"]) & set(test["text"])
+    row = train[3]
+    assert row["image"].size == (16, 16)
+    assert train.features["label"].int2str(row["label"]) == drawings(4)[3].shape
+    assert f"{row['size']} {row['colour']}" in row["text"]
+    assert drawn_shapes(100, 16)._fingerprint == train._fingerprint
+
+
+def test_contact_sheet() -> None:
+    red, blue = (Drawing("square", colour, "centre", "large", "white").image(8) for colour in ("red", "blue"))
+    page = contact_sheet([red, blue, red], columns=2, tile=16, margin=2)
+    assert page.size == (38, 38)
+    assert page.getpixel((2 + 18 + 8, 2 + 8)) == COLOURS["blue"]
+    assert page.getpixel((2 + 8, 2 + 18 + 8)) == COLOURS["red"]
+
+
+@pytest.mark.parametrize(
+    ("count", "resolution", "skip", "words"),
+    [(0, 32, 0, "1 to 3456"), (3457, 32, 0, "1 to 3456"), (5, 4, 0, "at least 8"), (5, 32, 5, "none is left")],
+)
+def test_impossible_sets(count: int, resolution: int, skip: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        drawn_shapes(count, resolution, skip=skip)

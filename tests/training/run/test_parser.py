@@ -1,0 +1,120 @@
+"""Flags and YAML: which one wins, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.run.parser import parse_args
+
+
+@dataclass
+class Flags:
+    steps: int = 3
+    rate: float = 0.5
+    names: list[str] = field(default_factory=list)
+    fast: bool = False
+    slow: bool = True
+    options: dict | str | None = None  # type: ignore[type-arg]
+    model_name: str | None = None
+
+
+def parse(*argv: str, **kwargs: object) -> Flags:
+    (flags,) = parse_args([Flags], argv, **kwargs)  # type: ignore[arg-type]
+    return flags
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "steps: 7\nrate: 2e-5\nnames: [a, b]\nfast: true\nslow: false\noptions: {x: 1}\nmodel_name: null\n"
+    )
+    return path
+
+
+def test_command_line_beats_yaml_beats_builtin_beats_default(config: Path) -> None:
+    assert parse().steps == 3
+    assert parse(builtin={"steps": 5}).steps == 5
+    assert parse("--config", str(config), builtin={"steps": 5}).steps == 7
+    assert parse("--config", str(config), "--steps", "9", builtin={"steps": 5}).steps == 9
+    assert parse("--steps", "9", f"--config={config}").steps == 9
+
+
+def test_yaml_values_pass_through_the_flags_types(config: Path) -> None:
+    flags = parse("--config", str(config))
+    assert (flags.rate, flags.fast, flags.slow, flags.model_name) == (2e-5, True, False, None)
+    assert flags.names == ["a", "b"]
+    assert flags.options == '{"x": 1}'
+
+
+def test_builtin_gives_way_to_its_flag(config: Path) -> None:
+    assert parse("--model-name=m", builtin={"steps": 5}, unless="model_name").steps == 3
+    assert parse("--rate", "1", builtin={"steps": 5}, unless="model_name").steps == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--step", "1"], "no flag '--step'; did you mean '--steps'? (see --help)"),
+        (["--zzzzzz=1"], "no flag '--zzzzzz' (see --help)"),
+        (["loose"], "'loose' belongs to no flag (see --help)"),
+        (["--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["--steps"], "argument --steps: expected one argument"),
+        (["--config"], "--config: expected the path of a YAML file after it"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 1", "no flag 'stepz'; did you mean 'steps'?"),
+        ("steps: 1.5", "invalid int value: '1.5'"),
+        ("- steps", "expected 'flag: value' lines, found list"),
+        ("a: [", "is not valid YAML"),
+        ("config: other.yaml", "no flag 'config'"),
+    ],
+)
+def test_a_wrong_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse("--config", str(path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_policies_are_checked_and_made_canonical_when_parsed() -> None:
+    (flags,) = parse_args([ACArguments], ["--ac_policy", "save:matmul+attention"])
+    assert flags.ac_policy == "save:attention+matmul"
+    assert flags.reports == ("json", "md", "png")
+    (plain,) = parse_args([ACArguments], ["--ac_report", "none"])
+    assert (plain.policy, plain.reports) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ac_policy", "save:atention"], "did you mean 'attention'?"),
+        (["--ac_policy", "full,every:2"], "contradict"),
+        (["--ac_budget", "3GiB"], "the budget is for --ac_policy auto"),
+        (["--ac_policy", "auto", "--ac_budget", "lots"], "'lots' is not an amount of memory"),
+        (["--ac_report", "jsn"], "did you mean 'json'?"),
+        (["--ac_check"], "give one, as in --ac_policy full"),
+    ],
+)
+def test_wrong_ac_flags(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args([ACArguments], argv)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

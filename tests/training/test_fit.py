@@ -1,0 +1,125 @@
+"""What recipes ask the planner: the flags it settles, the report's lines, and going on after memory ran out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.policy import Policy
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.fit import Fitted, fit_to_memory, train_within
+from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.units import MIB
+
+ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
+
+
+def model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **more)
+
+
+def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
+    return fit_to_memory(model(), arguments(tmp_path, **more), settings, Dataset.from_list(ROWS), PadCollator(0))
+
+
+def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
+    settings = ACArguments(ac_policy="auto", ac_budget="3MiB")
+    fitted = fit(tmp_path, settings, per_device_train_batch_size=8)
+    assert fitted.plan is not None
+    assert settings.ac_policy == fitted.plan.best.policy
+    assert fitted.plan.best.batch == 8
+    step, optimizer = fitted.step_for_batch(8), fitted.make_optimizer(fitted.model)
+    from ckpt_ft.checkpointing.apply import apply_policy
+
+    apply_policy(fitted.model, settings.ac_policy)
+    for _ in range(2):
+        with Tracker(fitted.model, optimizer, limit=3 * MIB, ops=False) as tracker:
+            step(fitted.model, optimizer)
+    assert tracker.peak <= 3 * MIB
+
+
+def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
+    fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
+    assert fitted.largest is not None
+    assert 1 < fitted.args.per_device_train_batch_size <= fitted.largest.batch < 64
+    assert fitted.args.per_device_train_batch_size * fitted.args.gradient_accumulation_steps == 64
+    assert "the effective batch stays 64 per device" in capsys.readouterr().out
+
+
+def test_a_plan_is_taken_as_a_file(tmp_path: Path) -> None:
+    fitted = fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="3MiB"))
+    assert fitted.plan is not None
+    path = tmp_path / "plan.json"
+    path.write_text(fitted.plan.to_json())
+    settings = ACArguments(ac_policy=str(path))
+    assert settings.policy == Policy.parse(fitted.plan.best.policy)
+    assert fit(tmp_path, settings).plan == fitted.plan
+    with pytest.raises(UserError, match="no such file"):
+        _ = ACArguments(ac_policy="missing.json").policy
+
+
+class Failing:
+    """A trainer whose first runs run out of memory."""
+
+    def __init__(self, failures: int, at_step: int) -> None:
+        self.failures, self.state = failures, SimpleNamespace(global_step=at_step)
+        self.resumed: list[str | None] = []
+        self.optimizer = self.lr_scheduler = None
+
+    def train(self, resume_from_checkpoint: str | None) -> str:
+        self.resumed.append(resume_from_checkpoint)
+        if len(self.resumed) <= self.failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "trained"
+
+
+def within(fitted: Fitted, trainer: Failing) -> tuple[Any, SimpleNamespace]:
+    memory = SimpleNamespace(close=lambda: None, policy=Policy.parse("none"), add_to_report=None)
+    return train_within(trainer, memory, fitted), memory  # type: ignore[arg-type]
+
+
+def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
+    settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
+    fitted = fit(tmp_path, settings)
+    checkpoint = tmp_path / "out" / "checkpoint-7"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    trainer = Failing(2, at_step=9)
+    result, memory = within(fitted, trainer)
+    assert result == "trained"
+    assert trainer.resumed == [None, str(checkpoint), str(checkpoint)]
+    assert fitted.plan is not None
+    assert fitted.plan.room.budget == round(round(5 * MIB * 0.9) * 0.9)
+    assert str(memory.policy) == fitted.plan.best.policy == settings.ac_policy
+
+
+@pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
+def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
+    """Asked to stop; or steps were made and no checkpoint holds them."""
+    fitted = fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom))
+    with pytest.raises(torch.OutOfMemoryError):
+        within(fitted, Failing(1, at_step))
+
+
+def test_bad_flags() -> None:
+    with pytest.raises(UserError, match="--ac_on_oom retry: choose one of replan, stop"):
+        ACArguments(ac_on_oom="retry")
+    with pytest.raises(UserError, match="for --ac_policy auto or --find_max_batch_size"):
+        ACArguments(ac_budget="1GiB")

@@ -1,0 +1,92 @@
+"""Rows from files: what is read, how it is split, and one line naming what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.text.data import DataArguments, load_rows
+from ckpt_ft.training.text.sample import docstring_pairs, make_sample
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def load(name: str, evaluate: bool = False, **kwargs: object):  # type: ignore[no-untyped-def]
+    return load_rows(DataArguments(dataset_name=name, **kwargs), evaluate=evaluate, seed=0)  # type: ignore[arg-type]
+
+
+def test_every_local_format_gives_the_same_rows(tmp_path: Path) -> None:
+    import pandas
+
+    rows = [{"text": "one"}, {"text": "two"}]
+    names = [
+        write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+        write(tmp_path / "a.json", json.dumps(rows)),
+        write(tmp_path / "a.csv", "text\none\ntwo\n"),
+        write(tmp_path / "a.txt", "one\ntwo\n"),
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    for name in [*names, str(tmp_path / "a.parquet")]:
+        assert load(name)[0].to_list() == rows
+
+
+def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.txt", "".join(f"{i}\n" for i in range(50)))
+    train, test = load(name, evaluate=True, test_split_size=0.2)
+    assert len(test) == 10
+    assert sorted(int(row["text"]) for row in [*train, *test]) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "line 2 is not valid JSON"),
+        ("b.jsonl", '{"text": "a"}\n\n{"text": "b"}\n[1]\n', "line 4 is a JSON list, expected an object"),
+        ("c.jsonl", "", "the file is empty"),
+        ("d.csv", "text\n", "it has no rows"),
+        ("e.json", "[1", "e.json"),
+        ("f.parquet", "no parquet", "f.parquet"),
+        ("g.xlsx", "x", "cannot read '.xlsx' files (.json, .jsonl, .csv, .parquet, .txt)"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(write(tmp_path / name, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone.jsonl: no such file"):
+        load(str(tmp_path / "gone.jsonl"))
+    with pytest.raises(UserError, match=r"dataset no/such \(neither a local path nor"):
+        load("no/such")
+    with pytest.raises(UserError, match="has no split 'test'; hold rows out with --test_split_size 0.1"):
+        load(write(tmp_path / "a.txt", "one\n"), evaluate=True)
+    with pytest.raises(UserError, match="--dataset_name is missing"):
+        load_rows(DataArguments(), evaluate=False, seed=0)
+
+
+def test_lengths_and_shares_are_checked() -> None:
+    with pytest.raises(UserError, match="--max_length 0: a sequence needs at least 2 tokens"):
+        DataArguments(max_length=0)
+    with pytest.raises(UserError, match="--test_split_size 1.5"):
+        DataArguments(test_split_size=1.5)
+
+
+def test_the_sample_is_made_once_and_is_the_same_each_time(sample: tuple[Path, Path]) -> None:
+    model, corpus = sample
+    before = corpus.stat().st_mtime_ns
+    assert make_sample() == (str(model), str(corpus))
+    assert corpus.stat().st_mtime_ns == before
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    assert rows == docstring_pairs()
+    assert len(rows) > 3000
+    by_prompt = {row["prompt"]: row["completion"] for row in rows}
+    assert by_prompt["What is `json.dumps` in Python?\n"] == "Serialize ``obj`` to a JSON formatted ``str``."
