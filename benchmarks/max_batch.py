@@ -21,12 +21,15 @@ from ckpt_ft.memory.allocator.replay import replay
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
-from ckpt_ft.planning.candidate import Row, largest_fitting
+from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.fitting import largest_fitting
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.scaling import Growth
-from ckpt_ft.planning.tracing import Subject, cores
+from ckpt_ft.planning.tracing import cores, trace_policies
 from ckpt_ft.units import MIB, format_bytes
-from ckpt_ft.workloads.workload import Settings, Workload, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 HALF = {"dtype": "bfloat16"}
 TABLE = {
@@ -44,13 +47,10 @@ def table() -> None:
     gpu = find_gpu("a100-80gb")
     print("| model | none | full | pick | samples/s: full | pick |\n|---|---:|---:|---|---:|---:|")
     for title, (name, settings) in TABLE.items():
-        workload = load(name, settings)
+        workload = load(name, settings, gpu)
 
-        def best(policies: list[str] | None, workload: Workload = workload) -> Row:
-            return plan(
-                workload.model, workload.step, None, gpu, make_optimizer=workload.make_optimizer, policies=policies,
-                max_batch_size=MOST, jobs=cores(),
-            ).best  # fmt: skip
+        def best(policies: list[str] | None, workload: Workload = workload) -> Candidate:
+            return plan(workload, policies=policies, max_batch_size=MOST, jobs=cores()).best
 
         none, full, pick = best(["none"]), best(["full"]), best(None)
         batches = [f"{row.batch}+" if row.batch == MOST else str(row.batch) for row in (none, full, pick)]
@@ -63,22 +63,19 @@ def table() -> None:
 
 def t4() -> None:
     gpu = find_gpu("t4")
-    workload = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0))
+    workload = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0), gpu)
     print("| policy | found by trying | predicted: reserved bytes fit | predicted: cached segments given back |")
     print("|---|---:|---:|---:|")
     for policy, tried in FOUND_ON_T4.items():
-        found = predict_max_batch_size(
-            workload.model, workload.step, policy, None, gpu, make_optimizer=workload.make_optimizer, margin=0
-        )
+        found = predict_max_batch_size(workload, policy, margin=0)
         last = last_before_oom(workload, policy, gpu)
         print(f"| {policy} | {tried} | {found.batch} | {last} |", flush=True)
 
 
 def last_before_oom(workload: Workload, policy: str, gpu: GPU) -> int:
     """The largest batch that the allocator can still lay out when it may first give cached segments back."""
-    subject = Subject(workload.model, workload.step, workload.make_optimizer, gpu)
     growth = Growth(32, 64)
-    small, large = (subject.trace([policy], batch)[0] for batch in (32, 64))
+    small, large = (trace_policies(workload, [policy], workload.step(batch))[0] for batch in (32, 64))
     assert not isinstance(small, str)
     assert not isinstance(large, str)
     growth.learn(small, large)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import transformers
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB
-from ckpt_ft.workloads.workload import Settings, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
 
 BF16 = {"dtype": "bfloat16"}
 # name -> (Hub id, batch size, settings)
@@ -46,7 +47,7 @@ def measure(name: str, device: str) -> dict[str, dict[str, int]]:
     rows: dict[str, dict[str, int]] = {}
     for policy in policies:
         apply_policy(workload.model, policy)
-        trace = trace_step(workload.model, workload.step(batch), make_optimizer=workload.make_optimizer, device=device)
+        trace = replace(workload, device=device).trace(batch)
         remove_policy(workload.model)
         rows[policy] = {"kept": kept_bytes(trace), "peak": trace.peak_allocated}
     return rows

@@ -14,17 +14,18 @@ import datetime
 import functools
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vision import made_by, table  # type: ignore[import-not-found]
 
-from ckpt_ft import apply_policy, trace_step
+from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
-from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.batch_size import predict_max_batch_size
 from ckpt_ft.units import GIB
-from ckpt_ft.workloads.workload import Settings, Workload, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 MODELS = {
     "sd15": ("stable-diffusion-v1-5/stable-diffusion-v1-5", 512),
@@ -61,13 +62,13 @@ class Result:
 @functools.cache
 def workload(model: str, method: str) -> Workload:
     name, resolution = MODELS[model]
-    return load(name, Settings(**{**METHODS[method].__dict__, "resolution": resolution}))
+    return load(name, Settings(**{**METHODS[method].__dict__, "resolution": resolution}), DEVICE)
 
 
 def predict(model: str, method: str, policy: str, batch: int, batches: bool) -> Result:
     subject = workload(model, method)
     applied = apply_policy(subject.model, policy)
-    trace = trace_step(subject.model, subject.step(batch), make_optimizer=subject.make_optimizer, device=DEVICE)
+    trace = subject.trace(batch)
     applied.remove()
     largest = tuple(largest_batch(subject, policy, card) for card in CARDS) if batches else ()
     kept = sum(trace.module_activations().values())
@@ -75,9 +76,7 @@ def predict(model: str, method: str, policy: str, batch: int, batches: bool) -> 
 
 
 def largest_batch(subject: Workload, policy: str, card: str) -> int:
-    return predict_max_batch_size(
-        subject.model, subject.step, policy, None, find_gpu(card), make_optimizer=subject.make_optimizer
-    ).batch
+    return predict_max_batch_size(replace(subject, device=card), policy).batch
 
 
 def rows(results: list[Result]) -> list[list[str]]:

@@ -15,14 +15,16 @@ import warnings
 
 import torch
 from torch import nn
-from vision import Measured, largest_batch, measure, table, trace, write_section  # type: ignore[import-not-found]
+from vision import Measured, largest_batch, measure, table, write_section  # type: ignore[import-not-found]
 
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB
-from ckpt_ft.workloads.workload import Settings, Workload, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 MODEL, GPU, BATCH, SEARCHED = "google/vit-large-patch16-224", "a100-80gb", 32, 4096
 RESOLUTIONS = (224, 384)
@@ -36,13 +38,13 @@ TUTORIAL = {"none": 32, "full": 96}
 def workload(resolution: int, precise: bool = False) -> Workload:
     """fp32 weights under bf16 autocast, SDPA, fused AdamW, clipping; `precise`: all in fp32, eager attention."""
     how = {"attn_implementation": "eager"} if precise else {"mixed_precision": "bf16"}
-    return load(MODEL, Settings(resolution=resolution, **how))  # type: ignore[arg-type]
+    return load(MODEL, Settings(resolution=resolution, **how), GPU)  # type: ignore[arg-type]
 
 
 def predicted(policy: str, batch: int, resolution: int, precise: bool = False) -> StepTrace:
     subject = workload(resolution, precise)
     apply_policy(subject.model, policy)
-    return trace(subject.model, subject.step(batch), GPU, subject.make_optimizer)
+    return subject.trace(batch)
 
 
 def measured(policy: str, resolution: int) -> Measured | None:
@@ -55,7 +57,7 @@ def measured(policy: str, resolution: int) -> Measured | None:
         return made
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        batch = {name: tensor.cuda() for name, tensor in subject.make_batch(BATCH).items()}
+        batch = {name: tensor.cuda() for name, tensor in subject.make_batch(BATCH, None).items()}
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()

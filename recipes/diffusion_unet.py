@@ -12,6 +12,8 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,15 +27,14 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.fit import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
 from ckpt_ft.training.diffusion.unet import (
     averaged,
-    denoising_loss,
     drop_prompts,
     make_optimizer,
     noisy_inputs,
@@ -42,7 +43,7 @@ from ckpt_ft.training.diffusion.unet import (
     save_result,
 )
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.fit import fit_unet, run_within
+from ckpt_ft.training.fit import run_within
 from ckpt_ft.training.images.captioned import load_captioned
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
@@ -57,7 +58,7 @@ from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.resume import resume_path
 from ckpt_ft.training.text.sample import cache_dir
-from ckpt_ft.workloads import workload
+from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 # What runs when no pipeline is named.
 BUILT_IN = {
@@ -152,15 +153,14 @@ def train(
     unet = load_unet(model_args)
     parameters = prepare_unet(unet, model_args, frozen_dtype)
     unet.to(accelerator.device)
+    noise_scheduler = load_scheduler(model_args)
     side = resolution // 2 ** (len(vae_config.block_out_channels) - 1)
-    fitted = fit_unet(  # what --ac_policy auto and --find_max_batch_size leave open
-        unet, args, ac_args, accelerator, side, frozen_dtype,
-        lambda trained: make_optimizer(trained, args, 0.0), budget,
-    )  # fmt: skip
+    workload = unet_workload(unet, args, accelerator, noise_scheduler, side, frozen_dtype)
+    # what --ac_policy auto and --find_max_batch_size leave open
+    fitted = fit_unet(workload, args, ac_args, accelerator, budget)
     memory = LoopMemory(ac_args, accelerator)
     memory.add_to_report = fitted.describe
     memory.apply(unet)
-    noise_scheduler = load_scheduler(model_args)
 
     # 4. Optimizer, schedule, moving average, and what of all this a checkpoint holds
     per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
@@ -200,34 +200,38 @@ def train(
         validation.run(accelerator.unwrap_model(unet), accelerator, step)
 
     # 6. The loop
+    def noisy(batch: dict[str, torch.Tensor]) -> Batch:
+        """A micro-batch for the U-Net: encoded, if it was not before, and with noise."""
+        if encoders is None:
+            encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
+        else:
+            encoded = encoders.encode(batch)
+        drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
+        latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
+        inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
+        if samples_seen == 0:
+            memory.check(inputs)
+        last.update(inputs=inputs, target=target)
+        return dict(last)
+
+    def noted_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        loss = workload.compute_loss(model, batch)
+        losses.add(loss)
+        return loss
+
+    last: Batch = {}  # for the prediction beside what was measured
     progress = tqdm(total=max_train_steps, initial=step, disable=not accelerator.is_main_process, desc="steps")
-    batches = loader if step < max_train_steps else ()
+    batches = iter(loader)
     with (
         advise_on_oom(memory, "--train_batch_size"),
         memory.measure(unet, optimizer, max_train_steps - step, args.output_dir),
     ):
-        for batch in batches:
-            with accelerator.accumulate(unet):
-                if encoders is None:
-                    encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
-                else:
-                    encoded = encoders.encode(batch)
-                drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
-                latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
-                inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
-                if samples_seen == 0:
-                    memory.check(inputs)
-                prediction = unet(**inputs).sample
-                loss = denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma)
-                accelerator.backward(loss)
-                losses.add(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-            if not accelerator.sync_gradients:
-                continue
-
+        while step < max_train_steps:
+            micro_batches = map(noisy, islice(batches, args.gradient_accumulation_steps))
+            optimizer_step(
+                unet, optimizer, micro_batches, noted_loss,
+                max_grad_norm=args.max_grad_norm, parameters=parameters, engine=accelerator,
+            )  # fmt: skip
             memory.step()
             step, samples_seen = step + 1, samples_seen + per_step
             progress.update()
@@ -244,9 +248,8 @@ def train(
                     with averaged(ema, parameters):
                         validation.run(accelerator.unwrap_model(unet), accelerator, step)
                 accelerator.wait_for_everyone()
-            if step == max_train_steps:
-                break
-            memory.begin_step()  # what was between is not part of a step
+            if step < max_train_steps:
+                memory.begin_step()  # what was between is not part of a step
     progress.close()
 
     # 7. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
@@ -263,22 +266,9 @@ def train(
     del unet
     accelerator.free_memory()
 
-    def one_step(model: torch.nn.Module, traced_optimizer: torch.optim.Optimizer) -> None:
-        """The loop's step in short, on its last batch, for the prediction beside what was measured."""
-        for _ in range(args.gradient_accumulation_steps):
-            with accelerator.autocast():
-                prediction = model(**inputs).sample
-            denoising_loss(prediction, target, noise_scheduler, inputs["timestep"], args.snr_gamma).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        traced_optimizer.step()
-        traced_optimizer.zero_grad()
-
-    def same_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return workload.make_optimizer(model, "adamw_8bit" if args.use_8bit_adam else "adamw_fused")
-
     memory.report(
         args.output_dir,
-        predict=lambda device: trace_step(trained, one_step, make_optimizer=same_optimizer, device=device),
+        workload=replace(workload, model=trained, make_batch=lambda samples, length: dict(last)),
         model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
     )  # fmt: skip

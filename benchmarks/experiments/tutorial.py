@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.batch_size import predict_max_batch_size
-from ckpt_ft.workloads.workload import Settings, Workload, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 from .common import Case, Figure, Section, kept, mb, predict
 
@@ -102,10 +103,7 @@ def largest_batches(images: Path, quick: bool) -> Section:
 def _found(workload: Workload, most: int) -> tuple[int, int, float]:
     """Largest batch without and with `full`, and the percentage that `full` takes off the peak at the former."""
     found = [
-        predict_max_batch_size(
-            workload.model, workload.step, policy, None, find_gpu(GPU), make_optimizer=workload.make_optimizer,
-            max_batch_size=most,
-        ).batch
+        predict_max_batch_size(workload, policy, max_batch_size=most).batch
         for policy in ("none", "full")
     ]  # fmt: skip
     job = Case(lambda: workload.model, workload.step(max(found[0], 1)), workload.make_optimizer)

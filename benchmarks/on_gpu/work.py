@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import GPU, current_gpu
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import Prediction
 from ckpt_ft.planning.batch_size import find_max_batch_size
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.workloads.workload import DTYPES, Batch, Step, Workload, training_step
+from ckpt_ft.workloads.workload import Batch, Workload
 
 from .workloads import Spec
 
@@ -44,8 +43,7 @@ def predict(spec: Spec, policy: str, gpu: dict[str, Any] | None) -> dict[str, An
     began = time.perf_counter()
     workload = spec.load()
     apply_policy(workload.model, policy)
-    step, device = workload.step(spec.batch), GPU(**gpu) if gpu else "cpu"
-    trace = trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=device)
+    trace = replace(workload, device=GPU(**gpu) if gpu else "cpu").trace(spec.batch)
     return {**asdict(Prediction.from_trace(trace)), "trace_seconds": time.perf_counter() - began}
 
 
@@ -54,8 +52,8 @@ def measure(spec: Spec, policy: str) -> dict[str, Any]:
     workload = spec.load()
     model = real_model(workload)
     apply_policy(model, policy)
-    optimizer = workload.make_optimizer(model)
-    step = real_step(workload, spec.batch)
+    optimizer = None if workload.make_optimizer is None else workload.make_optimizer(model)
+    step = really(workload, model).step(spec.batch)
     _empty_cache()
     for _ in range(WARM_UP):
         step(model, optimizer)
@@ -80,13 +78,7 @@ def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
     workload = spec.load()
     model = real_model(workload)
     apply_policy(model, policy)
-    found = find_max_batch_size(
-        model,
-        lambda size: real_step(workload, size),
-        budget,
-        make_optimizer=workload.make_optimizer,
-        max_batch_size=512,
-    )
+    found = find_max_batch_size(really(workload, model), budget, max_batch_size=512)
     trials = [asdict(trial) for trial in found.trials]
     return {"predicted": found.predicted, "proved": found.batch, "trials": trials, "budget": budget}
 
@@ -94,16 +86,8 @@ def largest_batch(spec: Spec, policy: str, budget: str) -> dict[str, Any]:
 def make_plan(spec: Spec, gpu: dict[str, Any] | None, budget: str, policies: list[str] | None) -> list[dict[str, Any]]:
     """The planner's rows within `budget`, its pick first."""
     workload = spec.load()
-    made = plan(
-        workload.model,
-        workload.step,
-        budget,
-        GPU(**gpu) if gpu else "cpu",
-        make_optimizer=workload.make_optimizer,
-        max_batch_size=64,
-        policies=policies,
-        name=spec.name,
-    )
+    workload = replace(workload, name=spec.name, device=GPU(**gpu) if gpu else "cpu")
+    made = plan(workload, budget, max_batch_size=64, policies=policies)
     return [{**asdict(row), "samples_per_second": row.samples_per_second} for row in made.rows]
 
 
@@ -118,7 +102,7 @@ def real_model(workload: Workload) -> nn.Module:
     base: Any = meta.get_base_model() if adapted else meta
     default = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(DTYPES[workload.settings.dtype])
+        torch.set_default_dtype(base.dtype)
         with torch.device(_device()):
             kind = type(base)
             real: Any = kind.from_config(base.config) if workload.kind == "diffusion model" else kind(base.config)
@@ -139,18 +123,18 @@ def real_model(workload: Workload) -> nn.Module:
     return made
 
 
-def real_step(workload: Workload, size: int) -> Step:
-    """The workload's step on random data: all zeros would make a GPU faster than it is."""
+def really(workload: Workload, model: nn.Module) -> Workload:
+    """The workload with `model`, on random data: all zeros would make a GPU faster than it is."""
 
-    def make_batch() -> Batch:
+    def make_batch(samples: int, length: int | None) -> Batch:
         with torch.device(_device()):
-            batch = workload.make_batch(size)
+            batch = workload.make_batch(samples, length)
         filled: Batch = tree_map_only(
             torch.Tensor, lambda x: x.normal_() if x.is_floating_point() else x.random_(2), batch
         )
         return filled
 
-    return training_step(workload.compute_loss, make_batch, workload.settings)
+    return replace(workload, model=model, make_batch=make_batch, device=current_gpu() or "cpu")
 
 
 def _timed(run: Callable[[], None]) -> list[float]:

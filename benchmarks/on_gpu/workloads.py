@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.workloads.workload import Settings, Workload, load
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 # Every policy is run on the first three; on the others those that tell most.
 LANGUAGE = (

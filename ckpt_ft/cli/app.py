@@ -11,7 +11,7 @@ import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,10 +20,13 @@ from rich.table import Table
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.workload import Settings
+from ckpt_ft.workloads.settings import Settings
 
 from .options import AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 from .planning import register
+
+if TYPE_CHECKING:
+    from ckpt_ft.workloads.workload import Workload
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 
@@ -92,16 +95,16 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights."""
-    from ckpt_ft.workloads.workload import load
+    from ckpt_ft.workloads.load import load
 
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
     with _progress() as progress:
         progress(f"building {model} from its config")
-        workload = load(model, settings)
+        workload = load(model, settings, gpu or "cpu")
         progress(f"tracing two steps of {type(workload.model).__name__} for {device}")
-        result = _estimate(workload, policy, batch_size, gpu, limit)
+        result = _estimate(workload, policy, batch_size, limit)
     if as_json:
         print(json.dumps({**result.__dict__, "headroom": result.headroom}, indent=2))
     else:
@@ -120,21 +123,18 @@ def explain(
 ) -> None:
     """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
     from ckpt_ft.checkpointing.apply import apply_policy
-    from ckpt_ft.memory.fake.step import trace_step
-    from ckpt_ft.workloads.workload import load
+    from ckpt_ft.workloads.load import load
 
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
     with _progress() as progress:
         progress(f"building {model} from its config")
-        workload = load(model, settings)
+        workload = load(model, settings, gpu or "cpu")
         kept = {}
         for name in dict.fromkeys(("none", policy)):
             progress(f"tracing a step under {name}")
             applied = apply_policy(workload.model, name)
-            kept[name] = trace_step(
-                workload.model, workload.step(batch_size), device=gpu or "cpu"
-            ).module_activations()
+            kept[name] = workload.trace(batch_size).module_activations()
         blocks = applied.found.blocks or apply_policy(workload.model, "full").found.blocks
     print(applied.explain())
     table = Table(
@@ -184,18 +184,13 @@ def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the
     MemoryReport.from_json(file).print()
 
 
-def _estimate(workload: Any, policy: str, batch_size: int, gpu: Any, capacity: int | None) -> Estimate:
+def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> Estimate:
     from ckpt_ft.checkpointing.apply import apply_policy
-    from ckpt_ft.memory.fake.step import trace_step
+    from ckpt_ft.memory.gpus import gpu_of
 
     applied = apply_policy(workload.model, policy)
-    trace = trace_step(
-        workload.model,
-        workload.step(batch_size),
-        make_optimizer=workload.make_optimizer,
-        device=gpu or "cpu",
-        warmup_steps=1,
-    )
+    trace = workload.trace(batch_size)
+    gpu = gpu_of(workload.device)
     return Estimate(
         model=workload.name,
         policy=str(applied.policy),

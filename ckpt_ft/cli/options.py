@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.workloads.workload import Settings
+from ckpt_ft.workloads.settings import Settings
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_ft.units import format_bytes, format_number, parse_bytes
-from ckpt_ft.workloads.workload import Settings
+from ckpt_ft.workloads.settings import Settings
 
 from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
     from ckpt_ft.workloads.lengths import Lengths
-    from ckpt_ft.workloads.workload import Workload
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -97,16 +95,14 @@ def max_batch(
     The recipes prove theirs by real steps: --find_max_batch_size.
     """
     from ckpt_ft.planning.batch_size import predict_max_batch_size
-    from ckpt_ft.workloads.workload import load
+    from ckpt_ft.workloads.load import load
 
     with _progress() as progress:
         progress(f"building {model} from its config")
-        workload = load(model, settings)
+        workload = load(model, settings, gpu_or_cpu(device) or "cpu")
         found = predict_max_batch_size(
-            workload.model, workload.step, policy, budget or None, gpu_or_cpu(device),
-            make_optimizer=workload.make_optimizer, max_batch_size=max_batch_size, margin=margin or None,
-            report=progress,
-        )  # fmt: skip
+            workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=progress
+        )
     if as_json:
         answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)}
         print(json.dumps(answer))
@@ -145,23 +141,18 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
 
 
 def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, lengths: Lengths | None) -> Plan:
-    from ckpt_ft.planning.plan import make_room
+    from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.planning.tracing import cores
-    from ckpt_ft.workloads.workload import load
+    from ckpt_ft.workloads.load import load
 
-    gpu = gpu_or_cpu(asked["device"])
+    asked = dict(asked)
+    gpu = gpu_or_cpu(asked.pop("device"))
     make_room(asked["budget"], gpu, asked["margin"])  # a bad budget is said before anything is built
     with _progress() as progress:
         progress(f"building {model} from its config")
-        if lengths:
-            settings = replace(settings, seq_length=max(lengths.longest, 2))
-        workload: Workload = load(model, settings)
-        rows = workload.padded(lengths) if lengths else None
-        return make_plan(
-            workload.model, rows.worst if rows else workload.step, **{**asked, "device": gpu or "cpu"},
-            make_optimizer=workload.make_optimizer, name=model, rows=rows, jobs=jobs or cores(), report=progress,
-        )  # fmt: skip
+        workload = load(model, settings, gpu or "cpu", lengths)
+        return make_plan(workload, **asked, jobs=jobs or cores(), report=progress)
 
 
 def print_plan(plan: Plan) -> None:

@@ -53,6 +53,15 @@ class GPU:
         """Bytes that the caching allocator can reserve."""
         return self.memory - self.context
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second between host and card: an x16 slot of the PCIe generation of its compute capability.
+
+        3.0, 4.0 and 5.0 move 15.75, 31.5 and 63 GB/s by the specification; 80 % of it is an assumption.
+        """
+        major = self.arch[0]
+        return 0.8 * (15.75e9 if major < 8 else 31.5e9 if major == 8 else 63e9)
+
     def matmul_rate(self, dtype: str, tf32: bool = False) -> float:
         """FLOP/s that large matmuls of `dtype` ("float16", ...) reach; `tf32`: fp32 operands may be rounded to TF32.
 
@@ -134,6 +143,13 @@ _ALIASES = {
 def _plain(name: str) -> str:
     """`name` without maker, form factor and punctuation: "NVIDIA A100-SXM4-40GB" is "a10040gb"."""
     return re.sub(r"nvidia|tesla|geforce|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]", "", name.lower())
+
+
+def gpu_of(device: str | GPU) -> GPU | None:
+    """The GPU that a step runs on: by name, or as given; None for "cpu"."""
+    if isinstance(device, GPU):
+        return device
+    return None if device == "cpu" else find_gpu(device)
 
 
 def find_gpu(name: str) -> GPU:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.workloads.lengths import PaddedRows, Step
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.workload import Workload
 
-from .candidate import Row, seconds
+from .candidate import Candidate, seconds
 from .proposals import with_term
-from .tracing import Subject, Tracer
+from .tracing import Traced, Tracer, trace_policies
 
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
 _FASTER = 0.05  # or of the seconds
@@ -28,8 +29,8 @@ class Fix:
 
     Attributes:
         change: what to do, as a person would.
-        saves: bytes reserved, of the plan's best row at its batch size.
-        slower: seconds per sample over those of the best row, less 1; below 0 is faster.
+        saves: bytes reserved, of the plan's best candidate at its batch size.
+        slower: seconds per sample over those of the best candidate, less 1; below 0 is faster.
     """
 
     change: str
@@ -37,64 +38,68 @@ class Fix:
     slower: float
 
 
-def advise(tracer: Tracer, row: Row, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """The fixes that save at least 1 % of `row`'s bytes or 5 % of its time, largest saving first.
+def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
+    """The fixes that save at least 1 % of `candidate`'s bytes or 5 % of its time, largest saving first.
 
     fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
     """
-    per_sample = seconds(trace, row.policy) / row.batch
+    per_sample = seconds(trace) / candidate.batch
 
-    def fix(change: str, other: StepTrace | str | None, batch: int = row.batch) -> Iterator[Fix]:
+    def fix(change: str, other: StepTrace | str | None, batch: int = candidate.batch) -> Iterator[Fix]:
         if isinstance(other, StepTrace):
-            slower = seconds(other, row.policy) / batch / per_sample - 1
-            yield Fix(change, row.reserved - other.peak_reserved, round(slower, 4))
+            slower = seconds(other) / batch / per_sample - 1
+            yield Fix(change, candidate.reserved - other.peak_reserved, round(slower, 4))
 
     found: list[Fix] = []
-    if "head" not in row.policy.split(","):
-        headed = with_term(row.policy, "head")
-        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, row.batch))
+    if "head" not in candidate.policy.split(","):
+        headed = with_term(candidate.policy, "head")
+        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
     for change, make in _CHANGES.items():
-        with make(tracer.subject, trace) as changed:
+        with make(tracer.workload, trace) as changed:
             if changed is not None:
-                found += fix(change, changed.trace([row.policy], row.batch)[0])
-    if fixed_batch and row.batch > 1:
-        half = row.batch // 2
+                found += fix(change, _traced(changed, candidate))
+    if fixed_batch and candidate.batch > 1:
+        half = candidate.batch // 2
         change = f"micro-batches of {half} and twice the gradient accumulation"
-        found += fix(change, tracer.trace(row.policy, half), half)
+        found += fix(change, tracer.trace(candidate.policy, half), half)
     found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
-    if tracer.subject.rows is not None:
-        found += _padding(tracer.subject, tracer.subject.rows, row)
-    worth = [fix for fix in found if fix.saves >= _WORTH * row.reserved or fix.slower <= -_FASTER]
+    if tracer.workload.lengths is not None:
+        found += _padding(tracer.workload, tracer.workload.lengths, candidate)
+    worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
     return sorted(worth, key=lambda fix: -fix.saves)
 
 
-def _padding(subject: Subject, rows: PaddedRows, row: Row) -> Iterator[Fix]:
+def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
     """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
-    lengths, batch = rows.lengths, row.batch
+    batch = candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
-        worst, usual = (_at(subject, rows.step(batch, n), row) for n in (cut, lengths.cut(cut).padded(batch)))
-        slower = round(seconds(usual, row.policy) / row.seconds - 1, 4)
+        worst, usual = (_at(workload, candidate, n) for n in (cut, lengths.cut(cut).padded(batch)))
+        slower = round(seconds(usual) / candidate.seconds - 1, 4)
         change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
-        yield Fix(change, row.reserved - worst.peak_reserved, slower)
+        yield Fix(change, candidate.reserved - worst.peak_reserved, slower)
     if not lengths.by_length and lengths.mean < lengths.padded(batch):
-        grouped = _at(subject, rows.step(batch, round(lengths.mean)), row)
-        faster = round(seconds(grouped, row.policy) / row.seconds - 1, 4)
+        grouped = _at(workload, candidate, round(lengths.mean))
+        faster = round(seconds(grouped) / candidate.seconds - 1, 4)
         share = 1 - lengths.mean / lengths.padded(batch)
         change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
         yield Fix(change, 0, faster)
 
 
-def _at(subject: Subject, step: Step, row: Row) -> StepTrace:
-    (trace,) = replace(subject, step_for_batch=lambda _: step).trace([row.policy], row.batch)
-    assert isinstance(trace, StepTrace), "a row has a trace"
+def _traced(workload: Workload, candidate: Candidate, length: int | None = None) -> Traced:
+    return trace_policies(workload, [candidate.policy], workload.step(candidate.batch, length))[0]
+
+
+def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
+    trace = _traced(workload, candidate, length)
+    assert isinstance(trace, StepTrace), "a candidate has a trace"
     return trace
 
 
 @contextmanager
-def _fused(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
+def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
     """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
-    make = subject.make_optimizer
+    make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
         return
@@ -105,40 +110,40 @@ def _fused(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
             group.update(fused=True, foreach=False)
         return optimizer
 
-    can = isinstance(make(subject.model), (torch.optim.Adam, torch.optim.SGD))
-    yield replace(subject, make_optimizer=fused) if can else None
+    can = isinstance(make(workload.model), (torch.optim.Adam, torch.optim.SGD))
+    yield replace(workload, make_optimizer=fused) if can else None
 
 
 @contextmanager
-def _sdpa(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
+def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
     """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
-    able = [module for module in subject.model.modules() if getattr(module, "_supports_sdpa", False)]
+    able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
         yield None
         return
     try:
         capable[0].set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' PreTrainedModel
-        yield subject
+        yield workload
     finally:
         capable[0].set_attn_implementation("eager")  # type: ignore[operator]
 
 
 @contextmanager
-def _no_cache(subject: Subject, trace: StepTrace) -> Iterator[Subject | None]:
+def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
     """No KV cache in training: it keeps every key and value alive through backward."""
-    configs = [m.config for m in subject.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
+    configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
     if not configs:
         yield None
         return
     try:
         configs[0].use_cache = False  # type: ignore[union-attr]
-        yield subject
+        yield workload
     finally:
         configs[0].use_cache = True  # type: ignore[union-attr]
 
 
-_CHANGES: dict[str, Callable[[Subject, StepTrace], Any]] = {
+_CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
     "a fused optimizer (--optim adamw_torch_fused)": _fused,
     "attn_implementation sdpa in place of eager": _sdpa,
     "model.config.use_cache = False": _no_cache,

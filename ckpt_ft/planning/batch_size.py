@@ -20,16 +20,15 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import applied_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, current_gpu
+from ckpt_ft.memory.gpus import current_gpu, gpu_of
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.lengths import Step
+from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .candidate import Room, largest_fitting
-from .plan import make_room
+from .fitting import Room, largest_fitting, make_room
 from .search import Search
-from .tracing import Report, Subject, Tracer, as_it_was
+from .tracing import Report, Tracer, as_it_was
 
 _SHRINK = 0.97  # after an OOM at a batch that should have fitted: the limit that the next guess is made for, each time
 
@@ -71,22 +70,24 @@ class MaxBatchSize:
         return f"largest batch in {within}: predicted {self.predicted}, proved {self.batch} ({steps})"
 
 
+@or_loop
 def find_max_batch_size(
-    model: nn.Module,
-    step_for_batch: Callable[[int], Step],
+    workload: Workload,
     budget: str | int | None = None,
     *,
-    make_optimizer: Callable[[nn.Module], Any] | None = None,
     max_batch_size: int = 1024,
     margin: str | int | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
-    """The largest batch whose training step fits, under the policy that stands on `model`.
+    """The largest batch whose training step fits, under the policy that stands on the model: predicted, then proved.
+
+    With a loop of one's own: `find_max_batch_size(model, step_for_batch, budget, make_optimizer=...)`, where
+    `step_for_batch(samples)` is `step(model, optimizer)`, one optimizer step on the longest samples there are.
 
     Args:
-        model: with weights, on the device that it is to be trained on, unwrapped (no DDP). Weights, buffers, gradients
-            and random state are afterwards as before; a host copy of what is trained is held meanwhile.
-        step_for_batch: batch size -> step(model, optimizer), one optimizer step on the longest samples there are.
+        workload: its model has weights, on the device that it is to be trained on, unwrapped (no DDP). Weights,
+            buffers, gradients and random state are afterwards as before; a host copy of what is trained is held
+            meanwhile.
         budget: bytes or "24GiB"; None for the whole GPU. A CPU needs one.
         margin: kept free, as in `plan`.
 
@@ -95,15 +96,17 @@ def find_max_batch_size(
     Raises:
         UserError: a budget that the device does not have, or none on a CPU.
     """
+    model = workload.model
     device = next(model.parameters()).device
     gpu = current_gpu(device.index) if device.type == "cuda" else None
+    workload = replace(workload, device=gpu or "cpu")  # the one at hand, whatever was asked for
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
     room = make_room(budget, gpu, margin)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
-    curve, predicted = _predict(model, step_for_batch, policy, room, gpu, make_optimizer, max_batch_size, report)
+    curve, predicted = _predict(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
-    runner = _Runner(model, step_for_batch, make_optimizer, room, device)
+    runner = _Runner(workload, room, device)
     with _restored(model, device):
         try:
             batch = _prove(runner, lambda n: curve.reserved(policy, n), predicted, max_batch_size)
@@ -113,46 +116,32 @@ def find_max_batch_size(
 
 
 def predict_max_batch_size(
-    model: nn.Module,
-    step_for_batch: Callable[[int], Step],
+    workload: Workload,
     policy: str = "none",
     budget: str | int | None = None,
-    gpu: GPU | None = None,
     *,
-    make_optimizer: Callable[[nn.Module], Any] | None = None,
     max_batch_size: int = 1024,
     margin: str | int | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
-    """The largest batch that fits `gpu` (None: the CPU) under `policy`, predicted only: `model` may be on meta.
+    """The largest batch that fits the workload's device under `policy`, predicted only: the model may be on meta.
 
     Raises:
         UserError: a budget that the device does not have, or a policy that does not suit the model.
     """
-    room = make_room(budget, gpu, margin)
-    text = str(Policy.parse(policy))
-    _, batch = _predict(model, step_for_batch, text, room, gpu, make_optimizer, max_batch_size, report)
+    room = make_room(budget, gpu_of(workload.device), margin)
+    _, batch = _predict(workload, str(Policy.parse(policy)), room, max_batch_size, report)
     return MaxBatchSize(batch, batch, room)
 
 
-def _predict(
-    model: nn.Module,
-    step_for_batch: Callable[[int], Step],
-    policy: str,
-    room: Room,
-    gpu: GPU | None,
-    make_optimizer: Callable[[nn.Module], Any] | None,
-    most: int,
-    report: Report | None,
-) -> tuple[Search, int]:
+def _predict(workload: Workload, policy: str, room: Room, most: int, report: Report | None) -> tuple[Search, int]:
     """The search with its traces, and the largest batch that they say fits."""
-    subject = Subject(model, step_for_batch, make_optimizer, gpu or "cpu")
-    with as_it_was(model), Tracer(subject, report=report) as tracer:
+    with as_it_was(workload.model), Tracer(workload, report=report) as tracer:
         search = Search(tracer, room, "effective_batch", most=most)
-        rows = search.run([policy])
+        found = search.run([policy])
     if policy in search.rejected:
         raise UserError(f"policy '{policy}': {search.rejected[policy]}")
-    return search, rows[0].batch if rows else 0
+    return search, found[0].batch if found else 0
 
 
 def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, int, str]:
@@ -216,15 +205,8 @@ def _prove(runner: _Runner, predicted_bytes: Callable[[int], int], first: int, m
 class _Runner:
     """Runs real steps within a limit; keeps the optimizer from one to the next, until memory runs out."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step_for_batch: Callable[[int], Step],
-        make_optimizer: Callable[[nn.Module], Any] | None,
-        room: Room,
-        device: torch.device,
-    ) -> None:
-        self.model, self.step_for_batch, self.make_optimizer = model, step_for_batch, make_optimizer
+    def __init__(self, workload: Workload, room: Room, device: torch.device) -> None:
+        self.workload, self.model = workload, workload.model
         self.room, self.device = room, device
         self.trials: list[Trial] = []
         self.optimizer: Any = None
@@ -233,7 +215,8 @@ class _Runner:
     def attempt(self, batch: int) -> int | None:
         """The peak of a step as all later ones are like, the largest of all ranks; None where memory ran out."""
         if not self.warm:
-            self.optimizer = self.make_optimizer(self.model) if self.make_optimizer else None
+            make = self.workload.make_optimizer
+            self.optimizer = make(self.model) if make else None
             if self._step(batch) is None:
                 return None
             self.warm = True
@@ -255,7 +238,7 @@ class _Runner:
         return peak
 
     def _measured(self, batch: int) -> int | None:
-        step = self.step_for_batch(batch)
+        step = self.workload.step(batch)
         if self.device.type != "cuda":
             tracker = Tracker(self.model, self.optimizer, limit=self.room.limit, ops=False)
             with tracker:
@@ -287,7 +270,8 @@ class _Runner:
 
 @contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Trained parameters, buffers, gradients and random state as they were, from a copy on the host."""
+    """Trained parameters, buffers, gradients, modes and random state as they were, from a copy on the host."""
+    modes = [(module, module.training) for module in model.modules()]
     changing = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in changing]
     gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
@@ -295,6 +279,8 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        for module, training in modes:
+            module.training = training
         with torch.no_grad():
             for tensor, copy in zip(changing, copies, strict=True):
                 tensor.copy_(copy)

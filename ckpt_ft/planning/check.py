@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.workload import MIXED_PRECISION, Settings, load
+from ckpt_ft.workloads.settings import Settings
 
 _TIMESTEPS = 1000  # of a noise schedule
 
@@ -24,18 +26,13 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     Raises:
         UserError: no such model, or the policy does not fit it.
     """
-    workload = load(name, settings)
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    workload = load(name, settings, current_gpu() or "cpu")
     model = _with_weights(name, workload.model).to(device)
-    batch = _random(workload.make_batch(batch_size), model, device)
+    batch = _random(workload.make_batch(batch_size, None), model, device)
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        dtype = MIXED_PRECISION[settings.mixed_precision]
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            return workload.compute_loss(model, batch)
-
-    return check_parity(model, batch, policy, loss=loss, seed=seed)
+    return check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
 
 
 def _with_weights(name: str, meta: nn.Module) -> nn.Module:

@@ -7,7 +7,6 @@ allocator would reserve, plus the CUDA context, plus a margin.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,19 @@ from typing import Any
 from torch import nn
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.policy import Policy
-from ckpt_ft.units import format_bytes, format_number, parse_bytes
-from ckpt_ft.workloads.lengths import Lengths, PaddedRows, Step
+from ckpt_ft.units import format_bytes, format_number
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .advice import Fix, advise
-from .candidate import Room, Row, better, frontier
+from .candidate import Candidate, better, frontier
+from .fitting import Room, make_room
 from .plan_file import check_versions, fingerprint, versions
 from .proposals import blocks_of
 from .search import Search
-from .tracing import Report, Subject, Tracer, as_it_was
-
-MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels' scratch, which no trace sees
+from .tracing import Report, Tracer, as_it_was
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Plan:
         versions: what it was made with.
     """
 
-    rows: list[Row]
+    rows: list[Candidate]
     room: Room
     model: str
     device: str
@@ -58,12 +57,12 @@ class Plan:
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
-    def best(self) -> Row:
+    def best(self) -> Candidate:
         """The pick."""
         return self.rows[0]
 
     @property
-    def frontier(self) -> list[Row]:
+    def frontier(self) -> list[Candidate]:
         """The rows that none beats in both bytes reserved and samples a second."""
         return frontier(self.rows)
 
@@ -95,7 +94,7 @@ class Plan:
             document = json.loads(text)
             check_versions(document["versions"], source)
             document.pop("best")
-            rows = [Row(**row) for row in document.pop("rows")]
+            rows = [Candidate(**row) for row in document.pop("rows")]
             fixes = [Fix(**fix) for fix in document.pop("fixes")]
             plan = cls(rows=rows, room=Room(**document.pop("room")), fixes=fixes, **document)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -132,69 +131,64 @@ class Plan:
         return plot_plan(self, Path(path))
 
 
+@or_loop
 def plan(
-    model: nn.Module,
-    step_for_batch: Callable[[int], Step],
+    workload: Workload,
     budget: str | int | None = None,
-    device: str | GPU = "a100-40gb",
     *,
-    make_optimizer: Callable[[nn.Module], Any] | None = None,
     batch_size: int | None = None,
     max_batch_size: int = 1024,
     target: str = "throughput",
     margin: str | int | None = None,
     policies: list[str] | None = None,
-    name: str = "",
-    rows: PaddedRows | None = None,
     jobs: int = 1,
     report: Report | None = None,
 ) -> Plan:
     """The policies and batch sizes that fit a budget, best first.
 
+    With a loop of one's own: `plan(model, step_for_batch, budget, device, make_optimizer=..., name=...)`, where
+    `step_for_batch(samples)` is `step(model, optimizer)`, one optimizer step on the worst micro-batch of so many
+    samples there is, and `device` a name in gpus.py, a GPU, or "cpu".
+
     Args:
-        model: as trace_step takes it; a policy that stands on it is put back afterwards.
-        step_for_batch: batch size -> step(model, optimizer), one optimizer step at that micro-batch size; the worst
-            there is.
+        workload: what is trained and how; a policy that stands on its model is put back afterwards. The longest row
+            decides the bytes, usual batches the seconds, which are nominal and only rank on "cpu".
         budget: memory that the process may take, "24GiB" or bytes; None for all of the device's.
-        device: a name in gpus.py, a GPU, or "cpu" (whose seconds are nominal and only rank).
         batch_size: only this micro-batch size; None looks at all up to `max_batch_size`.
         target: "throughput" (of speeds within 1 % of the best, the one of fewest bytes), "memory" (fewest bytes, at
             batch size 1 unless given) or "effective_batch" (the largest batch).
         margin: kept free beside the CUDA context; None for 2 % of the budget on a GPU, nothing on "cpu".
-        policies: candidates; None for all that suit the model.
-        name: what the plan calls the model.
-        rows: where batches differ in length: bytes are then those of `step_for_batch`, seconds those of usual batches.
+        policies: those to look at; None for all that suit the model.
         jobs: processes to trace on.
         report: told what is being traced.
 
     Raises:
-        UserError: the budget is above the device, or below what any candidate needs (says the smallest that works).
+        UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
     """
     better(target)
-    gpu = None if device == "cpu" else find_gpu(device) if isinstance(device, str) else device
+    gpu = gpu_of(workload.device)
     room = make_room(budget, gpu, margin)
-    subject = Subject(model, step_for_batch, make_optimizer, gpu or "cpu", rows)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
-    with as_it_was(model), Tracer(subject, jobs, report) as tracer:
+    with as_it_was(workload.model), Tracer(workload, jobs, report) as tracer:
         search = Search(tracer, room, target, batch_size, max_batch_size)
         found = search.run(chosen)
         if not found:
-            raise UserError(_too_small(search, model))
+            raise UserError(_too_small(search, workload.model))
         best = tracer.traced[found[0].policy, found[0].batch]
-        assert not isinstance(best, str), "a row has a trace"
+        assert not isinstance(best, str), "a candidate has a trace"
         holders = [asdict(holder) for holder in best.holders(8)]
         fixes = advise(tracer, found[0], best, batch_size is not None)
     return Plan(
         rows=found,
         room=room,
-        model=name or type(model).__name__,
+        model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
         target=target,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(workload.model),
         fixes=fixes,
         holders=holders,
         rejected=search.rejected,
-        data="" if rows is None else _describe(rows.lengths, found[0].batch),
+        data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
 
 
@@ -203,28 +197,6 @@ def _describe(lengths: Lengths, batch: int) -> str:
         f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
         f"{lengths.padded(batch)} at batch {batch}"
     )
-
-
-def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | None = None) -> Room:
-    """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
-
-    Raises:
-        UserError: no budget for the CPU, or more than the GPU has.
-    """
-    if gpu is None:
-        if budget is None:
-            raise UserError(
-                "a plan for the CPU needs a budget, as in --budget 600MiB: its memory is shared with all else"
-            )
-        return Room(parse_bytes(budget), 0, parse_bytes(margin) if margin else 0)
-    given = gpu.memory if budget is None else parse_bytes(budget)
-    if given > gpu.memory:
-        raise UserError(
-            f"--budget {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
-            "give at most that, or a larger device"
-        )
-    kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0
-    return Room(given, gpu.context, kept)
 
 
 def _too_small(search: Search, model: nn.Module) -> str:

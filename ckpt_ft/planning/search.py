@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_ft.memory.record.trace import StepTrace
 
-from . import proposals as candidates
-from .candidate import Room, Row, better, frontier, largest_fitting, seconds
+from . import proposals
+from .candidate import Candidate, better, frontier, seconds
+from .fitting import Room, largest_fitting
 from .scaling import Growth
 from .tracing import Tracer
 
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 _TIE = 0.01
-_SHOWN = 5  # rows beside the pick that are worth a trace each
+_SHOWN = 5  # candidates beside the pick that are worth a trace each
 
 
 @dataclass
@@ -38,12 +39,12 @@ class Search:
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
     anchors: dict[str, StepTrace] = field(default_factory=dict)  # policy -> its trace at the fixed batch or at LOW
     rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
-    estimates: dict[tuple[str, int], Row] = field(default_factory=dict)
-    bests: dict[str, Row | None] = field(default_factory=dict)
+    estimates: dict[tuple[str, int], Candidate] = field(default_factory=dict)
+    bests: dict[str, Candidate | None] = field(default_factory=dict)
     usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
 
-    def run(self, policies: list[str] | None = None) -> list[Row]:
-        """Rows of the frontier and next to it, best first, each traced; empty where nothing fits."""
+    def run(self, policies: list[str] | None = None) -> list[Candidate]:
+        """Candidates of the frontier and next to it, best first, each traced; empty where nothing fits."""
         if policies is not None:
             self.consider(policies)
         else:
@@ -51,17 +52,15 @@ class Search:
         return self._confirmed()
 
     def _explore(self) -> None:
-        headed = [candidates.with_term(policy, "head") for policy in candidates.FIRST]
-        self.consider([*candidates.FIRST, *headed])
-        head = any(
-            self._beats(headed[i], candidates.FIRST[i]) for i in range(len(headed)) if headed[i] in self.anchors
-        )
-        others = candidates.others(self.tracer.subject.model)
-        self.consider([candidates.with_term(policy, "head") for policy in others] if head else others)
+        headed = [proposals.with_term(policy, "head") for policy in proposals.FIRST]
+        self.consider([*proposals.FIRST, *headed])
+        head = any(self._beats(headed[i], proposals.FIRST[i]) for i in range(len(headed)) if headed[i] in self.anchors)
+        others = proposals.others(self.tracer.workload.model)
+        self.consider([proposals.with_term(policy, "head") for policy in others] if head else others)
         if head:  # the head costs a little time: what leads with it may lead without
-            leaders = {row.policy for row in frontier(self._candidates())}
-            self.consider(candidates.without_term(policy, "head") for policy in leaders)
-        self.consider(candidates.with_term(row.policy, "offload") for row in self._leanest(1))
+            leaders = {candidate.policy for candidate in frontier(self._candidates())}
+            self.consider(proposals.without_term(policy, "head") for policy in leaders)
+        self.consider(proposals.with_term(candidate.policy, "offload") for candidate in self._leanest(1))
         self._split(head)
 
     # -- estimates --------------------------------------------------------------------------------------------------
@@ -100,24 +99,25 @@ class Search:
         assert not isinstance(large, str), "its trace at LOW was made"
         self.growth.learn(self.anchors[policy], large)
 
-    def estimate(self, policy: str, batch: int) -> Row:
-        """The row of `policy` at `batch`: traced if it was, else scaled from its anchor."""
+    def estimate(self, policy: str, batch: int) -> Candidate:
+        """The candidate of `policy` at `batch`: traced if it was, else scaled from its anchor."""
         traced = self.tracer.traced.get((policy, batch))
         if isinstance(traced, StepTrace):
-            return self._row(policy, batch, traced)
+            return self._candidate(policy, batch, traced)
         key = (policy, batch)
         if key not in self.estimates:
-            self.estimates[key] = self._row(policy, batch, self.growth.scale(self.anchors[policy], batch))
+            self.estimates[key] = self._candidate(policy, batch, self.growth.scale(self.anchors[policy], batch))
         return self.estimates[key]
 
-    def _row(self, policy: str, batch: int, trace: StepTrace) -> Row:
-        """The row of a trace, which is of the longest batch; the seconds are a usual one's."""
-        row = Row.of(policy, batch, trace)
-        rows = self.tracer.subject.rows
-        if rows is None:
-            return row
-        by_tokens = row.seconds * rows.lengths.padded(batch) / rows.lengths.longest
-        return replace(row, seconds=self.usual.get((policy, batch), by_tokens))
+    def _candidate(self, policy: str, batch: int, trace: StepTrace) -> Candidate:
+        """The candidate of a trace, which is of the longest batch; the seconds are a usual one's."""
+        workload = self.tracer.workload
+        candidate = Candidate.of(policy, batch, trace, workload.accumulation)
+        lengths = workload.lengths
+        if lengths is None:
+            return candidate
+        by_tokens = candidate.seconds * lengths.padded(batch) / lengths.longest
+        return replace(candidate, seconds=self.usual.get((policy, batch), by_tokens))
 
     def reserved(self, policy: str, batch: int) -> int:
         """Bytes reserved, estimated."""
@@ -125,32 +125,34 @@ class Search:
             return self.estimate(policy, batch).reserved
         return self._scaled_reserved(policy, batch)
 
-    def best(self, policy: str) -> Row | None:
-        """The largest batch of `policy` that fits, as a row; the smallest there is for the target "memory"."""
+    def best(self, policy: str) -> Candidate | None:
+        """The largest batch of `policy` that fits, as a candidate; the smallest there is for the target "memory"."""
         if policy not in self.bests:
             self.bests[policy] = self._best(policy)
         return self.bests[policy]
 
-    def _best(self, policy: str) -> Row | None:
+    def _best(self, policy: str) -> Candidate | None:
         batch = self.batch or 1
         if self.batch is None and self.target != "memory":
             known = {LOW: self.anchors[policy].peak_reserved}
             batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most, known)
-        row = self.estimate(policy, max(batch, 1))
-        return row if self.room.fits(row) else None
+        candidate = self.estimate(policy, max(batch, 1))
+        return candidate if self.room.fits(candidate) else None
 
-    def _candidates(self) -> list[Row]:
-        return [row for row in map(self.best, self.anchors) if row is not None]
+    def _candidates(self) -> list[Candidate]:
+        return [candidate for candidate in map(self.best, self.anchors) if candidate is not None]
 
     def _beats(self, one: str, other: str) -> bool:
         """Whether `one` is better than `other` by the target, or needs less where neither fits."""
-        rows = self.best(one), self.best(other)
-        if rows[0] is None or rows[1] is None:
+        candidates = self.best(one), self.best(other)
+        if candidates[0] is None or candidates[1] is None:
             at = self.batch or 1
-            return rows[1] is None and (rows[0] is not None or self.reserved(one, at) < self.reserved(other, at))
-        return better(self.target)(rows[0]) > better(self.target)(rows[1])
+            return candidates[1] is None and (
+                candidates[0] is not None or self.reserved(one, at) < self.reserved(other, at)
+            )
+        return better(self.target)(candidates[0]) > better(self.target)(candidates[1])
 
-    def _leanest(self, n: int) -> list[Row]:
+    def _leanest(self, n: int) -> list[Candidate]:
         at = self.batch or 1
         lean = sorted(self.anchors, key=lambda policy: self.reserved(policy, at))
         return [self.estimate(policy, at) for policy in lean[:n]]
@@ -158,8 +160,8 @@ class Search:
     # -- splits -----------------------------------------------------------------------------------------------------
 
     def _split(self, head: bool) -> None:
-        count = len(candidates.blocks_of(self.tracer.subject.model).blocks)
-        families = [Split(self, rest, count) for rest in candidates.splits(head)] if count > 1 else []
+        count = len(proposals.blocks_of(self.tracer.workload.model).blocks)
+        families = [Split(self, rest, count) for rest in proposals.splits(head)] if count > 1 else []
         families = [family for family in families if family.ends_are_known()]
         while families:
             wanted = {family: family.next_policy() for family in families}
@@ -168,39 +170,43 @@ class Search:
 
     # -- what is shown ----------------------------------------------------------------------------------------------
 
-    def _confirmed(self) -> list[Row]:
+    def _confirmed(self) -> list[Candidate]:
         """The frontier and its neighbours, traced; estimates that a trace refutes are corrected on the way."""
         key = better(self.target)
         settled: set[str] = set()
         while True:
-            rows = sorted(self._candidates(), key=key, reverse=True)
-            shown = list(dict.fromkeys([*rows[:3], *frontier(rows)]))[:_SHOWN]
-            open_rows = [row for row in shown if row.policy not in settled]
-            if not open_rows:
+            candidates = sorted(self._candidates(), key=key, reverse=True)
+            shown = list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:_SHOWN]
+            open_candidates = [candidate for candidate in shown if candidate.policy not in settled]
+            if not open_candidates:
                 return self._pick_first(self._timed(shown))
-            self._settle(open_rows)
-            settled.update(row.policy for row in open_rows)
+            self._settle(open_candidates)
+            settled.update(candidate.policy for candidate in open_candidates)
 
-    def _timed(self, rows: list[Row]) -> list[Row]:
-        """`rows`, best first; where batches differ in length, by traces of usual ones."""
-        if self.tracer.subject.rows is not None:
-            keys = [(row.policy, row.batch) for row in rows]
+    def _timed(self, candidates: list[Candidate]) -> list[Candidate]:
+        """`candidates`, best first; where batches differ in length, by traces of usual ones."""
+        if self.tracer.workload.lengths is not None:
+            keys = [(candidate.policy, candidate.batch) for candidate in candidates]
             for key, trace in zip(keys, self.tracer.usual(keys), strict=True):
-                self.usual[key] = seconds(trace, key[0])
-        return sorted((self.estimate(row.policy, row.batch) for row in rows), key=better(self.target), reverse=True)
+                self.usual[key] = seconds(trace)
+        return sorted(
+            (self.estimate(candidate.policy, candidate.batch) for candidate in candidates),
+            key=better(self.target),
+            reverse=True,
+        )
 
-    def _pick_first(self, rows: list[Row]) -> list[Row]:
-        """Of the rows within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
-        if self.target != "throughput" or not rows:
-            return rows
-        fastest = max(row.samples_per_second for row in rows)
-        near = [row for row in rows if row.samples_per_second >= (1 - _TIE) * fastest]
-        pick = min(near, key=lambda row: row.reserved)
-        return [pick, *(row for row in rows if row is not pick)]
+    def _pick_first(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Of those within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
+        if self.target != "throughput" or not candidates:
+            return candidates
+        fastest = max(candidate.samples_per_second for candidate in candidates)
+        near = [candidate for candidate in candidates if candidate.samples_per_second >= (1 - _TIE) * fastest]
+        pick = min(near, key=lambda candidate: candidate.reserved)
+        return [pick, *(candidate for candidate in candidates if candidate is not pick)]
 
-    def _settle(self, estimated: list[Row]) -> None:
+    def _settle(self, estimated: list[Candidate]) -> None:
         """Trace each of these policies alone, at the batch size that follows from its trace, until that is traced."""
-        wanted = {row.policy: row.batch for row in estimated}
+        wanted = {candidate.policy: candidate.batch for candidate in estimated}
         while wanted:
             self.tracer.all(wanted.items(), alone=True)
             wanted = {
@@ -210,7 +216,7 @@ class Search:
             }
 
     def _following(self, policy: str, batch: int) -> int | None:
-        """The batch size to trace next, after `batch`; None where the best row of `policy` is settled, and set."""
+        """The batch size to trace next, after `batch`; None where the best of `policy` is settled, and set."""
         if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self._scaled_reserved(policy, batch)
             known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
@@ -219,8 +225,8 @@ class Search:
             )
             if batch and (policy, batch) not in self.tracer.traced:
                 return batch
-        row = self.estimate(policy, max(batch, 1))
-        self.bests[policy] = row if self.room.fits(row) else None
+        candidate = self.estimate(policy, max(batch, 1))
+        self.bests[policy] = candidate if self.room.fits(candidate) else None
         return None
 
     def _scaled_reserved(self, policy: str, batch: int) -> int:
@@ -239,7 +245,7 @@ class Split:
         self.nodes = [0, count]  # the K that have been traced, in order
 
     def policy(self, first: int) -> str:
-        return candidates.split(first, self.count, self.rest)
+        return proposals.split(first, self.count, self.rest)
 
     def ends_are_known(self) -> bool:
         self.search.consider([self.policy(0), self.policy(self.count)])
@@ -266,7 +272,7 @@ class Split:
                 if first is not None:
                     share = (first - left) / (right - left)
                     reserved, seconds = (a + share * (b - a) for a, b in zip(*ends, strict=True))
-                    found.append((key(Row("", batch, 0, int(reserved), seconds)), first))
+                    found.append((key(Candidate("", batch, 0, int(reserved), seconds)), first))
         return max(found, key=lambda entry: (entry[0], -entry[1]))[1] if found else None
 
 
@@ -283,8 +289,8 @@ class _Line:
     @classmethod
     def through(cls, search: Search, policy: str) -> _Line:
         if search.batch:
-            row = search.estimate(policy, search.batch)
-            return cls(search.batch, row.reserved, row.seconds, 0.0, 0.0)
+            candidate = search.estimate(policy, search.batch)
+            return cls(search.batch, candidate.reserved, candidate.seconds, 0.0, 0.0)
         low, best = search.estimate(policy, LOW), search.best(policy)
         high = best if best is not None and best.batch > 2 * LOW else search.estimate(policy, 2 * LOW)
         span = high.batch - LOW

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,46 +21,31 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy, remove_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.workloads.lengths import PaddedRows, Step
+from ckpt_ft.workloads.workload import Step, Workload
 
 Traced = StepTrace | str  # the trace, or why there is none
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is traced: a model, its step for any batch size, its optimizer, on a device ("cpu" or a GPU).
+def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> list[Traced]:
+    """For each policy the trace of `step`, one of the workload's, or the reason why it is no candidate for the model.
 
-    rows: where batches differ in length: then `step_for_batch` is the step on the worst, and `usual` traces another.
+    Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper: the
+    step under each is then counted twice, once as its own warm-up.
     """
-
-    model: nn.Module
-    step_for_batch: Callable[[int], Step]
-    make_optimizer: Callable[[nn.Module], Any] | None
-    device: str | GPU
-    rows: PaddedRows | None = None
-
-    def trace(self, policies: Sequence[str], batch: int, usual: bool = False) -> list[Traced]:
-        """For each policy the trace of one step, or the reason why it is no candidate for this model.
-
-        Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper:
-        the step under each is then counted twice, once as its own warm-up.
-        """
-        step_for_batch = self.rows.usual if usual and self.rows else self.step_for_batch
-        session = _Session(self, list(policies), step_for_batch(batch))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return session.run()
+    session = _Session(workload, list(policies), step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return session.run()
 
 
 class _Session:
     """One call of trace_step in which every step runs under another policy."""
 
-    def __init__(self, subject: Subject, policies: list[str], step: Step) -> None:
-        self.subject, self.step = subject, step
-        self.refused = {policy: reason for policy in policies if (reason := _refusal(subject.model, policy))}
+    def __init__(self, workload: Workload, policies: list[str], step: Step) -> None:
+        self.workload, self.step = workload, step
+        self.refused = {policy: reason for policy in policies if (reason := _refusal(workload.model, policy))}
         self.policies = policies
         self._todo = [policy for policy in policies if policy not in self.refused]
 
@@ -70,17 +55,17 @@ class _Session:
             order = [self._todo[0], *self._todo]  # the first one warms up
             steps = iter(order)
             trace = trace_step(
-                self.subject.model,
+                self.workload.model,
                 lambda model, optimizer: self._one(next(steps), model, optimizer),
-                make_optimizer=self.subject.make_optimizer,
-                device=self.subject.device,
+                make_optimizer=self.workload.make_optimizer,
+                device=self.workload.device,
                 warmup_steps=len(self._todo),
             )
             start = trace.start
             alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
             windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]
             for policy, window in zip(self._todo, windows, strict=True):
-                traced[policy] = self.refused.get(policy) or window
+                traced[policy] = self.refused.get(policy) or self.workload.whole(window)
         return [traced[policy] for policy in self.policies]
 
     def _one(self, policy: str, model: nn.Module, optimizer: Any) -> None:
@@ -162,8 +147,8 @@ class Tracer:
         report: told a line before each trace.
     """
 
-    def __init__(self, subject: Subject, jobs: int = 1, report: Report | None = None) -> None:
-        self.subject, self.report = subject, report or (lambda line: None)
+    def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
+        self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[tuple[str, int], Traced] = {}
         self._alone: set[tuple[str, int]] = set()  # of them, those that had a session to themselves
         self._jobs = jobs if _can_fork() else 1
@@ -173,8 +158,8 @@ class Tracer:
         self._collects = gc.isenabled()
         gc.disable()  # traces are millions of small objects, without cycles
         if self._jobs > 1:
-            global _SUBJECT
-            _SUBJECT = self.subject  # what the forked processes inherit
+            global _WORKLOAD
+            _WORKLOAD = self.workload  # what the forked processes inherit
             self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("fork"))
         return self
 
@@ -224,7 +209,7 @@ class Tracer:
             running = [self._pool.submit(_trace, *session, usual) for session in sessions]
         for (policies, batch), future in zip(sessions, running, strict=True):
             self.report(f"tracing batch {batch} under {'; '.join(policies)}")
-            yield self.subject.trace(policies, batch, usual) if future is None else future.result()
+            yield _session(self.workload, policies, batch, usual) if future is None else future.result()
 
 
 def _shares(policies: list[str], batch: int, jobs: int) -> list[tuple[list[str], int]]:
@@ -237,14 +222,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-_SUBJECT: Subject | None = None
+_WORKLOAD: Workload | None = None
+
+
+def _session(workload: Workload, policies: list[str], batch: int, usual: bool) -> list[Traced]:
+    return trace_policies(workload, policies, workload.usual(batch) if usual else workload.step(batch))
 
 
 def _trace(policies: list[str], batch: int, usual: bool) -> list[Traced]:
     """In a forked process."""
     torch.set_num_threads(1)
-    assert _SUBJECT is not None, "set before the fork"
-    traces = _SUBJECT.trace(policies, batch, usual)
+    assert _WORKLOAD is not None, "set before the fork"
+    traces = _session(_WORKLOAD, policies, batch, usual)
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing

@@ -22,8 +22,8 @@ from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
-from .predict import predict_trainer
 from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
+from .trainer_workload import measured_workload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -138,7 +138,8 @@ class ACCallback(TrainerCallback):
         assert self.report is not None
         assert self.profiler is not None
         batch, device = self.profiler.batch, current_gpu(args.device.index) or "cpu"
-        add_prediction(self.report, args.world_size, lambda: predict_trainer(model, optimizer, batch, args, device))
+        workload = measured_workload(model, optimizer, batch, args, device)
+        add_prediction(self.report, args.world_size, workload.trace)
 
     def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""

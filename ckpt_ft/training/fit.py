@@ -5,8 +5,8 @@
     with advise_on_oom(memory):
         result = train_within(trainer, memory, fitted)
 
-The step that is traced and tried is the Trainer's, on a batch with the longest row there is (lengths.py). `fit_unet`
-does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
+The step that is traced and tried is the Trainer's, on a batch with the longest row there is (trainer_workload.py).
+diffusion/fit.py does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import send_to_device
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -29,22 +28,19 @@ from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
-from ckpt_ft.planning.plan import Plan, make_room, plan
+from ckpt_ft.planning.fitting import make_room
+from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.run.resume import last_complete_checkpoint
-from ckpt_ft.training.text.dataset_lengths import padded_rows, trainer_step
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.diffusion import noise_batch
+from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
 from .oom import is_oom
+from .trainer_workload import Collate, trainer_workload
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.training.diffusion.arguments import LoopArguments
-    from ckpt_ft.workloads.lengths import PaddedRows, Step
 
     from .callback import ACCallback
 
@@ -60,36 +56,22 @@ class Fitted:
     plan: under `--ac_policy auto` or a plan's file. largest: under `--find_max_batch_size`.
     """
 
-    model: nn.Module
-    step_for_batch: Callable[[int], Step]
-    make_optimizer: Callable[[nn.Module], Any]
+    workload: Workload
     args: Any  # TrainingArguments or LoopArguments
     settings: ACArguments
-    device: torch.device
     batch_name: str = "per_device_train_batch_size"
-    rows: PaddedRows | None = None
     plan: Plan | None = None
     largest: MaxBatchSize | None = None
 
     def make_plan(self, budget: str | int | None, batch_size: int | None) -> Plan:
         """A plan for this model on the device at hand."""
-        gpu = current_gpu()
-        return plan(
-            self.model,
-            self.step_for_batch,
-            budget,
-            gpu or "cpu",
-            make_optimizer=self.make_optimizer,
-            margin=_cpu_margin(budget, gpu),
-            batch_size=batch_size,
-            rows=self.rows,
-            report=logger.info,
-        )
+        margin = _cpu_margin(budget, self.workload)
+        return plan(self.workload, budget, margin=margin, batch_size=batch_size, report=logger.info)
 
     def describe(self, report: MemoryReport) -> None:
         """Put the largest batch and the next best policies into `report`."""
         if self.largest is not None:
-            device = self.plan.device if self.plan else str(self.device)
+            device = self.plan.device if self.plan else str(next(self.workload.model.parameters()).device)
             report.max_batch = MaxBatch(device, self.largest.predicted, self.largest.batch)
         if self.plan is not None:
             seconds = self.plan.device != "cpu"  # nominal ones are no prediction
@@ -98,11 +80,7 @@ class Fitted:
 
 
 def fit_to_memory(
-    model: nn.Module,
-    args: TrainingArguments,
-    settings: ACArguments,
-    rows: Any,
-    collate: Callable[[list[Any]], dict[str, Any]],
+    model: nn.Module, args: TrainingArguments, settings: ACArguments, rows: Any, collate: Collate
 ) -> Fitted:
     """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
 
@@ -113,66 +91,23 @@ def fit_to_memory(
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
     """
-    padded = padded_rows(args, rows, collate) if _is_asked(settings) else None
-    step_on = trainer_step(args, collate)
-    worst = padded.worst if padded is not None else lambda size: step_on([rows[0]] * size)
-    fitted = Fitted(model, worst, _optimizer_maker(args), args, settings, args.device, rows=padded)
-    _settle(fitted)
+    fitted = Fitted(trainer_workload(model, args, rows, collate), args, settings)
+    settle(fitted, args.device)
     return fitted
 
 
-def fit_unet(
-    unet: nn.Module,
-    args: LoopArguments,
-    settings: ACArguments,
-    accelerator: Accelerator,
-    side: int,
-    dtype: torch.dtype,
-    make_optimizer: Callable[[list[nn.Parameter]], Any],
-    budget: int | None = None,
-) -> Fitted:
-    """`fit_to_memory` for the diffusion recipe's loop, on latents of `side` x `side` and prompts of `dtype`.
+def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> None:
+    """Make the plan and find the batch that are asked for, for the model on `device`.
 
     budget: bytes to plan for where that is less than `--ac_budget`.
     """
-    passes = min(2, args.gradient_accumulation_steps)
-
-    def step_for_batch(size: int) -> Step:
-        batch = send_to_device(noise_batch(accelerator.unwrap_model(unet), size, side, dtype), accelerator.device)
-
-        def step(model: nn.Module, optimizer: Any) -> None:
-            for _ in range(passes):
-                with accelerator.autocast():
-                    prediction = model(**batch).sample
-                loss = torch.nn.functional.mse_loss(prediction.float(), torch.zeros_like(prediction).float())
-                loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    def make(model: nn.Module) -> Any:
-        return make_optimizer([p for p in model.parameters() if p.requires_grad])
-
-    fitted = Fitted(unet, step_for_batch, make, args, settings, accelerator.device, "train_batch_size")
-    _settle(fitted, budget)
-    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-    return fitted
-
-
-def _is_asked(settings: ACArguments) -> bool:
-    return settings.ac_policy == "auto" or settings.find_max_batch_size
-
-
-def _settle(fitted: Fitted, budget: int | None = None) -> None:
-    settings, model = fitted.settings, fitted.model
+    settings, model = fitted.settings, fitted.workload.model
     if settings.from_plan:
         fitted.plan = settings.plan
         fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
-    if not _is_asked(settings):
+    if settings.ac_policy != "auto" and not settings.find_max_batch_size:
         return
-    model.to(fitted.device)
+    model.to(device)
     if settings.ac_policy == "auto":
         batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
         fitted.plan = fitted.make_plan(budget or settings.ac_budget, batch_size)
@@ -202,7 +137,7 @@ def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
             failed = error
         memory.close()
         trainer.optimizer = trainer.lr_scheduler = None
-        fitted.model.zero_grad(set_to_none=True)
+        fitted.workload.model.zero_grad(set_to_none=True)
         gc.collect()
         assert fitted.plan is not None
         budget = round((budget or fitted.plan.room.budget) * _LEANER)
@@ -266,38 +201,24 @@ def _may_replan(trainer: Trainer, fitted: Fitted) -> bool:
 
 def _largest(fitted: Fitted) -> MaxBatchSize:
     """The largest micro-batch, proved; `args` take what of it keeps the effective batch."""
-    args, settings = fitted.args, fitted.settings
-    applied = apply_policy(fitted.model, settings.policy) if settings.policy is not None else None
+    args, settings, workload = fitted.args, fitted.settings, fitted.workload
+    applied = apply_policy(workload.model, settings.policy) if settings.policy is not None else None
     try:
-        found = find_max_batch_size(
-            fitted.model,
-            fitted.step_for_batch,
-            settings.ac_budget,
-            make_optimizer=fitted.make_optimizer,
-            margin=_cpu_margin(settings.ac_budget, current_gpu()),
-        )
+        margin = _cpu_margin(settings.ac_budget, workload)
+        found = find_max_batch_size(workload, settings.ac_budget, margin=margin)
     finally:
         if applied is not None:
             applied.remove()
-    batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    args.per_device_train_batch_size, args.gradient_accumulation_steps, note = keep_effective(
-        batch, steps, found.batch
-    )
+    batch, steps = getattr(args, fitted.batch_name), args.gradient_accumulation_steps
+    batch, args.gradient_accumulation_steps, note = keep_effective(batch, steps, found.batch)
+    setattr(args, fitted.batch_name, batch)
     _say(f"--find_max_batch_size: {found}\n{note}")
     return found
 
 
-def _optimizer_maker(args: TrainingArguments) -> Callable[[nn.Module], Any]:
-    def make_optimizer(model: nn.Module) -> Any:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind([p for p in model.parameters() if p.requires_grad], **options)
-
-    return make_optimizer
-
-
-def _cpu_margin(budget: str | int | None, gpu: GPU | None) -> int | None:
+def _cpu_margin(budget: str | int | None, workload: Workload) -> int | None:
     """Bytes to keep free under a CPU's budget; None on a GPU, where the planner has a margin of its own."""
-    return round(_LOOP * parse_bytes(budget)) if gpu is None and budget is not None else None
+    return round(_LOOP * parse_bytes(budget)) if workload.device == "cpu" and budget is not None else None
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
-from ckpt_ft.memory.gpus import GPU, current_gpu
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 
 from .arguments import ACArguments
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from ckpt_ft.memory.measure.report import MemoryReport
-    from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.workloads.workload import Workload
 
 
 class LoopMemory:
@@ -99,13 +98,11 @@ class LoopMemory:
         if self.profiler is not None:
             self.profiler.begin_step()
 
-    def report(
-        self, output_dir: str, *, predict: Callable[[str | GPU], StepTrace] | None = None, **facts: Any
-    ) -> MemoryReport | None:
+    def report(self, output_dir: str, *, workload: Workload | None = None, **facts: Any) -> MemoryReport | None:
         """Print the report and write its kinds to `output_dir`; every process must call it.
 
         Args:
-            predict: traces the same step on a device; a step that cannot be traced is a note in the report.
+            workload: the step as it was measured, to predict beside it; one that cannot be traced is a note.
             facts: kept in the provenance.
         """
         if self.profiler is None or not self.profiler.steps or not self.settings.reports:
@@ -114,20 +111,19 @@ class LoopMemory:
         report = self.profiler.report(policy=policy, **facts)
         if not report.main:
             return report
-        if predict is not None:
-            self._predict(report, predict)
+        if workload is not None:
+            self._predict(report, workload)
         if self.add_to_report is not None:
             self.add_to_report(report)
         report.print()
         write_reports(report, self.settings.reports, output_dir)
         return report
 
-    def _predict(self, report: MemoryReport, predict: Callable[[str | GPU], StepTrace]) -> None:
+    def _predict(self, report: MemoryReport, workload: Workload) -> None:
         assert self.model is not None
         if self.policy is not None:  # taken off when training ended
             apply_policy(self.model, self.policy)
-        device = current_gpu(self.accelerator.device.index) or "cpu"
-        add_prediction(report, self.accelerator.num_processes, lambda: predict(device))
+        add_prediction(report, self.accelerator.num_processes, workload.trace)
         self.close()
 
     def peak_holders(self, n: int = 5) -> list[str]:

@@ -10,14 +10,16 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
-from .workload import DTYPES, Batch, Settings, Workload, adapt
+from .adapters import adapt
+from .settings import DTYPES, Settings
+from .workload import Batch, Forward, Workload
 
 _ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
 _PROMPT_TOKENS = {"SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512, "PixArtTransformer2DModel": 120}
 _CLIP_TOKENS = 77
 
 
-def diffusion_workload(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
     """The workload of a diffusers model config (the one with `_class_name`).
 
     Raises:
@@ -48,12 +50,11 @@ def diffusion_workload(name: str, config: Mapping[str, Any], settings: Settings)
         settings = Settings(**{**settings.__dict__, "lora_targets": _ATTENTION_PROJECTIONS})
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
 
-    def make_batch(size: int) -> Batch:
-        return {**_INPUTS[kind](model.config, size, side, dtype), "target": None}
+    def make_batch(samples: int, length: int | None) -> Batch:
+        return _INPUTS[kind](model.config, samples, side, dtype)
 
-    return Workload(
-        name, "diffusion model", adapt(model, settings), settings, make_batch, noise_loss, {"resolution": side * scale}
-    )
+    shape = {"resolution": side * scale}
+    return Workload(adapt(model, settings), make_batch, noise_loss, kind="diffusion model", shape=shape)
 
 
 def noise_batch(model: nn.Module, size: int, side: int, dtype: torch.dtype) -> Batch:
@@ -62,11 +63,11 @@ def noise_batch(model: nn.Module, size: int, side: int, dtype: torch.dtype) -> B
     return batch
 
 
-def noise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean squared error in fp32 against noise of the prediction's shape."""
+def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """Mean squared error in fp32 against noise of the prediction's shape: the batch's "target", if it has one."""
     inputs = {key: value for key, value in batch.items() if key != "target"}
     prediction = model(**inputs, return_dict=False)[0]
-    target = torch.empty_like(prediction) if batch["target"] is None else batch["target"]
+    target = batch["target"] if "target" in batch else torch.empty_like(prediction)
     return torch.nn.functional.mse_loss(prediction.float(), target.float(), reduction="mean")
 
 

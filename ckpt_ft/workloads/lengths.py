@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
-
-from torch import nn
-
-Step = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -59,19 +54,3 @@ class Lengths:
 
     def __str__(self) -> str:
         return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} tokens, {self.mean:.0f} on average"
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """A dataset's rows, and `step(batch size, length)`: one optimizer step on a batch padded to that length."""
-
-    lengths: Lengths
-    step: Callable[[int, int], Step]
-
-    def worst(self, batch: int) -> Step:
-        """The step on the batch with the longest row."""
-        return self.step(batch, self.lengths.longest)
-
-    def usual(self, batch: int) -> Step:
-        """The step on a batch as long as most are."""
-        return self.step(batch, self.lengths.padded(batch))

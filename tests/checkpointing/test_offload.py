@@ -158,7 +158,8 @@ def test_on_a_gpu() -> None:
 
 def test_outputs_that_save_keeps_are_parked_too() -> None:
     from ckpt_ft.memory.fake.step import trace_step
-    from ckpt_ft.workloads.workload import Settings, load
+    from ckpt_ft.workloads.load import load
+    from ckpt_ft.workloads.settings import Settings
 
     workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=1024))
     kept = {}

@@ -12,7 +12,8 @@ import pytest
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning import plan as planning
-from ckpt_ft.workloads.lengths import Lengths, PaddedRows
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.workload import Workload
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
@@ -93,9 +94,10 @@ def test_a_dataset_decides_the_lengths(
     asked: list[Lengths] = []
     make = planning.plan
 
-    def counted(*args: Any, rows: PaddedRows, **kwargs: Any) -> planning.Plan:
-        asked.append(rows.lengths)
-        return make(*args, rows=rows, **kwargs)
+    def counted(workload: Workload, **kwargs: Any) -> planning.Plan:
+        assert workload.lengths is not None
+        asked.append(workload.lengths)
+        return make(workload, **kwargs)
 
     monkeypatch.setattr(planning, "plan", counted)
     for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):

@@ -17,6 +17,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.workloads.workload import Workload
+
 
 @dataclass
 class Small:
@@ -36,6 +39,9 @@ class Small:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def workload(self, device: str | GPU = "cpu") -> Workload:
+        return Workload.of_loop(self.model, self.step_for_batch, self.make_optimizer, device)
 
 
 def llama() -> Small:

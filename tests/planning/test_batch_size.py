@@ -15,9 +15,10 @@ from small_models import MODELS, Small
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning import batch_size
+from ckpt_ft.planning import batch_size, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective
-from ckpt_ft.planning.tracing import Subject, Traced
+from ckpt_ft.planning.tracing import Traced
+from ckpt_ft.workloads.workload import Workload
 
 POLICIES = {
     "llama": ("none", "full", "pointwise", "head", "save:attention+matmul", "segments:2", "modules:mlp"),
@@ -57,15 +58,15 @@ def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkey
     torch.manual_seed(0)
     small = MODELS[name]()
     traced: dict[tuple[str, int], Traced] = {}  # five budgets ask for the same traces
-    plain = Subject.trace
+    plain = tracing._session
 
-    def once(self: Subject, policies: list[str], batch: int, usual: bool = False) -> list[Traced]:
+    def once(workload: Workload, policies: list[str], batch: int, usual: bool) -> list[Traced]:
         for policy in policies:
             if (policy, batch) not in traced:
-                (traced[policy, batch],) = plain(self, [policy], batch)
+                (traced[policy, batch],) = plain(workload, [policy], batch, usual)
         return [traced[policy, batch] for policy in policies]
 
-    monkeypatch.setattr(Subject, "trace", once)
+    monkeypatch.setattr(tracing, "_session", once)
     outcomes: Counter[str] = Counter()
     for policy in POLICIES[name]:
         apply_policy(small.model, policy)
@@ -114,7 +115,7 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
 def test_memory_is_free_again_after_running_out() -> None:
     small = MODELS["llama"]()
     room = batch_size.make_room("4MiB", None)
-    runner = batch_size._Runner(small.model, small.step_for_batch, small.make_optimizer, room, torch.device("cpu"))
+    runner = batch_size._Runner(small.workload(), room, torch.device("cpu"))
 
     def alive() -> int:
         gc.collect()

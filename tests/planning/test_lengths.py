@@ -13,8 +13,9 @@ from torch import nn
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.candidate import seconds
 from ckpt_ft.planning.plan import Plan, plan
-from ckpt_ft.planning.tracing import Subject
-from ckpt_ft.workloads.lengths import Lengths, PaddedRows
+from ckpt_ft.planning.tracing import trace_policies
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.workload import Workload
 
 ROWS = [6, 6, 6, 10, 12, 40]
 
@@ -49,9 +50,8 @@ def padded_step(size: int, length: int) -> Any:
 
 def plan_for(lengths: Lengths | None, budget: str = "6MiB", **more: Any) -> Plan:
     small = llama()
-    rows = PaddedRows(lengths, padded_step) if lengths else None
-    worst = rows.worst if rows else lambda size: padded_step(size, 40)
-    return plan(small.model, worst, budget, "cpu", make_optimizer=small.make_optimizer, rows=rows, **more)
+    step = padded_step if lengths else lambda size: padded_step(size, 40)
+    return plan(Workload.of_loop(small.model, step, small.make_optimizer, "cpu", lengths=lengths), budget, **more)
 
 
 def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
@@ -60,11 +60,11 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
     small = llama()
     found = plan_for(lengths, batch_size=256, policies=["none", "full"], budget="200MiB")
     alike = plan_for(None, batch_size=256, policies=["none", "full"], budget="200MiB")
-    usual = Subject(small.model, lambda size: padded_step(size, 15), small.make_optimizer, "cpu")
+    workload = Workload.of_loop(small.model, padded_step, small.make_optimizer, "cpu", lengths=lengths)
     for row, same in zip(found.rows, alike.rows, strict=True):
         assert (same.policy, same.peak, same.reserved) == (row.policy, row.peak, row.reserved)
-        (trace,) = usual.trace([row.policy], 256)
-        assert row.seconds == seconds(trace, row.policy)  # type: ignore[arg-type]
+        (trace,) = trace_policies(workload, [row.policy], workload.usual(256))
+        assert row.seconds == seconds(trace)  # type: ignore[arg-type]
         assert row.seconds < 0.6 * same.seconds
     assert "padded to 15 at batch 256" in found.data
     fix = next(fix for fix in found.fixes if "group_by_length" in fix.change)
@@ -81,8 +81,8 @@ def test_few_long_rows_may_be_cut() -> None:
     small = llama()
 
     def trace(length: int) -> StepTrace:
-        subject = Subject(small.model, lambda size: padded_step(size, length), small.make_optimizer, "cpu")
-        return subject.trace(["none"], 256)[0]  # type: ignore[return-value]
+        workload = Workload.of_loop(small.model, padded_step, small.make_optimizer, "cpu", lengths=lengths)
+        return trace_policies(workload, ["none"], padded_step(256, length))[0]  # type: ignore[return-value]
 
     assert cut.saves == trace(40).peak_reserved - trace(10).peak_reserved
     assert cut.slower == round(seconds(trace(10)) / seconds(trace(24)) - 1, 4) < -0.2

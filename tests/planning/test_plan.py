@@ -15,12 +15,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.advice import without_kept
-from ckpt_ft.planning.candidate import Row, better, frontier, largest_fitting
-from ckpt_ft.planning.plan import Plan, make_room, plan
+from ckpt_ft.planning.candidate import Candidate, better, frontier
+from ckpt_ft.planning.fitting import largest_fitting, make_room
+from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.planning.plan_file import fingerprint
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.search import HIGH, LOW
-from ckpt_ft.planning.tracing import Subject, Tracer
+from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.units import GIB, MIB
 
 
@@ -37,7 +38,7 @@ def llama_plan() -> Plan:
 @pytest.mark.slow
 def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
     small = MODELS["llama"]()
-    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
+    workload = small.workload("cpu")
     policies = ["none", "full", "pointwise", "head", *(f"first:{k}" for k in (1, 2, 3))]
     policies += [f"first:{k},pointwise" for k in (1, 2, 3)] + [
         "save:attention+matmul",
@@ -45,10 +46,10 @@ def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
         "sqrt",
         "full,head",
     ]
-    with Tracer(subject) as tracer:
+    with Tracer(workload) as tracer:
         batches = [*range(2, 33, 3), *(row.batch for row in llama_plan.rows)]
         grid = [
-            Row.of(policy, batch, trace)
+            Candidate.of(policy, batch, trace)
             for batch in batches
             for policy, trace in zip(policies, tracer.all((p, batch) for p in policies), strict=True)
             if not isinstance(trace, str)
@@ -148,8 +149,8 @@ def test_context_and_margin_are_kept_free() -> None:
 def test_a_trace_scaled_is_the_trace(policy: str) -> None:
     """Growth learned from `none` alone says what every policy takes at another batch size."""
     small = MODELS["llama"]()
-    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, find_gpu("t4"))
-    with Tracer(subject) as tracer:
+    workload = small.workload(find_gpu("t4"))
+    with Tracer(workload) as tracer:
         growth = Growth(LOW, HIGH)
         low, high = (tracer.trace("none", at) for at in (LOW, HIGH))
         growth.learn(low, high)  # type: ignore[arg-type]
@@ -163,11 +164,13 @@ def test_a_trace_scaled_is_the_trace(policy: str) -> None:
 
 def test_a_shared_session_says_what_single_traces_say() -> None:
     small = MODELS["llama"]()
-    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
+    workload = small.workload("cpu")
     for policy, trace in zip(
-        ("none", "full", "pointwise"), subject.trace(["none", "full", "pointwise"], 4), strict=True
+        ("none", "full", "pointwise"),
+        trace_policies(workload, ["none", "full", "pointwise"], workload.step(4)),
+        strict=True,
     ):
-        (alone,) = subject.trace([policy], 4)
+        (alone,) = trace_policies(workload, [policy], workload.step(4))
         assert not isinstance(trace, str)
         assert not isinstance(alone, str)
         assert trace.peak_allocated == alone.peak_allocated
@@ -181,15 +184,15 @@ def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
         small.model, small.step_for_batch, "1GiB", gpu, make_optimizer=small.make_optimizer, batch_size=6,
         policies=["none", "full", "pointwise"],
     )  # fmt: skip
-    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, gpu)
+    workload = small.workload(gpu)
     for row in found.rows:
-        assert Row.of(row.policy, 6, subject.trace([row.policy], 6)[0]) == row  # type: ignore[arg-type]
+        assert Candidate.of(row.policy, 6, trace_policies(workload, [row.policy], workload.step(6))[0]) == row  # type: ignore[arg-type]
 
 
 def test_forked_processes_trace_the_same() -> None:
     small = MODELS["vit"]()
-    subject = Subject(small.model, small.step_for_batch, small.make_optimizer, "cpu")
-    with Tracer(subject) as one, Tracer(subject, jobs=2) as two:
+    workload = small.workload("cpu")
+    with Tracer(workload) as one, Tracer(workload, jobs=2) as two:
         wanted = [("none", 3), ("full", 3), ("modules:mlp", 3)]
         peaks = [[t.peak_allocated for t in tracer.all(wanted) if not isinstance(t, str)] for tracer in (one, two)]
     assert peaks[0] == peaks[1]
@@ -211,7 +214,8 @@ def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
 
 
 def test_frontier() -> None:
-    rows = [Row("a", 1, 0, 10, 1.0), Row("b", 1, 0, 8, 1.0), Row("c", 1, 0, 9, 2.0), Row("d", 1, 0, 5, 2.0)]
+    figures = [("a", 10, 1.0), ("b", 8, 1.0), ("c", 9, 2.0), ("d", 5, 2.0)]
+    rows = [Candidate(policy, 1, 0, reserved, seconds) for policy, reserved, seconds in figures]
     assert [row.policy for row in frontier(rows)] == ["b", "d"]
 
 

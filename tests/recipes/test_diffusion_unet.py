@@ -30,6 +30,7 @@ from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.units import GIB, parse_bytes
+from ckpt_ft.workloads.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max_train_samples", "20", "--train_batch_size", "2", "--max_train_steps", "4", "--lr_warmup_steps", "1"]
@@ -182,9 +183,9 @@ def test_out_of_memory_is_planned_again(
     plain = train(recipe, tiny["sd1"], tmp_path / "plain", *flags)
     planned: list[int] = []
 
-    def quick(model: torch.nn.Module, steps: object, budget: str | int, *args: object, **kwargs: object) -> Plan:
+    def quick(workload: Workload, budget: str | int, **kwargs: object) -> Plan:
         planned.append(parse_bytes(budget))
-        return plan(model, steps, budget, *args, **kwargs, policies=["none", "full"])  # type: ignore[arg-type]
+        return plan(workload, budget, **kwargs, policies=["none", "full"])
 
     monkeypatch.setattr("ckpt_ft.training.fit.plan", quick)
     step = OutOfMemoryOnce(at)

@@ -44,13 +44,15 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
     assert fitted.plan is not None
     assert settings.ac_policy == fitted.plan.best.policy
     assert fitted.plan.best.batch == 8
-    step, optimizer = fitted.step_for_batch(8), fitted.make_optimizer(fitted.model)
+    trained = fitted.workload.model
+    assert fitted.workload.make_optimizer is not None
+    step, optimizer = fitted.workload.step(8), fitted.workload.make_optimizer(trained)
     from ckpt_ft.checkpointing.apply import apply_policy
 
-    apply_policy(fitted.model, settings.ac_policy)
+    apply_policy(trained, settings.ac_policy)
     for _ in range(2):
-        with Tracker(fitted.model, optimizer, limit=3 * MIB, ops=False) as tracker:
-            step(fitted.model, optimizer)
+        with Tracker(trained, optimizer, limit=3 * MIB, ops=False) as tracker:
+            step(trained, optimizer)
     assert tracker.peak <= 3 * MIB
 
 

@@ -3,6 +3,7 @@
 A kernel takes what its arithmetic or its memory traffic needs, whichever is longer (roofline: Williams et al. 2009).
 Large matmuls reach the rates in gpus.py; small ones do not fill the last wave of SMs. The device starts a kernel when
 the host has issued it and the one before has ended, so that a step of many small kernels takes the host's time.
+Copies between host and device (`offload`) run beside it on an engine of their own: the step lasts at least as long.
 
 What it leaves out: the caches, which speed up small tensors; the allocator's stalls; communication; and the Python
 that SAC and checkpoint hooks run around each op, which makes a launch-bound step slower than is said here.
@@ -49,14 +50,16 @@ DEFAULT_HOST = Host()
 
 def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST) -> float:
     """Seconds from the first op's dispatch to the last kernel's end on `gpu`."""
-    issued = busy_until = 0.0
+    issued = busy_until = copying = 0.0
     for op in ops:
         if op.name.startswith("prim."):
             continue  # a question to a fake tensor, not work
         issued += host.per_op + op.kernels * host.per_launch
         if op.kernels:
             busy_until = max(busy_until, issued) + device_seconds(op, gpu)
-    return max(issued, busy_until)
+        elif op.nbytes:
+            copying += op.nbytes / gpu.host_bandwidth
+    return max(issued, busy_until, copying)
 
 
 def device_seconds(op: Op, gpu: GPU) -> float:

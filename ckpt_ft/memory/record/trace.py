@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.allocator.replay import Replay, replay
 
+from .cost import DEFAULT_HOST, Host, step_seconds
+
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
@@ -47,7 +49,7 @@ class Op:
     phase: str
     module: str
     at: int  # how many events had happened before it
-    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata
+    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class StepTrace:
 
     events: i >= 0 allocates storage i, ~i frees it; in order.
     marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
+    micro_batches: of the step, where it has more than were run; the last one run stands for all after the first.
     notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
     gpu: the GPU it was traced for where that is not one of gpus.py's names.
     """
@@ -78,6 +81,7 @@ class StepTrace:
     marks: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     gpu: GPU | None = None
+    micro_batches: int = 1
 
     @cached_property
     def replay(self) -> Replay:
@@ -173,11 +177,20 @@ class StepTrace:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
         from ckpt_ft.memory import gpus
 
-        from . import cost
+        return self.seconds_on(self.gpu or gpus.find_gpu(self.device))
 
-        gpu = self.gpu or gpus.find_gpu(self.device)
+    def seconds_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> float:
+        """Predicted seconds of the measured step were its kernels run on `gpu`."""
         start = self.start
-        return cost.step_seconds([op for op in self.ops if op.at >= start], gpu)
+        ops = [op for op in self.ops if op.at >= start]
+        forwards = [at for at, name in self.marks if name == "forward" and at >= start]
+        if self.micro_batches <= len(forwards):
+            return step_seconds(ops, gpu, host)
+        updates = [at for at, name in self.marks if name == "optimizer" and at > forwards[-1]]
+        end = updates[0] if updates else len(self.events)
+        fewer = [op for op in ops if not (forwards[-1] <= op.at < end and op.phase != "optimizer")]
+        recorded = step_seconds(ops, gpu, host)
+        return recorded + (self.micro_batches - len(forwards)) * (recorded - step_seconds(fewer, gpu, host))
 
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
@@ -200,6 +213,7 @@ class StepTrace:
             "ops": [row(op) for op in self.ops],
             "events": self.events,
             "marks": self.marks,
+            "micro_batches": self.micro_batches,
             "notes": self.notes,
             "texts": texts,  # insertion order is index order
         }
@@ -219,4 +233,5 @@ class StepTrace:
         ]
         gpu = GPU(**document["gpu"]) if document["gpu"] else None
         marks = [(at, name) for at, name in document["marks"]]
-        return cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)
+        steps = document["micro_batches"]
+        return cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu, steps)

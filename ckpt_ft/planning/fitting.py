@@ -1,0 +1,95 @@
+"""What fits: the room under a budget, and the largest batch that stays within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.units import format_bytes, parse_bytes
+
+from .candidate import Candidate
+
+MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels' scratch, which no trace sees
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees."""
+
+    budget: int
+    context: int = 0
+    margin: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the allocator may reserve."""
+        return self.budget - self.context - self.margin
+
+    def fits(self, row: Candidate) -> bool:
+        return row.reserved <= self.limit
+
+    def needs(self, row: Candidate) -> int:
+        """The smallest budget in which `row` fits with this context and margin."""
+        return row.reserved + self.context + self.margin
+
+
+def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | None = None) -> Room:
+    """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
+
+    Raises:
+        UserError: no budget for the CPU, or more than the GPU has.
+    """
+    if gpu is None:
+        if budget is None:
+            raise UserError(
+                "a plan for the CPU needs a budget, as in --budget 600MiB: its memory is shared with all else"
+            )
+        return Room(parse_bytes(budget), 0, parse_bytes(margin) if margin else 0)
+    given = gpu.memory if budget is None else parse_bytes(budget)
+    if given > gpu.memory:
+        raise UserError(
+            f"--budget {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
+            "give at most that, or a larger device"
+        )
+    kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0
+    return Room(given, gpu.context, kept)
+
+
+def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
+    """The largest n of 1 ... `most` with needs(n) <= limit, 0 if there is none; `needs` must not fall with n.
+
+    Interpolates between the ends of the bracket, which is exact after few calls where `needs` is linear, and halves
+    it every third time, which bounds the calls where it is not. `known` holds values of `needs`.
+    """
+    values = dict(known or {})
+
+    def ask(n: int) -> int:
+        if n not in values:
+            values[n] = needs(n)
+        return values[n]
+
+    fits = max((n for n, need in values.items() if need <= limit), default=0)
+    over = min((n for n, need in values.items() if need > limit and n > fits), default=most + 1)
+    rounds = 0
+    while over - fits > 1:
+        rounds += 1
+        guess = _interpolated(values, fits, over, limit) if rounds % 3 else (fits + over) // 2
+        n = min(max(guess, fits + 1), over - 1)
+        if ask(n) <= limit:
+            fits = n
+        else:
+            over = n
+    return fits
+
+
+def _interpolated(values: Mapping[int, int], fits: int, over: int, limit: int) -> int:
+    """Where the line through the two known points nearest to the edge crosses `limit`."""
+    below = sorted(n for n in values if n <= fits)
+    points = [*below[-1:], over] if over in values else below[-2:]
+    if len(points) < 2:
+        return points[0] + 1 if below else 1
+    a, b = points
+    slope = (values[b] - values[a]) / (b - a)
+    return over - 1 if slope <= 0 else int(a + (limit - values[a]) // slope)

@@ -1,0 +1,74 @@
+"""The diffusion recipe's step as a workload, and what `auto` and `--find_max_batch_size` leave open for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.training.fit import Fitted, settle
+from ckpt_ft.workloads.diffusion import noise_batch
+from ckpt_ft.workloads.optimizers import optimizer_maker
+from ckpt_ft.workloads.workload import Batch, Forward, Workload
+
+from .unet import denoising_loss
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ckpt_ft.training.arguments import ACArguments
+
+    from .arguments import LoopArguments
+
+
+def unet_workload(
+    unet: nn.Module, args: LoopArguments, accelerator: Accelerator, scheduler: Any, side: int, dtype: torch.dtype
+) -> Workload:
+    """The loop's step on latents of `side` x `side` and prompts of `dtype`.
+
+    A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}.
+    """
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        inputs = send_to_device(noise_batch(unet, samples, side, dtype), accelerator.device)
+        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
+
+    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
+        inputs = batch["inputs"]
+        prediction = model(**inputs).sample
+        return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], args.snr_gamma)
+
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return Workload(
+        unet,
+        make_batch,
+        compute_loss,
+        # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
+        make_optimizer=optimizer_maker("adamw_8bit" if args.use_8bit_adam else "adamw_fused"),
+        device=current_gpu() or "cpu",
+        autocast=precision.get(accelerator.mixed_precision),
+        accumulation=args.gradient_accumulation_steps,
+        prefetched=False,
+        max_grad_norm=args.max_grad_norm,
+        name=type(unet).__name__,
+    )
+
+
+def fit_unet(
+    workload: Workload,
+    args: LoopArguments,
+    settings: ACArguments,
+    accelerator: Accelerator,
+    budget: int | None = None,
+) -> Fitted:
+    """`fit_to_memory` for the diffusion recipe's loop.
+
+    budget: bytes to plan for where that is less than `--ac_budget`.
+    """
+    fitted = Fitted(workload, args, settings, "train_batch_size")
+    settle(fitted, accelerator.device, budget)
+    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    return fitted

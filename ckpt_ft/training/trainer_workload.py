@@ -1,0 +1,121 @@
+"""A Trainer's step as a workload: on its data, to plan for; on what it saw, to predict what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import Trainer
+
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.workload import Batch, Forward, Workload
+
+from .text.dataset_lengths import row_lengths
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from ckpt_ft.memory.gpus import GPU
+    from ckpt_ft.memory.measure.largest_batch import LargestBatch
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+
+
+def trainer_workload(model: nn.Module, args: TrainingArguments, rows: Any, collate: Collate) -> Workload:
+    """What a Trainer with `args` will do with `model` on `rows`, on the device at hand.
+
+    Args:
+        rows: the training data, a map-style dataset of dicts; those of a `datasets.Dataset` with "input_ids" have
+            lengths.
+    """
+    of_length, lengths = _by_length(args, rows)
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        chosen = [rows[0]] * samples if length is None else of_length(samples, length)
+        batch: Batch = send_to_device(collate(chosen), args.device)
+        return batch
+
+    return Workload(
+        model,
+        make_batch,
+        own_loss,
+        make_optimizer=lambda model: _optimizer(args, model),
+        device=current_gpu() or "cpu",
+        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        accumulation=args.gradient_accumulation_steps,
+        max_grad_norm=args.max_grad_norm,
+        lengths=lengths,
+        name=type(model).__name__,
+    )
+
+
+def measured_workload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: LargestBatch,
+    args: TrainingArguments,
+    device: str | GPU,
+) -> Workload:
+    """The step that a Trainer made on the largest batch that it saw; `model` carries its own autocast by then."""
+
+    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(*batch["args"], **batch["kwargs"]).loss
+        return loss
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        given, named = batch.again()
+        return {"args": given, "kwargs": named}
+
+    return Workload(
+        model,
+        make_batch,
+        compute_loss,
+        make_optimizer=twin_maker(model, optimizer),
+        device=device,
+        accumulation=args.gradient_accumulation_steps,
+        max_grad_norm=args.max_grad_norm,
+    )
+
+
+def twin_maker(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """model -> an optimizer over its parameters like `optimizer`, which is over those of the `model` given here."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+
+    def make_twin(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        twin: torch.optim.Optimizer = kind(
+            [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+        )
+        return twin
+
+    return make_twin
+
+
+def _optimizer(args: TrainingArguments, model: nn.Module) -> Any:
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return kind([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def _by_length(args: TrainingArguments, rows: Any) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
+    """(samples, length) -> rows of which the first is the one of that length; and the lengths there are."""
+    if "input_ids" not in (getattr(rows, "column_names", None) or ()):
+        return lambda samples, length: [rows[0]] * samples, None
+    lengths = row_lengths(rows)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+
+    def of_length(samples: int, length: int) -> list[Any]:
+        first = min(bisect_left(order, length, key=lengths.__getitem__), len(order) - 1)
+        shorter = rows[order[first // 2]]  # as in most batches, the others are padded
+        return [rows[order[first]], *[shorter] * (samples - 1)]
+
+    by_length = getattr(args, "train_sampling_strategy", "") == "group_by_length"
+    return of_length, Lengths.of(lengths, by_length)

@@ -1,0 +1,61 @@
+"""A model by name as a Workload: built from its configuration on the meta device, in the order that it is trained in.
+
+`load(name, ...)` takes a Hub id, a local directory or a config file, of a causal or masked language model, a diffusers
+pipeline (its U-Net or transformer) or an image classifier. No weight is ever allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.errors import UserError
+
+from .lengths import Lengths
+from .model_config import read_config
+from .optimizers import optimizer_maker
+from .settings import MIXED_PRECISION, Settings
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.gpus import GPU
+
+
+def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengths | None = None) -> Workload:
+    """The workload of a Hub id, a local directory or a config file.
+
+    Args:
+        device: that it is to run on.
+        lengths: tokens of a dataset's rows; without them every row has the settings' `seq_length`.
+
+    Raises:
+        UserError: nothing by that name, not a kind of model that is known here, or settings that do not fit it.
+    """
+    if lengths is not None:
+        settings = replace(settings, seq_length=max(lengths.longest, 2))
+    workload = _by_kind(name, read_config(name), settings)
+    if lengths is not None and workload.kind != "language model":
+        raise UserError(f"--dataset: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out")
+    return replace(
+        workload,
+        name=name,
+        make_optimizer=optimizer_maker(settings.optimizer),
+        device=device,
+        autocast=MIXED_PRECISION[settings.mixed_precision],
+        max_grad_norm=settings.max_grad_norm,
+        lengths=lengths,
+    )
+
+
+def _by_kind(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+    """Model, batches and loss of the kind of model that `config` describes."""
+    if "_class_name" in config:
+        from .diffusion import diffusion_model
+
+        return diffusion_model(name, config, settings)
+    if "model_type" not in config:
+        raise UserError(f"{name}: its config has neither model_type (transformers) nor _class_name (diffusers)")
+    from .transformers_models import image_classifier, is_image_classifier, language_model
+
+    return (image_classifier if is_image_classifier(config) else language_model)(name, config, settings)

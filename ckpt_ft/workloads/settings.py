@@ -1,0 +1,68 @@
+"""Settings: how a model that is loaded by name is trained, as the options of `ckpt-ft` say it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_ft.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model is trained.
+
+    Attributes:
+        dtype: of the weights: float32, bfloat16 or float16.
+        mixed_precision: autocast: no, bf16 or fp16.
+        optimizer: one of `OPTIMIZERS`.
+        lora_r: LoRA rank; 0 trains all weights.
+        lora_targets: module names that get an adapter; () for every linear layer of the blocks.
+        seq_length: tokens of a sequence (language models).
+        resolution: pixels of an image's side; 0 for the model's own.
+        max_grad_norm: gradients are clipped to it; 0 for no clipping.
+        attn_implementation: sdpa or eager; "" for what the model prefers.
+        load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
+    """
+
+    dtype: str = "float32"
+    mixed_precision: str = "no"
+    optimizer: str = "adamw_fused"
+    lora_r: int = 0
+    lora_targets: tuple[str, ...] = ()
+    seq_length: int = 1024
+    resolution: int = 0
+    max_grad_norm: float = 1.0
+    attn_implementation: str = ""
+    load_in_4bit: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--mixed-precision", self.mixed_precision, MIXED_PRECISION)
+        _one_of("--optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("--attn-implementation", self.attn_implementation, ("", "sdpa", "eager"))
+        if self.seq_length < 2:
+            raise UserError(f"--seq-length {self.seq_length}: a sequence has at least 2 tokens")
+        if self.lora_r < 0:
+            raise UserError(f"--lora {self.lora_r}: a LoRA rank is at least 1 (0 trains all weights)")
+        if self.resolution < 0:
+            raise UserError(f"--resolution {self.resolution}: a number of pixels, or 0 for the model's own")
+        if self.load_in_4bit and not self.lora_r:
+            raise UserError(
+                "--load-in-4bit: 4-bit weights cannot be trained themselves; give a LoRA rank, as in --lora 16"
+            )
+
+
+def _one_of(flag: str, given: str, allowed: Collection[str]) -> None:
+    if given not in allowed:
+        close = difflib.get_close_matches(given, list(allowed), n=1)
+        raise UserError(
+            f"{flag} '{given}'" + (f"; did you mean '{close[0]}'?" if close else "") + f" ({', '.join(allowed)})"
+        )

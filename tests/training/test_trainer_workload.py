@@ -1,0 +1,125 @@
+"""A Trainer's step as a workload: on rows chosen by length, in train mode; predicted as the tracker measures it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.measure.largest_batch import LargestBatch
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.training.trainer_workload import trainer_workload
+
+LENGTHS = [8, 32, 16, 24, 9]
+ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])
+
+
+@pytest.mark.parametrize("policy", ["none", "save:attention+matmul", "pointwise,head"])
+def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    ids = [torch.randint(0, 512, (64,)) for _ in range(16)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+        use_cpu=True, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
+    ACCallback(policy).attach(trainer)
+    trainer.train()
+    report = json.loads((tmp_path / "memory_report.json").read_text())
+    measured = {phase: figures["allocated"] for phase, figures in report["ranks"][0]["peaks"].items()}
+    predicted = report["predicted"]["peaks"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert predicted[phase] == pytest.approx(measured[phase], rel=1e-3), phase
+    assert report["provenance"]["shapes"] == {"input_ids": [2, 64], "labels": [2, 64]}
+
+
+def test_the_largest_batch_is_kept_in_outline() -> None:
+    batch = LargestBatch()
+    batch.note((torch.ones(2, 3),), {"labels": torch.ones(4, dtype=torch.long), "flag": True})
+    batch.note((torch.ones(1, 3),), {"labels": torch.ones(1, dtype=torch.long), "flag": False})
+    assert batch.shapes == {"input 0": [2, 3], "labels": [4]}
+    (x,), kwargs = batch.again()
+    assert torch.equal(x, torch.zeros(2, 3))
+    assert kwargs["flag"] is True
+    assert torch.equal(kwargs["labels"], torch.ones(4, dtype=torch.long))
+
+
+class Recorder(nn.Module):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        self.batch = batch
+        return type("Output", (), {"loss": self.weight.clone()})
+
+
+def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, train_sampling_strategy="group_by_length")
+    model = Recorder()
+    workload = trainer_workload(model, args, ROWS, PadCollator(0))
+    assert workload.lengths is not None
+    assert workload.lengths.by_length
+    for length, shorter in ((32, 16), (9, 8), (8, 8), (25, 16)):
+        workload.step(3, length)(model, torch.optim.SGD(model.parameters()))
+        lengths = model.batch["attention_mask"].sum(1).tolist()
+        assert lengths == [min(n for n in LENGTHS if n >= length), shorter, shorter]
+    workload.step(2)(model, torch.optim.SGD(model.parameters()))
+    assert model.batch["input_ids"].shape == (2, 32)
+
+
+def test_images_have_none(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert trainer_workload(Recorder(), args, [{"pixel_values": torch.zeros(3)}], PadCollator(0)).lengths is None
+
+
+def tiny() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def test_a_loaded_model_is_traced_as_it_will_be_trained(tmp_path: Path) -> None:
+    """`from_pretrained` gives a model in eval mode, in which no policy recomputes anything."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    peaks = {}
+    for training in (True, False):
+        for policy in ("none", "full"):
+            model = tiny().train(training)
+            apply_policy(model, policy)
+            peaks[training, policy] = trainer_workload(model, args, ROWS, PadCollator(0)).trace(16).peak_allocated
+            assert model.training is training
+            assert model.model.layers[0].training is training
+    assert peaks[True, "full"] < 0.8 * peaks[True, "none"]
+    assert (peaks[False, "none"], peaks[False, "full"]) == (peaks[True, "none"], peaks[True, "full"])
+
+
+def test_speed_and_bytes_under_accumulation(tmp_path: Path) -> None:
+    """All micro-batches count in a step's seconds, though a third and later ones are not run."""
+    seconds, peaks = {}, {}
+    for accumulation in (1, 2, 4, 32):
+        args = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=accumulation)
+        workload = replace(trainer_workload(tiny(), args, ROWS, PadCollator(0)), device="t4")
+        trace = workload.trace(16)
+        seconds[accumulation], peaks[accumulation] = trace.seconds, trace.peak_allocated
+    one = seconds[4] - seconds[2]
+    assert one > 0
+    assert seconds[4] == pytest.approx(seconds[2] + 2 * (seconds[2] - seconds[1]), rel=0.05)
+    assert seconds[32] == pytest.approx(seconds[2] + 30 / 2 * one)
+    batch = 16 * 32 * 8 * 3  # ids, labels, mask: a Trainer fetches all of a step's micro-batches first
+    assert peaks[32] - peaks[4] == 28 * batch
