@@ -22,6 +22,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
+from . import recipe
 from .options import AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 from .planning import register
 
@@ -258,6 +259,7 @@ class _progress:
 
 
 register(app)
+recipe.register(app)
 
 if __name__ == "__main__":
     main()

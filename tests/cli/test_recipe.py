@@ -1,0 +1,41 @@
+"""`ckpt-ft recipe` finds the scripts that people read, and hands them their own flags."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.cli.recipe import find_recipe
+from ckpt_ft.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    return cli._main()
+
+
+def test_every_recipe_is_found() -> None:
+    for script in (ROOT / "recipes").glob("*.py"):
+        assert find_recipe(script.stem).read_text() == script.read_text()
+
+
+def test_the_path_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "recipe", "--path", "llm") == 0
+    assert Path(capsys.readouterr().out.strip()).name == "llm.py"
+
+
+def test_flags_are_the_recipes_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        typed(monkeypatch, "recipe", "llm", "--ac_policy", "save:atention")
+    assert stopped.value.code == 2
+    assert "no op group 'atention'; did you mean 'attention'?" in capsys.readouterr().err
+
+
+def test_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no recipe 'lm'; did you mean 'llm'"):
+        typed(monkeypatch, "recipe", "lm")
