@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator without the memory: blocks, segments and pools of one device and one stream.
+"""PyTorch's CUDA caching allocator without the memory: blocks, segments and pools of one device, for each stream.
 
 Follows c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes; small (up to 1 MiB) and large requests apart;
 segments of 2 MiB, 20 MiB, or the request rounded to 2 MiB; best fit, ties to the lowest address; split, merge; on
@@ -86,12 +86,17 @@ class CachingAllocator:
     retries: int = 0
 
     def __post_init__(self) -> None:
-        self._small, self._large = self.pools = (Pool(small=True), Pool(small=False))
+        self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large one
         self._lowest_address = 1 << 62
         self._no_split = self.settings.max_split_size or 1 << 62
 
-    def malloc(self, nbytes: int) -> Block | None:
-        """A block for `nbytes` (None for 0 bytes, which need none).
+    @property
+    def pools(self) -> list[Pool]:
+        """Of every stream."""
+        return [pool for pools in self._pools.values() for pool in pools]
+
+    def malloc(self, nbytes: int, stream: str = "") -> Block | None:
+        """A block for `nbytes` (None for 0 bytes, which need none) in the pools of `stream`.
 
         Raises:
             OutOfMemory: see there; the allocator stays usable, its cached segments given back.
@@ -99,7 +104,10 @@ class CachingAllocator:
         if nbytes == 0:
             return None
         size = self.settings.block_size(nbytes)
-        pool = self._small if size <= SMALL_SIZE else self._large
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = Pool(small=True), Pool(small=False)
+        pool = pools[size > SMALL_SIZE]
         block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
         rest = block.size - size
         if self._should_split(pool, size, rest):

@@ -51,6 +51,7 @@ def replay(
     settings: AllocatorSettings = DEFAULTS,
     capacity: int | None = None,
     empty_cache_at: Collection[int] = (),
+    streams: Sequence[str] = (),
 ) -> Replay:
     """Replay `events` on an empty device.
 
@@ -59,6 +60,7 @@ def replay(
         events: i >= 0 allocates storage i, ~i frees it; in order. A storage may be allocated again once freed.
         capacity: bytes the allocator can reserve (the device's memory less its context); None never runs out.
         empty_cache_at: events before which torch.cuda.empty_cache() was called.
+        streams: of each storage the stream that it is allocated in; () for all in one.
     """
     allocator = CachingAllocator(settings, capacity)
     live: dict[int, Block | None] = {}
@@ -71,7 +73,7 @@ def replay(
             allocator.free(live.pop(~event))
         else:
             try:
-                live[event] = allocator.malloc(sizes[event])
+                live[event] = allocator.malloc(sizes[event], streams[event] if streams else "")
             except OutOfMemory:
                 result.oom_at = at
                 break

@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.streams import streams_are_followed
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -73,10 +75,15 @@ def trace_step(
         stack.enter_context(fake_mode)
         stack.enter_context(faked_model(model))
         tracker = FakeTracker(fake_mode, model, gpu)
+        stack.enter_context(streams_are_followed(tracker))
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         try:
             optimizer = make_optimizer(model) if make_optimizer else None
+            if any(type(parameter.data) is not FakeTensor for parameter in model.parameters()):  # sharded meanwhile
+                gc.collect()
+                tracker.restart()
+                tracker.add_model(model)
             for _ in range(warmup_steps + 1):
                 gc.collect()
                 tracker.start_step()
@@ -125,6 +132,8 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         kwargs = kwargs or {}
         if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
             args = self._faked(args)
@@ -212,6 +221,7 @@ def faked_model(model: nn.Module) -> Iterator[None]:
                     if new is not value:
                         restore.append((table, key, value))
                         table[key] = new
+        fakes.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
         yield
     finally:
         for table, key, value in restore:

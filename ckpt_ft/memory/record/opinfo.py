@@ -92,3 +92,17 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def _launches(group: Sequence[torch.Tensor]) -> int:
     chunks = sum(-(-t.numel() // _CHUNK) for t in group)
     return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
+
+
+def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """Bytes that each rank sends in a collective by ring; at least 1.
+
+    All-gather and reduce-scatter send what they add or take away, an all-reduce both in turn (Patarasuk and Yuan 2009).
+    """
+    given = [t.nbytes for t in tensors(args[:2])]
+    if "reduce_scatter" in func._schema.name or "allgather" in func._schema.name:
+        return max(max(given) - min(given), 1)
+    if func._schema.name == "c10d::allreduce_":
+        ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
+        return max(2 * (ranks - 1) * given[0] // ranks, 1)
+    return max(*given, 1)

@@ -23,7 +23,9 @@ from .cost import DEFAULT_HOST, Host, step_seconds
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "workspace")
+CATEGORIES = (
+    "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
+)  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -36,6 +38,7 @@ class Storage:
     op: str  # "aten.mm.default"
     module: str  # qualified name of the module that was running, "" outside
     phase: str  # one of PHASES
+    stream: str = ""  # CUDA stream that it was allocated in, "" for the one that computes
 
 
 @dataclass(slots=True)
@@ -50,6 +53,8 @@ class Op:
     module: str
     at: int  # how many events had happened before it
     kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
+    stream: str = ""  # that its kernels are issued to
+    wire: int = 0  # bytes that this rank sends in a collective
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class StepTrace:
         """Bytes allocated and reserved after each event, as `device` counts them."""
         sizes = [storage.nbytes for storage in self.storages]
         if self.device != "cpu":
-            return replay(sizes, self.events)
+            return replay(sizes, self.events, streams=[storage.stream for storage in self.storages])
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
@@ -228,8 +233,8 @@ class StepTrace:
         texts = document["texts"]
         storages = [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]]
         ops = [
-            Op(texts[name], flops, nbytes, texts[dtype], texts[phase], texts[module], at, kernels)
-            for name, flops, nbytes, dtype, phase, module, at, kernels in document["ops"]
+            Op(texts[name], flops, nbytes, texts[dtype], texts[phase], texts[module], at, kernels, texts[stream], wire)
+            for name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire in document["ops"]
         ]
         gpu = GPU(**document["gpu"]) if document["gpu"] else None
         marks = [(at, name) for at, name in document["marks"]]

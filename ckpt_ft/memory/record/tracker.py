@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ckpt_ft.units import format_bytes
 
-from .opinfo import describe, measure, plain, tensors
+from .opinfo import collective_bytes, describe, measure, plain, tensors
 from .trace import Op, StepTrace, Storage
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Tracker(TorchDispatchMode):
     """
 
     fake_mode: FakeTensorMode | None = None  # the one that the step runs under, if it does
+    stream = ""  # CUDA stream that is issued to, "" for the one that computes
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Tracker(TorchDispatchMode):
         self._zone = 0  # counts changes of phase: what dies in the zone it was made in was only temporary
         self._clear()
         self._names: dict[int, str] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._model: nn.Module | None = None
         if model is not None:
             self.add_model(model)
         if optimizer is not None:
@@ -96,16 +98,20 @@ class Tracker(TorchDispatchMode):
     def add_model(self, model: nn.Module) -> None:
         """Names of `model`'s modules from here on; its tensors are resident."""
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._parameters = list(model.parameters())
-        self.add_resident(self._parameters, "parameters")
+        self._model = model
+        self.add_resident(model.parameters(), "parameters")
         self.add_resident(model.buffers(), "buffers")
-        self._mark_gradients(self._parameters)
+        self._mark_gradients()
 
     def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
         """Follow tensors that exist already."""
         for value in values:
             for tensor in plain(value):
-                self._follow(tensor, category, "", resident=True)
+                seen = self._live.get(tensor.untyped_storage()._cdata)
+                if seen is not None and seen.index >= 0:
+                    self._storages[seen.index].category = category
+                else:
+                    self._follow(tensor, category, "", resident=True)
 
     def start_step(self) -> None:
         """Open a step: the views of a trace are of the last one opened."""
@@ -121,7 +127,7 @@ class Tracker(TorchDispatchMode):
         for seen in live:
             storage = storages[seen.index]
             seen.index = len(self._storages)
-            self._storages.append(Storage(storage.nbytes, storage.category, storage.op, storage.module, storage.phase))
+            self._storages.append(replace(storage))
             self._residents.append(seen.index)
         self.peak = self.allocated
 
@@ -129,9 +135,9 @@ class Tracker(TorchDispatchMode):
         """What was recorded so far."""
         self._end_backward()
         late = len(self._residents)  # found on sight, yet there before the first event
-        ops = [Op(o.name, o.flops, o.nbytes, o.dtype, o.phase, o.module, o.at + late, o.kernels) for o in self._ops]
+        ops = [replace(op, at=op.at + late) for op in self._ops] if late else list(self._ops)
         marks = [(at + late, name) for at, name in self._marks]
-        storages = [Storage(s.nbytes, s.category, s.op, s.module, s.phase) for s in self._storages]
+        storages = [replace(storage) for storage in self._storages]
         return StepTrace(device, storages, self._residents + self._events, ops, marks, list(self.notes), gpu)
 
     def allocate(self, nbytes: int, category: str, op: str) -> int:
@@ -148,6 +154,22 @@ class Tracker(TorchDispatchMode):
     def scratch(self, nbytes: int, op: str) -> None:
         """Record memory that a kernel takes and gives back while it runs."""
         self.free(self.allocate(nbytes, "temporary", op))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a followed storage was given other bytes, or none: so FSDP2 frees gathered parameters."""
+        seen = self._live.get(storage._cdata)
+        op = "aten.empty.memory_format"
+        if seen is not None and seen.index >= 0:
+            op = self._storages[seen.index].op or op
+            self._freed(seen)
+        if storage.nbytes():
+            self._locate()
+            self._hold(storage, self._record(storage.nbytes(), "communication", op), self._events)
+
+    def synchronise(self, what: str, number: int, stream: str) -> None:
+        """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""
+        if self.record_ops:
+            self._ops.append(Op(f"event.{what}", 0, 0, "", self._phase, str(number), len(self._events), 0, stream))
 
     @property
     def phase(self) -> str:
@@ -184,7 +206,10 @@ class Tracker(TorchDispatchMode):
                 f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
                 f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
             )
-        self._storages.append(Storage(nbytes, category, op, self._module() if op else "", self._phase if op else ""))
+        if self.stream and category in ("activations", "temporary"):
+            category = "communication"
+        module, phase = (self._module(), self._phase) if op else ("", "")
+        self._storages.append(Storage(nbytes, category, op, module, phase, self.stream if op else ""))
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
         return len(self._storages) - 1
@@ -202,10 +227,12 @@ class Tracker(TorchDispatchMode):
         if not nbytes:
             return
         index = self._record(nbytes, category, op)
-        seen = _Seen(storage, self._freed)
-        seen.address, seen.index, seen.zone = address, index, self._zone
-        self._live[address] = seen
-        (self._residents if resident else self._events).append(index)
+        self._hold(storage, index, self._residents if resident else self._events)
+
+    def _hold(self, storage: torch.UntypedStorage, index: int, events: list[int]) -> None:
+        seen = self._live[storage._cdata] = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, index, self._zone
+        events.append(index)
 
     def _freed(self, seen: _Seen) -> None:
         if self._live.get(seen.address) is not seen:
@@ -228,7 +255,10 @@ class Tracker(TorchDispatchMode):
             elif seen.index >= 0:
                 self._storages[seen.index].category = category
 
-    def _mark_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _mark_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Those of `parameters`; of the model's as they are now (FSDP2 puts sharded ones in their place) by default."""
+        if parameters is None:
+            parameters = () if self._model is None else self._model.parameters()
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 self._mark(parameter.grad, "gradients")
@@ -257,7 +287,7 @@ class Tracker(TorchDispatchMode):
             return
         if phase != self._phase or recompute != self._recompute:
             if self._phase == "backward" and phase != "backward":
-                self._mark_gradients(self._parameters)
+                self._mark_gradients()
             if phase != self._phase:
                 self._marks.append((len(self._events), phase))
             self._phase, self._recompute = phase, recompute
@@ -266,7 +296,7 @@ class Tracker(TorchDispatchMode):
     def _end_backward(self) -> None:
         """Tell gradients from what was temporary where no optimizer comes after backward."""
         if self._phase == "backward":
-            self._mark_gradients(self._parameters)
+            self._mark_gradients()
 
     def _module(self) -> str:
         if self._stack:
@@ -349,7 +379,9 @@ class Tracker(TorchDispatchMode):
         if func in self.after:
             self.after[func](self, func, args, kwargs, out)
         if self.record_ops:
-            self._ops.append(Op(name, flops, nbytes, dtype, self._phase, self._module(), at, kernels))
+            wire = collective_bytes(func, args) if func.namespace == "c10d" else 0
+            here = self._phase, self._module()
+            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, self.stream, wire))
         return out
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
