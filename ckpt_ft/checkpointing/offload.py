@@ -5,10 +5,14 @@ a view of it: with checkpointing that is the blocks' inputs, with `pointwise` wh
 kept outputs, which come through `keep`. Copies run on a stream of their own beside the compute stream. When backward
 opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
 arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
+
+A copy would be right where the tensor is written to after it was saved, and plain autograd raises an error there: so do
+these hooks, parked or not.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -22,6 +26,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
 from .standin import Installed, StandIn
+from .views import View, as_stored, counter_of, emptied, flat, looked_at, view_of, written_to
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
 _PARKED = "_ckpt_ft_parked"
@@ -86,6 +91,7 @@ class Parked:
         with torch.cuda.stream(self.side):
             self.device.copy_(self.host, non_blocking=True)
             self.ready = self.side.record_event()
+        self.device.record_stream(self.side)  # it may be dropped before anything waits for the copy
 
     def get(self) -> torch.Tensor:
         """The bytes on the device, as a flat tensor; the block before is fetched meanwhile."""
@@ -96,6 +102,62 @@ class Parked:
             self.ready = None
         assert self.device is not None
         return self.device
+
+
+class ParkedView:
+    """A tensor whose storage is parked."""
+
+    __slots__ = ("parked", "view")
+
+    def __init__(self, parked: Parked, view: View) -> None:
+        self.parked, self.view = parked, view
+
+    def get(self) -> torch.Tensor:
+        """The tensor, on the device."""
+        return looked_at(self.parked.get(), self.view)
+
+
+class ParkedLocal:
+    """A DTensor whose local tensor is parked; `hollow` is a detached alias of it without one."""
+
+    __slots__ = ("hollow", "local")
+
+    def __init__(self, hollow: Any, local: ParkedView) -> None:
+        self.hollow, self.local = hollow, local
+
+    def get(self) -> torch.Tensor:
+        """The DTensor, on the device."""
+        tensor = self.hollow.detach()
+        tensor._local_tensor = self.local.get()
+        return tensor  # type: ignore[no-any-return]
+
+
+Held = ParkedView | ParkedLocal
+
+
+class Saved:
+    """A tensor that a node saved, with its version then."""
+
+    __slots__ = ("counter", "held", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor, held: Held | None) -> None:
+        # an alias either way: a node that keeps its own output would keep itself alive
+        if held is None:
+            self.counter = tensor.detach()
+        else:
+            self.counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
+        self.version, self.held = tensor._version, held
+
+    def intact(self) -> bool:
+        """Whether nothing was written to the tensor since."""
+        return self.counter._version == self.version
+
+    def get(self) -> torch.Tensor:
+        """The tensor; RuntimeError, as in plain autograd, where it was written to since."""
+        if not self.intact():
+            view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
+            raise written_to(self.counter, self.version, view)
+        return self.counter if self.held is None else self.held.get()
 
 
 class Parking:
@@ -116,24 +178,43 @@ class Parking:
             self.side = torch.cuda.Stream(device)
         return self.side
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """The saved-tensor hook."""
+        return Saved(tensor, self.park(tensor))
+
+    def park(self, tensor: torch.Tensor, written: int = 0) -> Held | None:
+        """The tensor with its storage parked, once for all its views; None where it stays on the device.
+
+        written: writes into the storage that the tensor's own version does not count.
+        """
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
-            return _kept(tensor)
+            return None
+        if _is_dtensor(tensor):
+            return self._park_local(tensor.detach())
         parked: Parked | None = None
         known = getattr(storage, _PARKED, None)
-        if known is not None and known[1] == tensor._version:
+        version = tensor._version, written
+        if known is not None and known[1] == version:
             parked = known[0]()
         if parked is None:
             if not self.usage.take(nbytes):
-                return _kept(tensor)
-            flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), 0)
-            parked = Parked(flat, self.block, self)
+                return None
+            parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
-            setattr(storage, _PARKED, (weakref.ref(parked), tensor._version))
-        return parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            setattr(storage, _PARKED, (weakref.ref(parked), version))
+        return ParkedView(parked, view_of(tensor))
+
+    def _park_local(self, hollow: Any) -> ParkedLocal | None:
+        local = hollow._local_tensor
+        if type(local) is not torch.Tensor:  # still on its way from other ranks
+            return None
+        held = self.park(local, hollow._version)
+        if type(held) is not ParkedView:
+            return None
+        hollow._local_tensor = emptied(local.detach())
+        return ParkedLocal(hollow, held)
 
     def fetch_block(self, block: int) -> None:
         """Start the copies back of all that a block parked and that is still wanted."""
@@ -142,33 +223,15 @@ class Parking:
                 parked.fetch()
 
 
-def unpack(packed: Any) -> torch.Tensor:
+def unpack(packed: Saved) -> torch.Tensor:
     """The other saved-tensor hook."""
-    if len(packed) == 2:
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
-            )
-        return tensor
-    parked, dtype, size, stride, offset = packed
-    return parked.get().view(dtype).as_strided(size, stride, offset)
+    return packed.get()
 
 
-def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor.detach(), tensor._version  # a node that keeps its own output would keep itself alive
-
-
-def keep(tensor: torch.Tensor) -> Any:
-    """For what is kept outside of autograd's hooks (outputs of `save:`): something that `give` makes `tensor` of."""
+def keep(tensor: torch.Tensor) -> Saved:
+    """For what is kept outside of autograd's hooks (outputs of `save:`): `tensor`, parked where a model offloads."""
     running = _local.running
-    return tensor if running is None else running.pack(tensor)
-
-
-def give(kept: Any) -> torch.Tensor:
-    """The tensor that `keep` was given."""
-    return kept if isinstance(kept, torch.Tensor) else unpack(kept)
+    return Saved(tensor, None if running is None else running.park(tensor))
 
 
 class Offloading(StandIn):
@@ -233,10 +296,17 @@ def install(
 
 def _storages(module: nn.Module) -> set[int]:
     """The storages of parameters and buffers, which stay where they are."""
-    found = {p.untyped_storage()._cdata for p in module.parameters()}
-    return found | {b.untyped_storage()._cdata for b in module.buffers()}
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    return {(t._local_tensor if _is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
 
 
 def _flat_in(tensor: torch.Tensor) -> bool:
     """Whether the tensor's storage can be copied as a flat tensor of its dtype."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)

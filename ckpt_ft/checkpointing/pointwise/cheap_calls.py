@@ -51,7 +51,9 @@ def running_pass() -> Pass | None:
     if torch.compiler.is_compiling():
         return None
     running = local.running
-    return running if running is not None and running.frame is None else None
+    if running is None or running.frame is not None or not torch.is_grad_enabled():
+        return None
+    return running
 
 
 class ModuleRegion(StandIn):
