@@ -20,7 +20,7 @@ from .blocks import Blocks, find_blocks, submodules
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
 from .selective import Selection
-from .standin import Installed
+from .standin import Installed, OneDevice
 
 _APPLIED = "_ckpt_ft_applied"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -161,6 +161,8 @@ def _install(applied: AppliedPolicy) -> None:
             applied.switched_off.append(module)
     if policy.checkpoints or policy.pointwise or policy.offload:
         applied.found = find_blocks(model)
+    if policy.checkpoints or policy.pointwise or policy.offload or policy.head:
+        applied.hooks.append(OneDevice(model, str(policy)))
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)

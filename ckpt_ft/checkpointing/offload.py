@@ -6,13 +6,12 @@ kept outputs, which come through `keep`. Copies run on a stream of their own bes
 opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
 arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
 
-A copy would be right where the tensor is written to after it was saved, and plain autograd raises an error there: so do
-these hooks, parked or not.
+A tensor that is written to after it was saved is an error, as in plain autograd, though a copy on the host would still
+be right.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
 from .standin import Installed, StandIn
-from .views import View, as_stored, counter_of, emptied, flat, looked_at, view_of, written_to
+from .views import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
 _PARKED = "_ckpt_ft_parked"
@@ -129,24 +128,22 @@ class ParkedLocal:
         """The DTensor, on the device."""
         tensor = self.hollow.detach()
         tensor._local_tensor = self.local.get()
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
 
 Held = ParkedView | ParkedLocal
 
 
 class Saved:
-    """A tensor that a node saved, with its version then."""
+    """A tensor that a node saved: an alias of it where it stays, else what it counts versions with and what is parked.
 
-    __slots__ = ("counter", "held", "version", "view")
+    An alias, for a node that keeps its own output would keep itself alive.
+    """
 
-    def __init__(self, tensor: torch.Tensor, held: Held | None) -> None:
-        # an alias either way: a node that keeps its own output would keep itself alive
-        if held is None:
-            self.counter = tensor.detach()
-        else:
-            self.counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
-        self.version, self.held = tensor._version, held
+    __slots__ = ("counter", "held", "version")
+
+    def __init__(self, counter: torch.Tensor, version: int, held: Held | None = None) -> None:
+        self.counter, self.version, self.held = counter, version, held
 
     def intact(self) -> bool:
         """Whether nothing was written to the tensor since."""
@@ -180,7 +177,11 @@ class Parking:
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """The saved-tensor hook."""
-        return Saved(tensor, self.park(tensor))
+        held = self.park(tensor)
+        if held is None:
+            return Saved(tensor.detach(), tensor._version)
+        counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
+        return Saved(counter, tensor._version, held)
 
     def park(self, tensor: torch.Tensor, written: int = 0) -> Held | None:
         """The tensor with its storage parked, once for all its views; None where it stays on the device.
@@ -191,7 +192,7 @@ class Parking:
         nbytes = storage.nbytes()
         if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
             return None
-        if _is_dtensor(tensor):
+        if is_dtensor(tensor):
             return self._park_local(tensor.detach())
         parked: Parked | None = None
         known = getattr(storage, _PARKED, None)
@@ -213,8 +214,7 @@ class Parking:
         held = self.park(local, hollow._version)
         if type(held) is not ParkedView:
             return None
-        hollow._local_tensor = emptied(local.detach())
-        return ParkedLocal(hollow, held)
+        return ParkedLocal(emptied(hollow), held)
 
     def fetch_block(self, block: int) -> None:
         """Start the copies back of all that a block parked and that is still wanted."""
@@ -231,7 +231,7 @@ def unpack(packed: Saved) -> torch.Tensor:
 def keep(tensor: torch.Tensor) -> Saved:
     """For what is kept outside of autograd's hooks (outputs of `save:`): `tensor`, parked where a model offloads."""
     running = _local.running
-    return Saved(tensor, None if running is None else running.park(tensor))
+    return Saved(tensor.detach(), tensor._version) if running is None else running.pack(tensor)
 
 
 class Offloading(StandIn):
@@ -297,16 +297,9 @@ def install(
 def _storages(module: nn.Module) -> set[int]:
     """The storages of parameters and buffers, which stay where they are."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
-    return {(t._local_tensor if _is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
+    return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
 
 
 def _flat_in(tensor: torch.Tensor) -> bool:
     """Whether the tensor's storage can be copied as a flat tensor of its dtype."""
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UserError
+
 
 class StandIn:
     """Stands in for `module.forward` as an instance attribute: no wrapper, so state-dict keys stay as they are.
@@ -35,6 +37,29 @@ class StandIn:
             del self.module.forward
         else:
             self.module.forward = self.previous
+
+
+class OneDevice:
+    """Refuses nn.DataParallel's replicas: they share the stand-ins, and so would run on the original's parameters.
+
+    It stands in place of the method by which replicas are made, as an instance attribute.
+    """
+
+    def __init__(self, model: nn.Module, policy: str) -> None:
+        self.model, self.policy = model, policy
+        model._replicate_for_data_parallel = self  # type: ignore[method-assign]
+
+    def __call__(self) -> nn.Module:
+        raise UserError(
+            f"policy '{self.policy}' on {type(self.model).__name__}: nn.DataParallel's replicas would run on the "
+            "parameters of the first device; start one process for each GPU (torchrun, accelerate launch), or show "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+    def remove(self) -> None:
+        """Allow replicas again, unless another policy has taken this one's place."""
+        if self.model.__dict__.get("_replicate_for_data_parallel") is self:
+            del self.model._replicate_for_data_parallel
 
 
 class Installed:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 # dtype, size, stride, storage offset, and whether it reads the storage conjugated or negated. A plain tuple: one is
 # made for every tensor that is saved.
@@ -33,7 +35,7 @@ def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
     found = found.as_strided(size, stride, offset)
     if conjugated:
         found = found.conj()
-    return torch._neg_view(found) if negated else found  # type: ignore[attr-defined,no-any-return]
+    return torch._neg_view(found) if negated else found
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,7 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
     stored = tensor.detach()
     if stored.is_conj():
         stored = stored.conj()
-    return torch._neg_view(stored) if stored.is_neg() else stored  # type: ignore[attr-defined,no-any-return]
+    return torch._neg_view(stored) if stored.is_neg() else stored
 
 
 def flat(stored: torch.Tensor) -> torch.Tensor:
@@ -54,10 +56,21 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     return emptied(tensor.detach())
 
 
-def emptied(alias: torch.Tensor) -> torch.Tensor:
+def emptied(alias: Any) -> torch.Tensor:
     """`alias` without its bytes; its version counter stays the one that it shares."""
-    alias.data = _NOTHING
+    if is_dtensor(alias):
+        alias._local_tensor = _NOTHING
+    else:
+        alias.data = _NOTHING
     return alias
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor (tensor parallelism), whose own storage is empty: a local tensor holds the bytes."""
+    if type(tensor) is torch.Tensor or type(tensor) is Parameter:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:

@@ -231,6 +231,10 @@ def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
         ("save:aten.bnm", "did you mean"),
         ("save:aten.mm.x", "has no overload 'x'"),
         ("save:aten.add_", "writes into its input"),
+        ("save:aten.view", "gives a view of its input"),
+        ("save:aten.select.int", "gives a view of its input"),
+        ("save:aten.split", "gives a view of its input"),
+        ("save:aten._unsafe_view", "gives a view of its input"),
     ],
 )
 def test_refuses(policy: str, says: str) -> None:
@@ -293,3 +297,16 @@ def test_under_torch_compile(policy: str) -> None:
     for name, value in plain.items():
         if name.startswith("gradient"):
             torch.testing.assert_close(compiled[name.replace("gradient ", "gradient _orig_mod.")], value)
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "head"])
+def test_a_replica_of_data_parallel_is_refused(policy: str) -> None:
+    """torch.nn.parallel.replicate copies each module's attributes, the stand-in of the original among them."""
+    model = make("llama")
+    applied = apply_policy(model, policy)
+    with pytest.raises(UserError, match=r"nn.DataParallel's replicas .* one process for each GPU"):
+        model._replicate_for_data_parallel()
+    with pytest.raises(UserError, match="nn.DataParallel"):
+        copy.deepcopy(model)._replicate_for_data_parallel()
+    applied.remove()
+    assert model._replicate_for_data_parallel()._is_replica

@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
+from ckpt_ft.checkpointing.views import is_dtensor
 
 from .discard import Pass, Saved, claim_on
 
@@ -137,7 +138,7 @@ class CastInput(StandIn):
             value = running.cast(claim, value, dtype)
         parameters = self.module._parameters
         weight = parameters.get("weight")
-        if weight is None or weight.dtype is not torch.float32:
+        if weight is None or weight.dtype is not torch.float32 or is_dtensor(weight):
             return self.forward(value, *args, **kwargs)
         parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
         try:

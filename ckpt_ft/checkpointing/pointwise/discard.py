@@ -27,7 +27,7 @@ import torch
 from torch.nn import Parameter
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.views import View, looked_at, view_of, written_to
+from ckpt_ft.checkpointing.views import View, is_dtensor, looked_at, view_of, written_to
 
 _CLAIM = "_ckpt_ft_claim"
 # A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
@@ -272,8 +272,9 @@ class Pass:
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild
-                if region.inplace or not any(storage is other for other in storages):
+                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild;
+                # a view of a DTensor cannot be made again from its storage
+                if (region.inplace or not any(storage is other for other in storages)) and not is_dtensor(value):
                     setattr(storage, _CLAIM, Claim(frame, index, value))
         return output
 
