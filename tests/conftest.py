@@ -55,12 +55,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built-in samples and tokenized data of this run, shared by its workers and thrown away with its directory."""
+    """Built-in samples, tokenized data and compiled kernels of this run, shared by its workers, thrown away with it.
+
+    Inductor's own cache does not tell kernels for other CPU settings (ATEN_CPU_CAPABILITY) apart.
+    """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
         yield
 
 
