@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
@@ -194,6 +195,8 @@ class Parking:
             return None
         if is_dtensor(tensor):
             return self._park_local(tensor.detach())
+        if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
+            return None
         parked: Parked | None = None
         known = getattr(storage, _PARKED, None)
         version = tensor._version, written

@@ -261,6 +261,18 @@ def test_dtensors() -> None:
         dist.destroy_process_group()
 
 
+def test_other_wrapper_subclasses_stay() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)).requires_grad_()
+    model = Runs(lambda linear, x: (x.sin() * x).sum())
+    _, usage = treat(model, [], min_bytes=1)
+    loss = model(x)
+    assert usage.peak_host_bytes == 0
+    loss.backward()
+    assert x.grad.a.equal(x.a.cos() * x.a + x.a.sin())
+
+
 def test_dtensor_that_was_written_to() -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
