@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from ckpt_ft.policy import Policy
 
 from .standin import StandIn
 
+_flag = attrgetter("gradient_checkpointing")
+
 
 class Guard(StandIn):
     """The model's forward. With gradients it refuses to run where transformers or diffusers would checkpoint as well.
 
-    Their switches set a flag on every block, and nothing is called that could tell; so the flags are looked at, a
-    hundred in some three microseconds.
+    Their switches set a flag on every block, and nothing is called that could tell; so the flags are looked at,
+    eighty in three microseconds.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -28,10 +31,8 @@ class Guard(StandIn):
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for module in self.flagged:
-                if module.gradient_checkpointing:
-                    self._refuse(module)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(map(_flag, self.flagged)):
+            self._refuse(next(filter(_flag, self.flagged)))
         return self.forward(*args, **kwargs)
 
     def _refuse(self, module: nn.Module) -> None:
