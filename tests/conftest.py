@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,10 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
-    """One thread and one seed, so that a test's numbers do not depend on those before it."""
+def _same_start() -> Iterator[None]:
+    """One thread and one seed, so that a test's numbers do not depend on those before it; nor does its time."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    assert _get_current_dispatch_mode() is None, "every operator of the tests to come would pass through it"
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,6 @@ def test_applying_again_replaces() -> None:
     apply_policy(model, "full")
     apply_policy(model, "every:2")
     assert calls(model)[ATTENTION] == LAYERS * 3 // 2
-    apply_policy(model.model, "first:1")  # a part of the model alone
     apply_policy(model, "none")
     assert calls(model)[ATTENTION] == LAYERS
 
@@ -271,6 +270,23 @@ def test_budget_sets_the_compilers_and_gives_it_back() -> None:
     assert config.activation_memory_budget == 0.3
     assert "under torch.compile only" in applied.explain()
     applied.remove()
+    assert config.activation_memory_budget == before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_budgets_are_taken_off_in_any_order(order: tuple[int, ...]) -> None:
+    import torch._functorch.config as config
+
+    before = config.activation_memory_budget
+    values = [0.3, 0.5, 0.7]
+    applied = [apply_policy(make("llama"), f"budget:{value}") for value in values]
+    copy.deepcopy(applied[1].model)  # a copy's policy sets nothing, and so gives nothing back
+    applied_policy(copy.deepcopy(applied[2].model)).remove()
+    on = dict(enumerate(values))
+    for index in order:
+        assert config.activation_memory_budget == on[max(on)]
+        applied[index].remove()
+        del on[index]
     assert config.activation_memory_budget == before
 
 
