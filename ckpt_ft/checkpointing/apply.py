@@ -46,6 +46,7 @@ class AppliedPolicy:
         self.engines: list[tuple[str, Installed]] = []
         self.selections: list[Selection] = []
         self.guard: Guard | None = None
+        self.one_device: OneDevice | None = None
         self.hooks: list[Any] = []
         self.switched_off: list[nn.Module] = []
         self.compile_budget: CompileBudget | None = None
@@ -83,7 +84,7 @@ class AppliedPolicy:
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.engines, self.installed, self.switched_off = [], [], [], []
-        self.guard = self.compile_budget = None
+        self.guard = self.compile_budget = self.one_device = None
         self.removed = True
 
     def pause(self) -> None:
@@ -96,6 +97,8 @@ class AppliedPolicy:
             region.remove()
         for module in self.switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+        if self.one_device is not None:
+            self.one_device.remove()
         if self.compile_budget is not None:
             self.compile_budget.take_off()
         del self.model.__dict__[MARK]
@@ -111,6 +114,8 @@ class AppliedPolicy:
             engine.resume()
         if self.guard is not None:
             self.guard.put_back()
+        if self.one_device is not None:
+            self.one_device.put_back()
         if self.compile_budget is not None:
             self.compile_budget.put_on()
 
@@ -207,7 +212,7 @@ def _install(applied: AppliedPolicy) -> None:
     if policy.checkpoints or policy.pointwise or policy.offload:
         applied.found = find_blocks(model)
     if policy.checkpoints or policy.pointwise or policy.offload or policy.head:
-        applied.hooks.append(OneDevice(model, str(policy)))
+        applied.one_device = OneDevice(model, str(policy))
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)

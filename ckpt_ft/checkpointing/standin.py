@@ -76,7 +76,11 @@ class OneDevice:
 
     def __init__(self, model: nn.Module, policy: str) -> None:
         self.model, self.policy = model, policy
-        model._replicate_for_data_parallel = self  # type: ignore[method-assign]
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Refuse replicas."""
+        self.model._replicate_for_data_parallel = self  # type: ignore[method-assign]
 
     def __call__(self) -> nn.Module:
         raise UserError(
@@ -86,9 +90,8 @@ class OneDevice:
         )
 
     def remove(self) -> None:
-        """Allow replicas again, unless another policy has taken this one's place."""
-        if self.model.__dict__.get("_replicate_for_data_parallel") is self:
-            del self.model._replicate_for_data_parallel
+        """Allow replicas again."""
+        del self.model._replicate_for_data_parallel
 
 
 class Installed:
