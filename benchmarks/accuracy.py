@@ -22,7 +22,6 @@ import torch
 import transformers
 from figures import resnet, twelve_blocks  # type: ignore[import-not-found]  # beside this script
 from peft import LoraConfig, get_peft_model
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -157,8 +156,14 @@ def replay_rows(rows: Sequence[dict[str, str]]) -> tuple[str, float]:
     columns = list(next(iter(found.values())))
     body = table(["row", *map(short, columns)], [[name, *map(percent, e.values())] for name, e in found.items()])
     kinds = [kind for kind in ("fp16", "nf4") if any(kind in name for name in found)]
-    rank = float(spearmanr(have, want).statistic) if len(rows) > 2 else 1.0
+    rank = rank_correlation(have, want) if len(rows) > 2 else 1.0
     return "\n\n".join([body, *(summary(found, kind) for kind in kinds)]), rank
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: of the ranks, where equal values share the mean of theirs."""
+    ranks = ([sum((x < y) + (x <= y) for x in values) for y in values] for values in (a, b))
+    return statistics.correlation(*ranks)
 
 
 def replay_figures() -> str:

@@ -56,7 +56,7 @@ from ckpt_ft.training.run.loop_checkpoints import (
 )
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.resume import resume_path
+from ckpt_ft.training.run.resume import check_same_kind, resume_path
 from ckpt_ft.training.text.sample import cache_dir
 from ckpt_ft.workloads.workload import Batch, optimizer_step
 
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
+    check_same_kind(args.output_dir, lora=model_args.rank is not None)
     run_within(
         lambda checkpoint, budget: train(model_args, image_args, args, ac_args, checkpoint, budget),
         args, ac_args, resume_path(args.resume_from_checkpoint, args.output_dir),

@@ -35,7 +35,7 @@ from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.resume import check_output_dir, resume_path
+from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, resume_path
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -62,6 +62,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
         description=__doc__,
     )
     check_output_dir(training_args.output_dir)
+    check_same_kind(training_args.output_dir, lora=model_args.use_peft)
     check_conflicts(training_args, ac_args.policy)
     training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args.output_dir)
     return model_args, data_args, ac_args, training_args

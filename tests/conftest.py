@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,10 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
-    """One thread and one seed, so that a test's numbers do not depend on those before it."""
+def _same_start() -> Iterator[None]:
+    """One thread and one seed, so that a test's numbers do not depend on those before it; nor does its time."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    assert _get_current_dispatch_mode() is None, "every operator of the tests to come would pass through it"
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +58,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built-in samples and tokenized data of this run, shared by its workers and thrown away with its directory."""
+    """Built-in samples, tokenized data and compiled kernels of this run, shared by its workers, thrown away with it.
+
+    Inductor's own cache does not tell kernels for other CPU settings (ATEN_CPU_CAPABILITY) apart.
+    """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
         yield
 
 

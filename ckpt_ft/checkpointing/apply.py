@@ -6,8 +6,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,23 +14,17 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .blocks import Blocks, find_blocks, submodules
+from .blocks import Blocks, find_blocks
+from .compile_budget import CompileBudget
+from .guard import Guard
 from .recompute import Checkpointed
+from .scopes import Region, regions
 from .segments import Segment, SegmentMember
 from .selective import Selection
-from .standin import Installed
+from .standin import Installed, OneDevice
+from .standing import MARK, made, policies_on, refuse_overlap
 
-_APPLIED = "_ckpt_ft_applied"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-@dataclass(frozen=True)
-class Region:
-    """One checkpoint: the module that is re-run and the blocks in it."""
-
-    name: str
-    module: nn.Module
-    blocks: tuple[str, ...]
 
 
 class AppliedPolicy:
@@ -53,9 +45,22 @@ class AppliedPolicy:
         self.installed: list[Checkpointed] = []
         self.engines: list[tuple[str, Installed]] = []
         self.selections: list[Selection] = []
+        self.guard: Guard | None = None
+        self.one_device: OneDevice | None = None
         self.hooks: list[Any] = []
         self.switched_off: list[nn.Module] = []
-        self.compile_budget: float | None = None
+        self.compile_budget: CompileBudget | None = None
+        self.removed = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of the model has a policy of its own."""
+        self.__dict__.update(state)
+        made.add(self)
+
+    @property
+    def standing(self) -> bool:
+        """Whether it acts: False once it was removed or replaced, and while it is suspended."""
+        return self.model.__dict__.get(MARK) is self
 
     @property
     def covered(self) -> list[str]:
@@ -74,27 +79,60 @@ class AppliedPolicy:
 
     def remove(self) -> None:
         """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
+        if self.standing:
+            self.pause()
         for hook in self.hooks:
             hook.remove()
+        self.hooks, self.engines, self.installed, self.switched_off = [], [], [], []
+        self.guard = self.compile_budget = self.one_device = None
+        self.removed = True
+
+    def pause(self) -> None:
+        """Take everything off that acts, until `resume`; see `suspended`. Hooks stay: they look at `standing`."""
+        if self.guard is not None:
+            self.guard.remove()
         for _, engine in reversed(self.engines):
-            engine.remove()
+            engine.pause()
         for region in reversed(self.installed):
             region.remove()
         for module in self.switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+        if self.one_device is not None:
+            self.one_device.remove()
         if self.compile_budget is not None:
-            _set_compile_budget(self.compile_budget)
-        self.hooks, self.engines, self.installed, self.switched_off, self.compile_budget = [], [], [], [], None
-        self.model.__dict__.pop(_APPLIED, None)
+            self.compile_budget.take_off()
+        del self.model.__dict__[MARK]
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        setattr(self.model, MARK, self)
+        for module in self.switched_off:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for region in self.installed:
+            region.put_back()
+        for _, engine in self.engines:
+            engine.resume()
+        if self.guard is not None:
+            self.guard.put_back()
+        if self.one_device is not None:
+            self.one_device.put_back()
+        if self.compile_budget is not None:
+            self.compile_budget.put_on()
 
     def never_fired(self) -> list[str]:
         """Op groups of `save:` that kept nothing so far in any region."""
         fired = {group for selection in self.selections for group in selection.fired}
         return [group for group in self.policy.save if group.partition("/")[0] not in fired]
 
+    def _before_pretrained(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Forward pre-hook of a transformers model."""
+        return _without_kv_cache(module, args, kwargs) if self.standing else None
+
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward what was asked for should have happened."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.standing:
             return
         self.hooks.pop().remove()
         for group in self.never_fired():
@@ -117,6 +155,9 @@ class AppliedPolicy:
 def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> AppliedPolicy:
     """Install `policy` on `model`, in place; a policy that is on it already is replaced.
 
+    The one that was replaced is removed for good: its own `remove()` then does nothing. If `policy` is refused, it
+    stays. A model and a part of it cannot have a policy each; parts beside each other can.
+
     `model` is any transformers, PEFT-wrapped or diffusers model, or an `nn.Module` that holds a list of repeated
     blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
     switched off as long as the policy stands.
@@ -125,32 +166,41 @@ def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> App
         AppliedPolicy: what is covered, `explain()`, `remove()`.
 
     Raises:
-        UserError: the policy is malformed, or matches nothing in this model.
+        UserError: the policy is malformed, matches nothing in this model, or meets one that stands on a part of the
+            model or on a model that this is part of. Later, in forward with gradients: the library's own
+            checkpointing has been switched on as well.
     """
     policy = Policy.parse(policy)
     if policy.auto:
         raise UserError("policy 'auto' must be chosen first: run plan(...) and apply the policy it picked")
-    remove_policy(model)
+    replaced: AppliedPolicy | None = model.__dict__.get(MARK)
+    if replaced is not None:
+        replaced.pause()
     applied = AppliedPolicy(model, policy)
     try:
+        refuse_overlap(applied)
+        setattr(model, MARK, applied)
         _install(applied)
     except BaseException:
         applied.remove()
+        if replaced is not None:
+            replaced.resume()
         raise
-    setattr(model, _APPLIED, applied)
+    if replaced is not None:
+        replaced.remove()
+    made.add(applied)
     return applied
 
 
 def remove_policy(model: nn.Module) -> None:
     """Take off every policy that stands on `model` or on a part of it."""
-    for module in model.modules():
-        if _APPLIED in module.__dict__:
-            module.__dict__[_APPLIED].remove()
+    for applied in policies_on(model):
+        applied.remove()
 
 
 def applied_policy(model: nn.Module) -> AppliedPolicy | None:
     """The policy that stands on `model` or on a part of it, if any."""
-    return next((module.__dict__[_APPLIED] for module in model.modules() if _APPLIED in module.__dict__), None)
+    return next(iter(policies_on(model)), None)
 
 
 def _install(applied: AppliedPolicy) -> None:
@@ -161,19 +211,26 @@ def _install(applied: AppliedPolicy) -> None:
             applied.switched_off.append(module)
     if policy.checkpoints or policy.pointwise or policy.offload:
         applied.found = find_blocks(model)
+    if policy.checkpoints or policy.pointwise or policy.offload or policy.head:
+        applied.one_device = OneDevice(model, str(policy))
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)
+    if policy.checkpoints or policy.pointwise:
+        applied.guard = Guard(model, policy)  # last, and so outermost
     if policy.budget is not None:
-        applied.compile_budget = _set_compile_budget(policy.budget)
+        applied.compile_budget = CompileBudget(policy.budget)
+        applied.compile_budget.put_on()
 
 
 def _install_checkpoints(applied: AppliedPolicy) -> None:
     policy = applied.policy
-    runs = _regions(applied)
+    runs = regions(applied)
     for run in runs:
         segment = Segment() if policy.scope in ("segments", "sqrt") and len(run) > 1 else None
         for region in run:
+            if any(part.module is region.module for part in applied.installed):
+                continue  # one module under two names
             selection = _selection(policy, region.module)
             if selection is not None:
                 applied.selections.append(selection)
@@ -184,70 +241,9 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
             applied.installed.append(wrapper)
             applied.regions.append(region)
     for module in _outermost_pretrained(applied.model):
-        applied.hooks.append(module.register_forward_pre_hook(_without_kv_cache, with_kwargs=True))
+        applied.hooks.append(module.register_forward_pre_hook(applied._before_pretrained, with_kwargs=True))
     if policy.save or policy.scope in ("segments", "sqrt"):
         applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
-
-
-def _regions(applied: AppliedPolicy) -> list[list[Region]]:
-    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks."""
-    policy, found = applied.policy, applied.found
-    blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
-    n = policy.n or 1
-    if policy.scope == "full":
-        return [[block] for block in blocks]
-    if policy.scope == "every":
-        return [[block] for block in blocks[::n]]
-    if policy.scope == "first":
-        return [[block] for block in blocks[:n]]
-    if policy.scope == "segments":
-        return _split(blocks, n)
-    if policy.scope == "sqrt":
-        return _split(blocks, max(1, round(len(blocks) ** 0.5)))
-    if policy.scope == "stages":
-        return [[region] for region in _stage_regions(applied)]
-    return [[region] for region in _member_regions(applied)]
-
-
-def _split(blocks: list[Region], n: int) -> list[list[Region]]:
-    """`n` runs of consecutive blocks whose lengths differ by at most one."""
-    n = min(n, len(blocks))
-    ends = [len(blocks) * i // n for i in range(n + 1)]
-    return [blocks[start:stop] for start, stop in pairwise(ends)]
-
-
-def _stage_regions(applied: AppliedPolicy) -> list[Region]:
-    policy, stages = applied.policy, applied.found.stages
-    kind = type(applied.model).__name__
-    if not stages:
-        raise UserError(
-            f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks"
-        )
-    if not policy.members:
-        return [Region(stage.name, stage.module, tuple(stage.blocks)) for stage in stages]
-    for member in policy.members:
-        if int(member) > len(stages):
-            raise UserError(f"policy '{policy}': {kind} has no stage {member}; it has {len(stages)}, counted from 1")
-    chosen = [stages[int(member) - 1] for member in policy.members]
-    return [Region(name, block, (name,)) for stage in chosen for name, block in stage.blocks.items()]
-
-
-def _member_regions(applied: AppliedPolicy) -> list[Region]:
-    regions: dict[str, Region] = {}
-    for member in applied.policy.members:
-        inside = {
-            path: Region(path, module, (name,))
-            for name, block in applied.found.blocks.items()
-            for path, module in submodules(name, block, member).items()
-        }
-        if not inside:
-            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in applied.found.blocks.values()))
-            raise UserError(
-                f"policy '{applied.policy}': no {member} submodule in the blocks of "
-                f"{type(applied.model).__name__} ({kinds}); full and save:... work on whole blocks"
-            )
-        regions.update(inside)
-    return list(regions.values())
 
 
 def _selection(policy: Policy, module: nn.Module) -> Selection | None:
@@ -296,12 +292,3 @@ def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
             "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
         )
     return args, {**kwargs, "use_cache": False}
-
-
-def _set_compile_budget(budget: float) -> float:
-    """Set torch.compile's activation memory budget and return the one before."""
-    import torch._functorch.config as config
-
-    before: float = config.activation_memory_budget
-    config.activation_memory_budget = budget
-    return before

@@ -5,6 +5,9 @@ a view of it: with checkpointing that is the blocks' inputs, with `pointwise` wh
 kept outputs, which come through `keep`. Copies run on a stream of their own beside the compute stream. When backward
 opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
 arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
+
+A tensor that is written to after it was saved is an error, as in plain autograd, though a copy on the host would still
+be right.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
 from .standin import Installed, StandIn
+from .views import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
 _PARKED = "_ckpt_ft_parked"
@@ -86,6 +91,7 @@ class Parked:
         with torch.cuda.stream(self.side):
             self.device.copy_(self.host, non_blocking=True)
             self.ready = self.side.record_event()
+        self.device.record_stream(self.side)  # it may be dropped before anything waits for the copy
 
     def get(self) -> torch.Tensor:
         """The bytes on the device, as a flat tensor; the block before is fetched meanwhile."""
@@ -96,6 +102,60 @@ class Parked:
             self.ready = None
         assert self.device is not None
         return self.device
+
+
+class ParkedView:
+    """A tensor whose storage is parked."""
+
+    __slots__ = ("parked", "view")
+
+    def __init__(self, parked: Parked, view: View) -> None:
+        self.parked, self.view = parked, view
+
+    def get(self) -> torch.Tensor:
+        """The tensor, on the device."""
+        return looked_at(self.parked.get(), self.view)
+
+
+class ParkedLocal:
+    """A DTensor whose local tensor is parked; `hollow` is a detached alias of it without one."""
+
+    __slots__ = ("hollow", "local")
+
+    def __init__(self, hollow: Any, local: ParkedView) -> None:
+        self.hollow, self.local = hollow, local
+
+    def get(self) -> torch.Tensor:
+        """The DTensor, on the device."""
+        tensor = self.hollow.detach()
+        tensor._local_tensor = self.local.get()
+        return tensor
+
+
+Held = ParkedView | ParkedLocal
+
+
+class Saved:
+    """A tensor that a node saved: an alias of it where it stays, else what it counts versions with and what is parked.
+
+    An alias, for a node that keeps its own output would keep itself alive.
+    """
+
+    __slots__ = ("counter", "held", "version")
+
+    def __init__(self, counter: torch.Tensor, version: int, held: Held | None = None) -> None:
+        self.counter, self.version, self.held = counter, version, held
+
+    def intact(self) -> bool:
+        """Whether nothing was written to the tensor since."""
+        return self.counter._version == self.version
+
+    def get(self) -> torch.Tensor:
+        """The tensor; RuntimeError, as in plain autograd, where it was written to since."""
+        if not self.intact():
+            view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
+            raise written_to(self.counter, self.version, view)
+        return self.counter if self.held is None else self.held.get()
 
 
 class Parking:
@@ -116,24 +176,48 @@ class Parking:
             self.side = torch.cuda.Stream(device)
         return self.side
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """The saved-tensor hook."""
+        held = self.park(tensor)
+        if held is None:
+            return Saved(tensor.detach(), tensor._version)
+        counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
+        return Saved(counter, tensor._version, held)
+
+    def park(self, tensor: torch.Tensor, written: int = 0) -> Held | None:
+        """The tensor with its storage parked, once for all its views; None where it stays on the device.
+
+        written: writes into the storage that the tensor's own version does not count.
+        """
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
-            return _kept(tensor)
+            return None
+        if is_dtensor(tensor):
+            return self._park_local(tensor.detach())
+        if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
+            return None
         parked: Parked | None = None
         known = getattr(storage, _PARKED, None)
-        if known is not None and known[1] == tensor._version:
+        version = tensor._version, written
+        if known is not None and known[1] == version:
             parked = known[0]()
         if parked is None:
             if not self.usage.take(nbytes):
-                return _kept(tensor)
-            flat = tensor.detach().as_strided((nbytes // tensor.element_size(),), (1,), 0)
-            parked = Parked(flat, self.block, self)
+                return None
+            parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
-            setattr(storage, _PARKED, (weakref.ref(parked), tensor._version))
-        return parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            setattr(storage, _PARKED, (weakref.ref(parked), version))
+        return ParkedView(parked, view_of(tensor))
+
+    def _park_local(self, hollow: Any) -> ParkedLocal | None:
+        local = hollow._local_tensor
+        if type(local) is not torch.Tensor:  # still on its way from other ranks
+            return None
+        held = self.park(local, hollow._version)
+        if type(held) is not ParkedView:
+            return None
+        return ParkedLocal(emptied(hollow), held)
 
     def fetch_block(self, block: int) -> None:
         """Start the copies back of all that a block parked and that is still wanted."""
@@ -142,33 +226,15 @@ class Parking:
                 parked.fetch()
 
 
-def unpack(packed: Any) -> torch.Tensor:
+def unpack(packed: Saved) -> torch.Tensor:
     """The other saved-tensor hook."""
-    if len(packed) == 2:
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
-            )
-        return tensor
-    parked, dtype, size, stride, offset = packed
-    return parked.get().view(dtype).as_strided(size, stride, offset)
+    return packed.get()
 
 
-def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor.detach(), tensor._version  # a node that keeps its own output would keep itself alive
-
-
-def keep(tensor: torch.Tensor) -> Any:
-    """For what is kept outside of autograd's hooks (outputs of `save:`): something that `give` makes `tensor` of."""
+def keep(tensor: torch.Tensor) -> Saved:
+    """For what is kept outside of autograd's hooks (outputs of `save:`): `tensor`, parked where a model offloads."""
     running = _local.running
-    return tensor if running is None else running.pack(tensor)
-
-
-def give(kept: Any) -> torch.Tensor:
-    """The tensor that `keep` was given."""
-    return kept if isinstance(kept, torch.Tensor) else unpack(kept)
+    return Saved(tensor.detach(), tensor._version) if running is None else running.pack(tensor)
 
 
 class Offloading(StandIn):
@@ -233,8 +299,8 @@ def install(
 
 def _storages(module: nn.Module) -> set[int]:
     """The storages of parameters and buffers, which stay where they are."""
-    found = {p.untyped_storage()._cdata for p in module.parameters()}
-    return found | {b.untyped_storage()._cdata for b in module.buffers()}
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
 
 
 def _flat_in(tensor: torch.Tensor) -> bool:

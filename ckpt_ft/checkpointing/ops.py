@@ -83,11 +83,24 @@ def check_op_name(name: str) -> None:
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")
-    if any(_writes_in_place(getattr(packet, part)) for part in overload or packet.overloads()):
+    overloads = [getattr(packet, part) for part in overload or packet.overloads()]
+    if any(_writes_in_place(op) for op in overloads):
         raise UserError(f"save: '{name}' writes into its input; there is no output of its own to keep")
+    if any(_is_view(op) for op in overloads):
+        raise UserError(
+            f"save: '{name}' gives a view of its input, which holds no memory of its own to keep; name the operator "
+            "that makes the tensor (aten.mm, aten.clone)"
+        )
 
 
 def _writes_in_place(op: torch._ops.OpOverload) -> bool:
     """Whether the operator changes an argument other than one that is given for its output."""
     schema = op._schema
     return schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    """Whether an output of the operator is an argument's memory."""
+    if op is torch.ops.aten._unsafe_view.default:  # a view that its schema does not admit to
+        return True
+    return any(out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns)

@@ -21,7 +21,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
-from .apply import applied_policy, apply_policy, remove_policy
+from .apply import apply_policy
+from .standing import suspended
 
 REORDERED_TOLERANCE = 1e-6  # relative; sums in another order differ by rounding
 Install = Callable[[nn.Module], Any]
@@ -93,27 +94,24 @@ def check_parity(
         UserError: the policy is malformed or matches nothing; the step's loss needs no gradient.
     """
     loss = loss or default_loss
-    before = applied_policy(model)
     started = rng.snapshot(_device(model))
-    remove_policy(model)
-    applied = apply_policy(model, "none")
     try:
-        plain = _step(model, batch, loss, seed)
-        noise = _step(model, batch, loss, seed)
-        if callable(policy):
-            name, tolerance = getattr(policy, "__name__", "given"), 0.0
-            other = copy.deepcopy(model)
-            policy(other)
-        else:
-            parsed = Policy.parse(policy)
-            name, tolerance = str(parsed), REORDERED_TOLERANCE if parsed.pointwise or parsed.head else 0.0
-            other, applied = model, apply_policy(model, parsed)
-        with_policy = _step(other, batch, loss, seed)
+        with suspended(model):
+            apply_policy(model, "none")
+            plain = _step(model, batch, loss, seed)
+            noise = _step(model, batch, loss, seed)
+            if callable(policy):
+                name, tolerance = getattr(policy, "__name__", "given"), 0.0
+                other = copy.deepcopy(model)
+                policy(other)
+            else:
+                parsed = Policy.parse(policy)
+                name, tolerance = str(parsed), REORDERED_TOLERANCE if parsed.pointwise or parsed.head else 0.0
+                other = model
+                apply_policy(model, parsed)
+            with_policy = _step(other, batch, loss, seed)
     finally:
-        applied.remove()
         started.restore()
-        if before is not None:
-            apply_policy(before.model, before.policy)
     return _compare(model, name, plain, noise, with_policy, tolerance)
 
 

@@ -30,17 +30,9 @@ class Checkpointed(StandIn):
     """A module's forward under activation checkpointing; acts where gradients are on, in train and eval mode alike."""
 
     def __init__(self, module: nn.Module, selection: Selection | None) -> None:
-        previous = module.__dict__.get("forward")
-        if isinstance(previous, Checkpointed):  # of a policy on another part of the model: this one takes its place
-            previous.remove()
         super().__init__(module)
         self.selection = selection
         self.buffers = Buffers(module)
-
-    def remove(self) -> None:
-        """Give the module the forward it had, unless another policy's has taken this one's place."""
-        if self.module.__dict__.get("forward") is self:
-            super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

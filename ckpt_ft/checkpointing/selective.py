@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import offload, rng
+from .offload import Saved
 from .ops import check_op_name, group_of
+from .views import counter_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -146,8 +148,8 @@ class _Keeping(_Mode):
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
         """A matmul's output is handed on as an `_unsafe_view`: the same memory, its versions counted apart."""
         entry = self.by_storage.get(viewed.untyped_storage()._cdata)
-        if entry is not None and entry.watched:
-            entry.watch(_alias(view))
+        if entry is not None:
+            entry.watch(view)
 
 
 class _Replaying(_Mode):
@@ -187,38 +189,34 @@ class _KeptOutput:
 
     def __init__(self, out: Any, after: rng.Snapshot | None) -> None:
         self.after = after
-        self.watched: list[tuple[torch.Tensor, int]] = []
-        self.out = tree_map_only(torch.Tensor, self.keep, out)
+        self.kept: list[Saved] = []
+        self.views: list[tuple[torch.Tensor, int]] = []
+        with _counted():
+            self.out = tree_map_only(torch.Tensor, self.keep, out)
 
-    def keep(self, x: torch.Tensor) -> Any:
-        """The tensor as it is kept: parked on the host under `offload`, where later writes do not reach it."""
-        kept = offload.keep(_alias(x))
-        if isinstance(kept, torch.Tensor):
-            self.watch(kept)
-            return kept
-        return _Parked(kept)
+    def keep(self, x: torch.Tensor) -> Saved:
+        saved = offload.keep(x)
+        self.kept.append(saved)
+        return saved
 
-    def watch(self, x: torch.Tensor) -> None:
-        self.watched.append((x, x._version))
+    def watch(self, view: torch.Tensor) -> None:
+        """Watch a view of the output whose versions are counted apart."""
+        with _counted():
+            self.views.append((counter_of(view), view._version))
 
     def intact(self) -> bool:
-        """Whether nothing wrote into the output since."""
-        return all(x._version == version for x, version in self.watched)
+        """Whether nothing wrote into the output since; what did not reach a parked copy is a write all the same."""
+        return all(saved.intact() for saved in self.kept) and all(x._version == v for x, v in self.views)
 
     def hand_back(self) -> Any:
         if self.after is not None:
             self.after.restore()
-        return tree_map_only(_Parked, lambda parked: offload.give(parked.kept), self.out)
+        return tree_map_only(Saved, Saved.get, self.out)
 
 
-class _Parked:
-    """What `offload.keep` gave for a tensor."""
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-
-
-def _alias(x: torch.Tensor) -> torch.Tensor:
-    # below autograd a detached tensor would count its versions anew; with ADInplaceOrView it shares the counter
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return x.detach()
+def _counted() -> AbstractContextManager[None]:
+    """Below autograd a detached tensor would count its versions anew; in here it shares the counter."""
+    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard

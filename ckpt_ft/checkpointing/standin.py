@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UserError
+
 
 class StandIn:
     """Stands in for `module.forward` as an instance attribute: no wrapper, so state-dict keys stay as they are.
@@ -16,11 +18,16 @@ class StandIn:
     its own. Subclasses define `__call__`.
     """
 
+    acts = True
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward = module.forward
-        self.previous = module.__dict__.get("forward")
-        module.forward = self  # type: ignore[assignment]
+        self._put_on()
+
+    def _put_on(self) -> None:
+        self.forward = self.module.forward
+        self.previous = self.module.__dict__.get("forward")
+        self.module.forward = self  # type: ignore[assignment]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:  # what inspect.signature reads
@@ -30,11 +37,61 @@ class StandIn:
         return f"{type(self).__name__}({type(self.module).__name__})"
 
     def remove(self) -> None:
-        """Give the module the forward it had."""
-        if self.previous is None:
+        """Give the module the forward it had.
+
+        Where another library has wrapped this one since (accelerate's autocast), it cannot be drawn out from below: it
+        stays there and passes every call on.
+        """
+        if self.module.__dict__.get("forward") is not self:
+            self.buried: type[StandIn] = type(self)
+            self.__class__ = _PassingOn
+        elif self.previous is None:
             del self.module.forward
         else:
             self.module.forward = self.previous
+
+    def put_back(self) -> None:
+        """Undo `remove`, the module being as that left it."""
+        self._put_on()
+
+
+class _PassingOn(StandIn):
+    """A stand-in that was removed below a wrapper of someone else's; `buried` is the class that it had."""
+
+    acts = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def put_back(self) -> None:
+        """Act again, where it is."""
+        self.__class__ = self.buried  # type: ignore[assignment]
+
+
+class OneDevice:
+    """Refuses nn.DataParallel's replicas: they share the stand-ins, and so would run on the original's parameters.
+
+    It stands in place of the method by which replicas are made, as an instance attribute.
+    """
+
+    def __init__(self, model: nn.Module, policy: str) -> None:
+        self.model, self.policy = model, policy
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Refuse replicas."""
+        self.model._replicate_for_data_parallel = self  # type: ignore[method-assign]
+
+    def __call__(self) -> nn.Module:
+        raise UserError(
+            f"policy '{self.policy}' on {type(self.model).__name__}: nn.DataParallel's replicas would run on the "
+            "parameters of the first device; start one process for each GPU (torchrun, accelerate launch), or show "
+            "one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+    def remove(self) -> None:
+        """Allow replicas again."""
+        del self.model._replicate_for_data_parallel
 
 
 class Installed:
@@ -47,6 +104,16 @@ class Installed:
         """Give every module the forward it had; a second call does nothing."""
         while self.stand_ins:
             self.stand_ins.pop().remove()
+
+    def pause(self) -> None:
+        """Give every module the forward it had, until `resume`."""
+        for stand_in in reversed(self.stand_ins):
+            stand_in.remove()
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        for stand_in in self.stand_ins:
+            stand_in.put_back()
 
     def describe(self) -> list[dict[str, Any]]:
         """Rows for `explain()`: module class, how many, what is dropped and what is kept instead."""

@@ -19,6 +19,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from ckpt_ft.checkpointing.apply import applied_policy
+from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu, gpu_of
 from ckpt_ft.memory.record.tracker import Tracker
@@ -28,7 +29,7 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .fitting import Room, largest_fitting, make_room
 from .search import Search
-from .tracing import Report, Tracer, as_it_was
+from .tracing import Report, Tracer
 
 _SHRINK = 0.97  # after an OOM at a batch that should have fitted: the limit that the next guess is made for, each time
 
@@ -136,7 +137,7 @@ def predict_max_batch_size(
 
 def _predict(workload: Workload, policy: str, room: Room, most: int, report: Report | None) -> tuple[Search, int]:
     """The search with its traces, and the largest batch that they say fits."""
-    with as_it_was(workload.model), Tracer(workload, report=report) as tracer:
+    with suspended(workload.model), Tracer(workload, report=report) as tracer:
         search = Search(tracer, room, "effective_batch", most=most)
         found = search.run([policy])
     if policy in search.rejected:
@@ -245,18 +246,14 @@ class _Runner:
                 tracker.start_step()
                 step(self.model, self.optimizer)
             return tracker.peak
-        total = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.room.limit / total), self.device)
-        try:
+        with _limited(self.device, self.room.limit):
             torch.cuda.reset_peak_memory_stats(self.device)
             retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
             step(self.model, self.optimizer)
             torch.cuda.synchronize(self.device)
             retried = torch.cuda.memory_stats(self.device)["num_alloc_retries"] > retries
             return None if retried else torch.cuda.max_memory_reserved(self.device)  # a retry stalls every step
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def clean(self) -> None:
         """Drop all that steps left: gradients, optimizer state, the graph of a step that broke off."""
@@ -269,12 +266,28 @@ class _Runner:
 
 
 @contextmanager
+def _limited(device: torch.device, nbytes: int) -> Iterator[None]:
+    """The allocator may reserve `nbytes` on `device`, or less where the user has set a smaller fraction of it."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(fraction, nbytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+@contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Trained parameters, buffers, gradients, modes and random state as they were, from a copy on the host."""
+    """Trained parameters, buffers, gradients, modes and random state as they were, from a copy on the host.
+
+    Gradients that are there are put aside: a step would add to them, and they take room that it is not to count.
+    """
     modes = [(module, module.training) for module in model.modules()]
     changing = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     copies = [tensor.detach().to("cpu", copy=True) for tensor in changing]
-    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [(p, p.grad.to("cpu")) for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
@@ -285,4 +298,4 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
             for tensor, copy in zip(changing, copies, strict=True):
                 tensor.copy_(copy)
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.device)

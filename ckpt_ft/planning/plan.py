@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.policy import Policy
@@ -26,7 +27,7 @@ from .fitting import Room, make_room
 from .plan_file import check_versions, fingerprint, versions
 from .proposals import blocks_of
 from .search import Search
-from .tracing import Report, Tracer, as_it_was
+from .tracing import Report, Tracer
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def plan(
     gpu = gpu_of(workload.device)
     room = make_room(budget, gpu, margin)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
-    with as_it_was(workload.model), Tracer(workload, jobs, report) as tracer:
+    with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
         search = Search(tracer, room, target, batch_size, max_batch_size)
         found = search.run(chosen)
         if not found:

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.apply import applied_policy, apply_policy, remove_policy
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
@@ -125,19 +124,6 @@ def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> Step
     )
 
 
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Tracing replaces the policy that stands on `model`: put it back afterwards."""
-    standing = applied_policy(model)
-    target, policy = (standing.model, standing.policy) if standing is not None else (None, None)
-    try:
-        yield
-    finally:
-        remove_policy(model)
-        if target is not None and policy is not None:
-            apply_policy(target, policy)
-
-
 class Tracer:
     """Answers `trace(policy, batch)` from what was traced already, or traces it; a context manager.
 
@@ -158,9 +144,8 @@ class Tracer:
         self._collects = gc.isenabled()
         gc.disable()  # traces are millions of small objects, without cycles
         if self._jobs > 1:
-            global _WORKLOAD
-            _WORKLOAD = self.workload  # what the forked processes inherit
-            self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("fork"))
+            fork = multiprocessing.get_context("fork")  # hands the workload over as it is, not pickled
+            self._pool = ProcessPoolExecutor(self._jobs, fork, initializer=_inherit, initargs=(self.workload,))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -222,7 +207,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-_WORKLOAD: Workload | None = None
+_WORKLOAD: Workload | None = None  # in a forked process
+
+
+def _inherit(workload: Workload) -> None:
+    global _WORKLOAD
+    _WORKLOAD = workload
+    torch.set_num_threads(1)
 
 
 def _session(workload: Workload, policies: list[str], batch: int, usual: bool) -> list[Traced]:
@@ -231,8 +222,7 @@ def _session(workload: Workload, policies: list[str], batch: int, usual: bool) -
 
 def _trace(policies: list[str], batch: int, usual: bool) -> list[Traced]:
     """In a forked process."""
-    torch.set_num_threads(1)
-    assert _WORKLOAD is not None, "set before the fork"
+    assert _WORKLOAD is not None, "set by _inherit"
     traces = _session(_WORKLOAD, policies, batch, usual)
     for trace in traces:
         if not isinstance(trace, str):

@@ -7,6 +7,7 @@ trainer.train()
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -61,10 +62,13 @@ class ACCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> ACCallback:
         """Add this callback to `trainer`, before its trackers' callbacks, so that these get the `memory/...` scalars.
 
-        Given as `Trainer(callbacks=[...])` it would come after them: everything else works the same.
+        When `trainer.train()` raises, it stops measuring and takes the policy off. Given as `Trainer(callbacks=[...])`
+        it would come after the trackers' and would not be told of an error: a script that goes on after one then
+        calls `close()`. Everything else works the same.
         """
         self._accelerator = trainer.accelerator
         trainer.callback_handler.callbacks.insert(0, self)
+        trainer.train = self._stopped_by_errors(trainer.train)
         return self
 
     def on_train_begin(
@@ -122,16 +126,33 @@ class ACCallback(TrainerCallback):
 
     def close(self) -> None:
         """Stop measuring and take the policy off; for a script that goes on after training has failed."""
-        if self.profiler is not None:
-            self.profiler.__exit__(None, None, None)
-            self.profiler = None
-        if self.applied is not None:
-            self.applied.remove()
-            self.applied = None
+        self._stop()
+        self.profiler = None
 
     def peak_holders(self, n: int = 5) -> list[str]:
         """What held this process's highest peak so far, the largest first; empty before a step has been measured."""
         return holder_lines(self.profiler, n)
+
+    def _stop(self, failed: bool = False) -> None:
+        """Leave nothing on; `peak_holders` still answers."""
+        if self.profiler is not None:
+            self.profiler.close(failed)
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None
+
+    def _stopped_by_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """`train`, after whose errors nothing is on: no event of a Trainer tells a callback of them."""
+
+        @functools.wraps(train)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            except BaseException:
+                self._stop(failed=True)
+                raise
+
+        return watched
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Put the prediction of the largest measured step into the report."""

@@ -12,14 +12,15 @@ memory.report(output_dir, step=..., batch_size=...)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
+from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 
 from .arguments import ACArguments
@@ -38,12 +39,14 @@ class LoopMemory:
     Attributes:
         policy: the policy, None when the model is left as it is.
         model: what the policy stands on, None before `apply`.
+        applied: the policy as it stands there; None when the model is left as it is, and after `close`.
         profiler: measures the loop; None where nothing asks for it.
     """
 
     def __init__(self, settings: ACArguments, accelerator: Accelerator) -> None:
         self.settings, self.accelerator, self.policy = settings, accelerator, settings.policy
         self.model: nn.Module | None = None
+        self.applied: AppliedPolicy | None = None
         self.profiler: MemoryProfiler | None = None
         self.add_to_report: Callable[[MemoryReport], None] | None = None  # called before the report is shown
 
@@ -57,7 +60,7 @@ class LoopMemory:
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
-            apply_policy(model, self.policy)
+            self.applied = apply_policy(model, self.policy)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """With `ac_check`, compare a step of the model on `inputs` with and without the policy.
@@ -121,16 +124,18 @@ class LoopMemory:
 
     def _predict(self, report: MemoryReport, workload: Workload) -> None:
         assert self.model is not None
-        if self.policy is not None:  # taken off when training ended
-            apply_policy(self.model, self.policy)
-        add_prediction(report, self.accelerator.num_processes, workload.trace)
-        self.close()
+        with ExitStack() as stack:
+            if self.policy is not None and self.applied is None:  # taken off when training ended
+                stack.enter_context(suspended(self.model))
+                apply_policy(self.model, self.policy)
+            add_prediction(report, self.accelerator.num_processes, workload.trace)
 
     def peak_holders(self, n: int = 5) -> list[str]:
         """What held this process's highest peak, the largest first; empty where that is not known."""
         return holder_lines(self.profiler, n)
 
     def close(self) -> None:
-        """Take the policy off the model."""
-        if self.model is not None:
-            remove_policy(self.model)
+        """Take the policy off the model; one that someone else has put on stays."""
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None

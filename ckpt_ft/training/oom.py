@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -37,14 +38,17 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
     """Policies of `LADDER` that keep less than `policy`, mildest first.
 
     One that is not on the ladder stands before the first rung that keeps no more than it: a partial scope before
-    `full`.
+    `full`. What it has of `head` and `offload` stays, and `pointwise` outside of blocks that are all re-run.
     """
     text = "none" if policy is None else str(policy)
     if text in LADDER:
         return list(LADDER[LADDER.index(text) + 1 :])
     assert policy is not None
     rung = LADDER.index("full" if policy.checkpoints else "pointwise")
-    return [step for step in LADDER[rung:] if policy.head <= ("head" in step)]
+    own = {"head": policy.head, "offload": policy.offload, "pointwise": policy.pointwise and policy.scope == "full"}
+    kept: dict[str, Any] = {term: True for term, has in own.items() if has}
+    steps = dict.fromkeys(str(replace(Policy.parse(step), **kept)) for step in LADDER[rung:])
+    return [step for step in steps if step != text]
 
 
 @contextmanager

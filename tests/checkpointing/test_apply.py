@@ -98,7 +98,6 @@ def test_applying_again_replaces() -> None:
     apply_policy(model, "full")
     apply_policy(model, "every:2")
     assert calls(model)[ATTENTION] == LAYERS * 3 // 2
-    apply_policy(model.model, "first:1")  # a part of the model alone
     apply_policy(model, "none")
     assert calls(model)[ATTENTION] == LAYERS
 
@@ -231,6 +230,10 @@ def test_eager_attention_is_named_when_attention_does_not_fire() -> None:
         ("save:aten.bnm", "did you mean"),
         ("save:aten.mm.x", "has no overload 'x'"),
         ("save:aten.add_", "writes into its input"),
+        ("save:aten.view", "gives a view of its input"),
+        ("save:aten.select.int", "gives a view of its input"),
+        ("save:aten.split", "gives a view of its input"),
+        ("save:aten._unsafe_view", "gives a view of its input"),
     ],
 )
 def test_refuses(policy: str, says: str) -> None:
@@ -270,6 +273,23 @@ def test_budget_sets_the_compilers_and_gives_it_back() -> None:
     assert config.activation_memory_budget == before
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_budgets_are_taken_off_in_any_order(order: tuple[int, ...]) -> None:
+    import torch._functorch.config as config
+
+    before = config.activation_memory_budget
+    values = [0.3, 0.5, 0.7]
+    applied = [apply_policy(make("llama"), f"budget:{value}") for value in values]
+    copy.deepcopy(applied[1].model)  # a copy's policy sets nothing, and so gives nothing back
+    applied_policy(copy.deepcopy(applied[2].model)).remove()
+    on = dict(enumerate(values))
+    for index in order:
+        assert config.activation_memory_budget == on[max(on)]
+        applied[index].remove()
+        del on[index]
+    assert config.activation_memory_budget == before
+
+
 def test_a_llama_70b_takes_less_than_a_second() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -293,3 +313,16 @@ def test_under_torch_compile(policy: str) -> None:
     for name, value in plain.items():
         if name.startswith("gradient"):
             torch.testing.assert_close(compiled[name.replace("gradient ", "gradient _orig_mod.")], value)
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "head"])
+def test_a_replica_of_data_parallel_is_refused(policy: str) -> None:
+    """torch.nn.parallel.replicate copies each module's attributes, the stand-in of the original among them."""
+    model = make("llama")
+    applied = apply_policy(model, policy)
+    with pytest.raises(UserError, match=r"nn.DataParallel's replicas .* one process for each GPU"):
+        model._replicate_for_data_parallel()
+    with pytest.raises(UserError, match="nn.DataParallel"):
+        copy.deepcopy(model)._replicate_for_data_parallel()
+    applied.remove()
+    assert model._replicate_for_data_parallel()._is_replica

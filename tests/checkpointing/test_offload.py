@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import build, gradients, loss_of
 from torch import nn
 
-from ckpt_ft import apply_policy
+from ckpt_ft import apply_policy, check_parity
 from ckpt_ft.checkpointing import offload
 from ckpt_ft.checkpointing.offload import Parked, Usage
 from ckpt_ft.checkpointing.pointwise import install as pointwise
@@ -108,7 +111,171 @@ def test_graph_that_is_dropped_frees_the_host() -> None:
     assert usage.host_bytes == 0
 
 
-def test_change_in_place_is_parked_anew_or_an_error() -> None:
+class Runs(nn.Module):
+    """Runs a function of its layer and its input."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.linear = body, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.linear, x)
+
+
+def pair(body: Any, min_bytes: int = NBYTES) -> tuple[Runs, Runs]:
+    plain = Runs(body)
+    treated = copy.deepcopy(plain)
+    treat(treated, [], min_bytes=min_bytes)
+    return plain, treated
+
+
+@pytest.mark.parametrize("min_bytes", [NBYTES, 100 * NBYTES], ids=["parked", "too small"])
+@pytest.mark.parametrize(
+    "write",
+    [lambda h: h.mul_(3), lambda h: h.view(-1)[:2].zero_(), lambda h: h.detach().add_(1)],
+    ids=["in place", "view", "detached"],
+)
+def test_written_to_after_it_was_saved_is_an_error(write: Any, min_bytes: int) -> None:
+    """As in plain autograd, though a copy on the host would still be right."""
+
+    def body(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = linear(x)
+        first = h.sin()
+        write(h)
+        return (first + h.square()).sum()
+
+    for model in pair(body, min_bytes):
+        loss = model(torch.randn(ROWS, WIDTH))
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[16, 8\].* is at version 1"):
+            loss.backward()
+
+
+def test_written_to_after_a_block_saved_it_is_an_error() -> None:
+    """A checkpointed block's input, which plain checkpointing holds as a saved tensor."""
+
+    class Edits(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            y = self.blocks[1](h)
+            h.add_(1)
+            return (y + h).sum()
+
+    for policy in ("full", "full,offload"):
+        model = Edits(2)
+        applied = apply_policy(model, policy)
+        for _, engine in applied.engines:
+            engine.stand_ins[-1].min_bytes = NBYTES  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.randn(ROWS, WIDTH)).backward()
+
+
+def test_written_to_before_it_is_saved_again_is_parked_anew() -> None:
+    def body(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = linear(x)
+        first = h.exp_()  # saves its result
+        g = first * 2
+        g.add_(1)
+        return (g.square() + linear(g)).sum()
+
+    x = torch.randn(ROWS, WIDTH)
+    plain, treated = pair(body)
+    for model in (plain, treated):
+        model(x).backward()
+    assert all(g.equal(gradients(treated)[key]) for key, g in gradients(plain).items())
+
+
+def as_complex(h: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(h.view(ROWS, WIDTH // 2, 2))
+
+
+COMPLEX = {
+    "conjugated and not": lambda m, x: ((z := torch.fft.fft(m(x))) * z.conj() * z).abs(),
+    "conjugated first": lambda m, x: (z := torch.fft.fft(m(x))).conj().imag.sin() * z.real.exp() * (z * z).abs(),
+    "real and complex views": lambda m, x: torch.view_as_real((z := as_complex(h := m(x))) * z).flatten(1) * h,
+}
+
+
+@pytest.mark.parametrize("body", COMPLEX.values(), ids=COMPLEX)
+def test_complex_numbers(body: Any) -> None:
+    """One storage read as real and complex numbers, as it is, conjugated and negated, is parked as it is."""
+    x = torch.randn(ROWS, WIDTH)
+    plain, treated = pair(body)
+    for model in (plain, treated):
+        model(x).square().sum().backward()
+    assert all(g.equal(gradients(treated)[key]) for key, g in gradients(plain).items())
+
+
+@pytest.mark.parametrize("policy", ["full,offload", "segments:2,offload", "save:attention,offload"])
+def test_kept_outputs_that_are_written_to_afterwards(policy: str) -> None:
+    """Mixtral normalises the kept choice of experts in place."""
+    model, inputs = build("mixtral")
+    parity = check_parity(model, inputs, policy)
+    assert parity.ok, str(parity)
+    assert [row.difference for row in parity.rows] == [0.0] * 5
+
+
+@pytest.mark.parametrize("rows", [ROWS, 32768], ids=["stays", "parked"])
+@pytest.mark.parametrize("dims", [2, 3], ids=["addmm", "unsafe view"])
+def test_kept_matmul_that_is_scaled_in_place(rows: int, dims: int) -> None:
+    class Scales(Stack):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.blocks = nn.ModuleList(Runs(self.scaled) for _ in range(2))
+
+        @staticmethod
+        def scaled(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            h = linear(x)
+            h *= 1.7
+            return h.tanh()
+
+    shape = (rows, WIDTH) if dims == 2 else (2, rows // 2, WIDTH)
+    parity = check_parity(Scales(), torch.randn(shape), "save:matmul,offload")
+    assert parity.ok, str(parity)
+    assert parity.rows[2].difference == 0.0
+
+
+def test_dtensors() -> None:
+    """Tensor parallelism: what a column- and a row-wise layer save is parked once and comes back as a DTensor."""
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        results = []
+        for offloaded in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+            plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+            parallelize_module(model, mesh, plan)
+            if offloaded:
+                _, usage = treat(model, [], min_bytes=NBYTES)
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            if offloaded:
+                assert usage.host_bytes == (WIDTH + 32) * ROWS * 4
+            loss.backward()
+            results.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        assert all(g.equal(results[1][name]) for name, g in results[0].items())
+        assert usage.host_bytes == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_wrapper_subclasses_stay() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)).requires_grad_()
+    model = Runs(lambda linear, x: (x.sin() * x).sum())
+    _, usage = treat(model, [], min_bytes=1)
+    loss = model(x)
+    assert usage.peak_host_bytes == 0
+    loss.backward()
+    assert x.grad.a.equal(x.a.cos() * x.a + x.a.sin())
+
+
+def test_dtensor_that_was_written_to() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
     class Edits(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = x * 2
@@ -116,15 +283,20 @@ def test_change_in_place_is_parked_anew_or_an_error() -> None:
             h.mul_(3)
             return (first + h.square()).sum()
 
-    model = Edits()
-    treat(model, [], min_bytes=NBYTES)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    model(x).backward()
-    torch.testing.assert_close(x.grad, 2 * torch.cos(2 * x) + 72 * x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Edits()
+        treat(model, [], min_bytes=NBYTES)
+        local = torch.randn(ROWS, WIDTH, requires_grad=True)
+        loss = model(DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Replicate()]))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_kept_outside_of_hooks() -> None:
-    """`keep` and `give`, for outputs that a `save:` policy keeps."""
+    """`keep`, for outputs that a `save:` policy keeps."""
 
     class Keeps(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,8 +308,22 @@ def test_kept_outside_of_hooks() -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     model(x)
     assert usage.host_bytes == NBYTES
-    assert offload.give(model.kept).equal(x)
-    assert offload.give(offload.keep(x)) is x  # outside of a model's forward nothing is parked
+    assert model.kept.get().equal(x)
+    assert offload.keep(x).get().data_ptr() == x.data_ptr()  # outside of a model's forward nothing is parked
+
+
+def test_a_fetched_buffer_is_recorded_on_the_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the compute stream: dropped before anything waited for the copy, it must not be handed out."""
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
+    parking = offload.Parking(Usage(None), 1, set())
+    side = parking.side_stream = Mock()
+    parked = Parked(torch.randn(4), 0, parking)
+    recorded.clear()
+    parked.fetch()
+    assert [(tensor is parked.device, stream) for tensor, stream in recorded] == [(True, side())]
 
 
 @pytest.mark.gpu

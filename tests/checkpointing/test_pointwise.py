@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import build, gradients, loss_of
 from torch import nn
@@ -308,6 +309,73 @@ def test_mode_of_the_first_run_counts() -> None:
     assert results[0].equal(results[1])
 
 
+def test_without_gradients_inside_of_a_step() -> None:
+    """A frozen front that the model itself runs under no_grad (Xcodec2): what reads its norm's output keeps it."""
+
+    def body(m: Model, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = m.act(m.norm(m.first(x)))
+        return m.last(h) * m.mix(h)
+
+    plain, treated = pair(
+        body, first=nn.Linear(8, 8), norm=nn.LayerNorm(8), act=nn.SiLU(), last=nn.Linear(8, 8), mix=nn.Linear(8, 8)
+    )
+    x = torch.randn(4, 8)
+    for model in (plain, treated):
+        model(x).square().sum().backward()
+    assert gradients(plain).keys() == {"last.weight", "last.bias", "mix.weight", "mix.bias"}
+    assert all(g.equal(gradients(treated)[name]) for name, g in gradients(plain).items())
+
+
+COMPLEX = {
+    "norm's output": lambda h: (z := as_complex(h)) * z,
+    "conjugated": lambda h: (z := as_complex(h)) * z.conj() * z,
+    "conjugated by a matmul": lambda h: as_complex(h).conj() @ as_complex(h).T,
+    "negated": lambda h: as_complex(h).conj().imag.sin() * as_complex(h),
+}
+
+
+def as_complex(h: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(h.view(4, 4, 2))
+
+
+@pytest.mark.parametrize("read", COMPLEX.values(), ids=COMPLEX)
+def test_output_read_as_complex_numbers(read: Any) -> None:
+    """A saved tensor may look at the norm's output as another dtype, conjugated or negated."""
+    plain, treated = pair(
+        lambda m, x: torch.view_as_real(read(m.norm(m.first(x))) + 0j), first=nn.Linear(8, 8), norm=nn.LayerNorm(8)
+    )
+    check_same(plain, treated, torch.randn(4, 8))
+
+
+def test_dtensors_are_kept() -> None:
+    """Tensor parallelism: a norm whose output is a DTensor, which cannot be viewed anew from its storage."""
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, treated = (
+            Model(lambda m, x: m.last(m.norm(x)), norm=nn.LayerNorm(8), last=nn.Linear(8, 8)) for _ in range(2)
+        )
+        treated.load_state_dict(plain.state_dict())
+        mesh = init_device_mesh("cpu", (1,))
+        for model in (plain, treated):
+            parallelize_module(model, mesh, {"norm": SequenceParallel(sequence_dim=0), "last": ColwiseParallel()})
+        treat(treated)
+        x = torch.randn(4, 8)
+        for autocast in (False, True):
+            for model in (plain, treated):
+                model.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    output = model(x)
+                output.float().square().sum().backward()
+            for name, gradient in gradients(plain).items():
+                assert gradients(treated)[name].full_tensor().equal(gradient.full_tensor())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_retain_graph_and_second_backward() -> None:
     model, inputs = build("llama")
     treat(model)
@@ -359,6 +427,26 @@ def test_autocast_copies_share_one() -> None:
     of_weights = {frame for frame in casts if type(frame.args[0].held) is tuple}
     assert (len(casts), len(of_weights)) == (4, 3)
     del output
+
+
+def test_a_model_called_twice_in_one_autocast_context_sums_in_fp32() -> None:
+    """Plain autocast makes one bf16 copy of a weight for both calls, and adds up their gradients in bf16.
+
+    Here each call makes its own, as autocast does without its cache: what is promised is equality with that.
+    """
+    plain, treated = pair(lambda m, x: m.last(m.norm(x)), norm=nn.LayerNorm(8), last=nn.Linear(8, 8, bias=False))
+
+    def gradient(model: nn.Module, cache: bool) -> torch.Tensor:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+            loss = sum(model(torch.randn(4, 8)).float().square().sum() for _ in range(2))
+        loss.backward()
+        return gradients(model)["last.weight"]
+
+    without_cache = gradient(plain, cache=False)
+    assert gradient(treated, cache=True).equal(without_cache)
+    assert 0 < (gradient(plain, cache=True) - without_cache).abs().max() < 2**-8 * without_cache.abs().max()
 
 
 def test_autocast_in_backward_only() -> None:

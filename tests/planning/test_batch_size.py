@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from small_models import MODELS, Small
+from torch import nn
 
-from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning import batch_size, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective
 from ckpt_ft.planning.tracing import Traced
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.workload import Step, Workload
 
 POLICIES = {
     "llama": ("none", "full", "pointwise", "head", "save:attention+matmul", "segments:2", "modules:mlp"),
@@ -92,6 +95,52 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(value, before[key]) for key, value in small.model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in small.model.parameters())
+
+
+def test_gradients_that_were_there_are_the_same_tensors_with_the_same_bits() -> None:
+    small = MODELS["llama"]()
+    applied = apply_policy(small.model, "full")
+
+    def careless(size: int) -> Step:  # adds to the gradients that it finds, and leaves its own
+        def step(model: nn.Module, optimizer: Any) -> None:
+            small.loss(model, size).backward()
+            optimizer.step()
+
+        return step
+
+    optimizer: dict[str, Any] = {"make_optimizer": small.make_optimizer}
+    small.loss(small.model, 2).backward()
+    given = {name: parameter.grad for name, parameter in small.model.named_parameters()}
+    bits = {name: gradient.clone() for name, gradient in given.items()}
+    found = find_max_batch_size(small.model, careless, "1GiB", max_batch_size=2, **optimizer)
+    assert found.trials
+    for name, parameter in small.model.named_parameters():
+        assert parameter.grad is given[name]
+        assert torch.equal(parameter.grad, bits[name])
+    small.model.zero_grad()
+    without = find_max_batch_size(small.model, careless, "1GiB", max_batch_size=2, **optimizer)
+    assert without.trials == found.trials  # they are not counted either
+    assert applied_policy(small.model) is applied
+    applied.remove()
+    assert not any("forward" in vars(module) for module in small.model.modules())
+
+
+@pytest.mark.parametrize(("users", "during"), [(1.0, 0.25), (0.5, 0.25), (0.125, 0.125)])
+def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions = [users]
+    total = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, device: fractions.append(value))
+
+    def run_out() -> None:
+        with batch_size._limited(torch.device("cuda", 0), 20 * 2**30):
+            assert fractions[-1] == during
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_out()
+    assert fractions == [users, during, users]
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.7])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,10 @@ def test_forked_processes_trace_the_same() -> None:
         wanted = [("none", 3), ("full", 3), ("modules:mlp", 3)]
         peaks = [[t.peak_allocated for t in tracer.all(wanted) if not isinstance(t, str)] for tracer in (one, two)]
     assert peaks[0] == peaks[1]
+    model = weakref.ref(small.model)
+    del one, two, workload, small
+    gc.collect()
+    assert model() is None  # no process-wide name keeps it
 
 
 @pytest.mark.parametrize("bend", [5, 40, 1000])

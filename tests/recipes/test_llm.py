@@ -106,6 +106,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: 
         (["--dataset_name", "{tmp}/corrupt.jsonl"], "line 2 is not valid JSON"),
         (["--dataset_name", "{tmp}/gone.jsonl"], "no such file"),
         (["--output_dir", "{tmp}/columns.csv"], "is a file"),
+        (["--output_dir", "{tmp}/adapter"], "holds LoRA adapters of an earlier run"),
         (["--resume_from_checkpoint", "{tmp}"], "no complete checkpoint"),
         (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         (["--model_name_or_path", "{tmp}/nothing", "--dataset_name", "x.txt"], "no tokenizer can be loaded"),
@@ -123,6 +124,8 @@ def test_bad_input_is_one_line_and_exit_2(
     (tmp_path / "columns.csv").write_text("body,other\nx,y\n")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "corrupt.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     before = sorted(path.name for path in tmp_path.iterdir())
     argv = [
         *SMALL,

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import LADDER, advise_on_oom, cheaper_policies
+from ckpt_ft.workloads.workload import Workload
 
 ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)]} for i in range(16)]).map(
     lambda row: {"labels": row["input_ids"]}
@@ -172,11 +175,95 @@ def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("memory_report.*"))
 
 
+class Breaks(TrainerCallback):
+    """Raises in forward, in backward, or between steps, in the second step."""
+
+    def __init__(self, model: torch.nn.Module, where: str, error: BaseException) -> None:
+        self.model, self.where, self.error = model, where, error
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 1:
+            return
+        if self.where == "step":
+            raise self.error
+        if self.where == "forward":
+            self.handle = self.model.model.norm.register_forward_pre_hook(self.fail)
+        else:
+            self.handle = self.model.model.norm.weight.register_hook(self.fail)
+
+    def fail(self, *args: Any) -> None:
+        self.handle.remove()
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_error_in_a_measured_step_leaves_nothing_on(tmp_path: Path, where: str, error: BaseException) -> None:
+    model = tiny()
+    breaks = Breaks(model, where, error)
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, callbacks=[breaks])
+    callback = ACCallback("full").attach(trainer)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert _get_current_dispatch_mode() is None
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert callback.peak_holders()  # what advice is made of
+    callback.close()
+    breaks.where = "never"
+    breaks.on_step_begin = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    trainer.train()
+    assert callback.report is not None
+
+
+def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    model = tiny()
+    ids = torch.arange(24).reshape(2, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = LoopMemory(ACArguments(ac_policy="full"), Accelerator(cpu=True))
+    memory.apply(model)
+
+    def run_out() -> None:
+        with advise_on_oom(memory), memory.measure(model, optimizer, 3, str(tmp_path)):
+            out = model(input_ids=ids, labels=ids)
+            raise torch.OutOfMemoryError(f"at {out.loss.shape}")
+
+    with pytest.raises(WorkFailed, match=r"(?s)What held the peak:\n.* KiB  activations .*What needs less memory"):
+        run_out()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+    mine = apply_policy(model, "every:2")
+    with advise_on_oom(memory), memory.measure(model, optimizer, 1, str(tmp_path)):
+        model(input_ids=ids, labels=ids).loss.backward()
+        memory.step()
+    seen: list[str] = []
+
+    def step(model: Any, optimizer: Any) -> None:
+        seen.append(str(applied_policy(model).policy))
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    assert memory.report(str(tmp_path), workload=Workload.of_loop(model, lambda size: step, device="cpu")) is not None
+    assert seen == ["full", "full"]  # what was measured
+    assert applied_policy(model) is mine
+    mine.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_cheaper_policies_keep_less() -> None:
     assert cheaper_policies(None) == list(LADDER[1:])
     assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]
     assert cheaper_policies(ACArguments(ac_policy="every:2").policy)[0] == "full"
     assert cheaper_policies(ACArguments(ac_policy="every:2,head").policy) == ["full,head", "full,offload,head"]
+    assert cheaper_policies(ACArguments(ac_policy="full,offload").policy) == ["full,offload,head"]
+    assert cheaper_policies(ACArguments(ac_policy="save:matmul,offload").policy) == [
+        "full,offload",
+        "full,offload,head",
+    ]
+    assert cheaper_policies(ACArguments(ac_policy="pointwise,head").policy)[0] == "save:attention,head"
+    assert cheaper_policies(ACArguments(ac_policy="full,pointwise").policy)[0] == "full,pointwise,head"
     assert cheaper_policies(ACArguments(ac_policy="full,offload,head").policy) == []
     for policy in LADDER:
         assert str(ACArguments(ac_policy=policy).policy) == policy

@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
+from ckpt_ft.checkpointing.views import is_dtensor
 
 from .discard import Pass, Saved, claim_on
 
@@ -51,7 +52,9 @@ def running_pass() -> Pass | None:
     if torch.compiler.is_compiling():
         return None
     running = local.running
-    return running if running is not None and running.frame is None else None
+    if running is None or running.frame is not None or not torch.is_grad_enabled():
+        return None
+    return running
 
 
 class ModuleRegion(StandIn):
@@ -135,7 +138,7 @@ class CastInput(StandIn):
             value = running.cast(claim, value, dtype)
         parameters = self.module._parameters
         weight = parameters.get("weight")
-        if weight is None or weight.dtype is not torch.float32:
+        if weight is None or weight.dtype is not torch.float32 or is_dtensor(weight):
             return self.forward(value, *args, **kwargs)
         parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
         try:

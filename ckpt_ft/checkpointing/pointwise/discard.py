@@ -27,6 +27,7 @@ import torch
 from torch.nn import Parameter
 
 from ckpt_ft.checkpointing import rng
+from ckpt_ft.checkpointing.views import View, is_dtensor, looked_at, view_of, written_to
 
 _CLAIM = "_ckpt_ft_claim"
 # A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
@@ -37,7 +38,6 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
 
-Geometry = tuple[Any, ...]  # size, stride, storage offset
 Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
 
 
@@ -86,10 +86,10 @@ class Discarded:
 class Reader(Discarded):
     """Stands for a tensor on the storage of a region's `index`-th output that a node outside of the region saved."""
 
-    __slots__ = ("geometry", "index")
+    __slots__ = ("index", "view")
 
-    def __init__(self, source: Frame, index: int, geometry: Geometry) -> None:
-        self.source, self.index, self.geometry = source, index, geometry
+    def __init__(self, source: Frame, index: int, view: View) -> None:
+        self.source, self.index, self.view = source, index, view
 
 
 class Handed:
@@ -121,7 +121,7 @@ class Claim:
 
     def discard(self, tensor: torch.Tensor) -> Reader:
         """A handle in place of `tensor`, which the claim covers."""
-        handle = Reader(self.frame, self.index, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+        handle = Reader(self.frame, self.index, view_of(tensor))
         self.frame.readers.append(weakref.ref(handle))
         return handle
 
@@ -191,13 +191,13 @@ class Frame:
         self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
 
     def _fill_readers(self, outputs: tuple[Any, ...]) -> None:
-        shared: dict[tuple[int, Geometry], torch.Tensor] = {}
+        shared: dict[tuple[int, View], torch.Tensor] = {}
         for reference in self.readers:
             if (handle := reference()) is not None:
-                key = (handle.index, handle.geometry)
+                key = (handle.index, handle.view)
                 tensor = shared.get(key)
                 if tensor is None:
-                    tensor = shared[key] = outputs[handle.index].detach().as_strided(*handle.geometry)
+                    tensor = shared[key] = looked_at(outputs[handle.index], handle.view)
                 handle.source = tensor
 
 
@@ -272,14 +272,15 @@ class Pass:
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild
-                if region.inplace or not any(storage is other for other in storages):
+                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild;
+                # a view of a DTensor cannot be made again from its storage
+                if (region.inplace or not any(storage is other for other in storages)) and not is_dtensor(value):
                     setattr(storage, _CLAIM, Claim(frame, index, value))
         return output
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`tensor`, which the claim covers, in another dtype; in backward all its copies are one."""
-        key = (dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        key = (dtype, view_of(tensor))
         claim.casts = {} if claim.casts is None else claim.casts
         frame = claim.casts.get(key)
         if frame is None or frame.args is None:
@@ -333,12 +334,8 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
             return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
-    # hooks switch autograd's own check for in-place changes off
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
-        )
+        raise written_to(tensor, version, view_of(tensor))
     return tensor
 
 

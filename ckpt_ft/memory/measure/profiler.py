@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.timeline import Timeline, holders
-from ckpt_ft.memory.record.trace import PHASES, Holder
+from ckpt_ft.memory.record.trace import PHASES, Holder, StepTrace
 
 from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
@@ -80,6 +80,7 @@ class MemoryProfiler:
         self.batch = LargestBatch()
         self._resident: dict[str, int] = {}
         self._open = False
+        self._failed: StepTrace | None = None  # of a step that broke off
         self._began = self._quiet_seconds = 0.0
         self._quiet_steps = 0
         self._hooks: list[Any] = []
@@ -90,21 +91,34 @@ class MemoryProfiler:
         if self.model is not None:
             self._hooks.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
             self._hooks.append(self.model.register_forward_hook(self._after_forward))
-        self.begin_step()
+        try:
+            self.begin_step()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self.steps and exception == (None, None, None):
             self.step()  # a block without `step()` is one step
-        self._cancel()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._snapshot = None
+        self.close(failed=exception[0] is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Stop measuring, a second time too; of a step that has `failed`, `holders` tells what held its peak."""
+        try:
+            if failed and self._open and isinstance(self.meter, CpuMeter):
+                self._failed = self.meter.latest()
+        finally:
+            self._cancel()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._snapshot = None
 
     def begin_step(self) -> None:
         """Begin the next step's measurement here rather than where the last one ended (after an evaluation, say)."""
         self._cancel()
+        self._failed = None
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
@@ -138,8 +152,8 @@ class MemoryProfiler:
         return scalars
 
     def holders(self, n: int = 5) -> list[Holder]:
-        """What held the peak of the step being measured (it may just have failed), else of the fullest; CPU only."""
-        trace = self.meter.latest() if isinstance(self.meter, CpuMeter) else None
+        """What held the peak of the step that is being measured or has failed, else of the fullest; CPU only."""
+        trace = self._failed or (self.meter.latest() if isinstance(self.meter, CpuMeter) else None)
         return [] if trace is None else holders(trace, n)
 
     def report(self, **facts: Any) -> MemoryReport:

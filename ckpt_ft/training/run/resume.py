@@ -9,6 +9,8 @@ from pathlib import Path
 from ckpt_ft.errors import UserError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_ADAPTER = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # by which PEFT and diffusers know one
+_WHOLE = ("config.json", "model_index.json")
 
 
 def check_output_dir(output_dir: str) -> None:
@@ -19,6 +21,21 @@ def check_output_dir(output_dir: str) -> None:
             if not place.is_dir():
                 raise UserError(f"--output_dir {output_dir}: {place} is a file; give a directory")
             return
+
+
+def check_same_kind(output_dir: str, lora: bool) -> None:
+    """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
+
+    Left side by side, the folder would load as the new weights with the old adapter on them.
+    """
+    names, theirs, ours = (_WHOLE, "a whole model", "LoRA") if lora else (_ADAPTER, "LoRA adapters", "all weights")
+    for place in (Path(output_dir), *Path(output_dir).glob("checkpoint-*")):
+        for name in names:
+            if (place / name).is_file():
+                raise UserError(
+                    f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
+                    f"{ours}: the folder would load as a mixture; give another directory, or move that one away"
+                )
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:

@@ -121,6 +121,35 @@ def test_nothing_stays_behind_when_the_loop_fails():
     assert profiler.report().fullest.peaks == {}
 
 
+def test_nothing_stays_behind_when_it_cannot_begin():
+    model, optimizer = small()
+    with pytest.raises(torch.OutOfMemoryError), MemoryProfiler(model=model, optimizer=optimizer, limit=1):
+        pass
+    assert _get_current_dispatch_mode() is None
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_failed_steps_holders_are_known_after_measuring_has_stopped():
+    model, optimizer = small()
+    profiler = MemoryProfiler(model=model, optimizer=optimizer)
+    while_open = []
+
+    def fail():
+        with profiler:
+            out = model(torch.ones(BATCH, WIDTH))
+            while_open.extend(profiler.holders())
+            raise RuntimeError(f"loop at {out.shape}")
+
+    with pytest.raises(RuntimeError, match="loop"):
+        fail()
+    assert _get_current_dispatch_mode() is None
+    assert profiler.holders() == while_open
+    assert "activations" in {holder.category for holder in while_open}
+    with profiler:
+        assert profiler.holders() != while_open
+
+
 def test_what_happens_between_steps_can_be_left_out():
     model, optimizer = small()
     with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
@@ -169,12 +198,16 @@ class FakeCounters:
         return {f"{figure}_bytes": {"all": {"peak": nbytes}} for figure, nbytes in figures}
 
 
+def on_cuda(model, optimizer):
+    profiler = MemoryProfiler(model=model, optimizer=optimizer)
+    profiler.device, profiler.meter = torch.device("cuda"), CudaMeter(torch.device("cuda"))
+    return profiler
+
+
 def test_cuda_phases_are_closed_where_the_next_begins(monkeypatch):
     counters = FakeCounters(monkeypatch, [10, 30, 20, 40, 5])
     model, optimizer = small()
-    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
-        profiler.device, profiler.meter = torch.device("cuda"), CudaMeter(torch.device("cuda"))
-        profiler.begin_step()
+    with on_cuda(model, optimizer) as profiler:
         train_step(model, optimizer, micro_batches=2)  # forward, backward, forward, backward, optimizer
         scalars = profiler.step()
     rank = profiler.report().fullest
@@ -193,9 +226,7 @@ def test_cuda_phases_are_closed_where_the_next_begins(monkeypatch):
 def test_evaluation_is_no_forward_phase(monkeypatch):
     FakeCounters(monkeypatch, [10, 30])
     model, optimizer = small()
-    with MemoryProfiler(model=model, optimizer=optimizer) as profiler:
-        profiler.device, profiler.meter = torch.device("cuda"), CudaMeter(torch.device("cuda"))
-        profiler.begin_step()
+    with on_cuda(model, optimizer) as profiler:
         model(torch.ones(BATCH, WIDTH)).sum().backward()
         with torch.no_grad():
             model(torch.ones(BATCH, WIDTH))

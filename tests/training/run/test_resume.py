@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.run.resume import check_output_dir, last_complete_checkpoint, resume_path
+from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, last_complete_checkpoint, resume_path
 
 
 @pytest.fixture
@@ -48,3 +48,25 @@ def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
     check_output_dir(str(tmp_path / "new" / "deep"))
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("place", [".", "checkpoint-2"])
+@pytest.mark.parametrize(
+    ("file", "lora", "says"),
+    [
+        ("adapter_config.json", True, "LoRA adapters of an earlier run"),
+        ("pytorch_lora_weights.safetensors", True, "LoRA adapters of an earlier run"),
+        ("config.json", False, "a whole model of an earlier run"),
+        ("model_index.json", False, "a whole model of an earlier run"),
+    ],
+)
+def test_lora_and_full_runs_do_not_share_a_directory(
+    tmp_path: Path, place: str, file: str, lora: bool, says: str
+) -> None:
+    check_same_kind(str(tmp_path / "new"), lora)
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / file).write_text("{}")
+    check_same_kind(str(tmp_path), lora)  # as the run that wrote it
+    with pytest.raises(UserError, match=f"holds {says} .*give another directory") as error:
+        check_same_kind(str(tmp_path), not lora)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,86 @@
+"""Which modules the scope of a policy re-runs: blocks, runs of them, stages, or a submodule of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ckpt_ft.errors import UserError
+
+from .blocks import submodules
+
+if TYPE_CHECKING:
+    from .apply import AppliedPolicy
+
+
+@dataclass(frozen=True)
+class Region:
+    """One checkpoint: the module that is re-run and the blocks in it."""
+
+    name: str
+    module: nn.Module
+    blocks: tuple[str, ...]
+
+
+def regions(applied: AppliedPolicy) -> list[list[Region]]:
+    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks."""
+    policy, found = applied.policy, applied.found
+    blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
+    n = policy.n or 1
+    if policy.scope == "full":
+        return [[block] for block in blocks]
+    if policy.scope == "every":
+        return [[block] for block in blocks[::n]]
+    if policy.scope == "first":
+        return [[block] for block in blocks[:n]]
+    if policy.scope == "segments":
+        return _split(blocks, n)
+    if policy.scope == "sqrt":
+        return _split(blocks, max(1, round(len(blocks) ** 0.5)))
+    if policy.scope == "stages":
+        return [[region] for region in _stage_regions(applied)]
+    return [[region] for region in _member_regions(applied)]
+
+
+def _split(blocks: list[Region], n: int) -> list[list[Region]]:
+    """`n` runs of consecutive blocks whose lengths differ by at most one."""
+    n = min(n, len(blocks))
+    ends = [len(blocks) * i // n for i in range(n + 1)]
+    return [blocks[start:stop] for start, stop in pairwise(ends)]
+
+
+def _stage_regions(applied: AppliedPolicy) -> list[Region]:
+    policy, stages = applied.policy, applied.found.stages
+    kind = type(applied.model).__name__
+    if not stages:
+        raise UserError(
+            f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks"
+        )
+    if not policy.members:
+        return [Region(stage.name, stage.module, tuple(stage.blocks)) for stage in stages]
+    for member in policy.members:
+        if int(member) > len(stages):
+            raise UserError(f"policy '{policy}': {kind} has no stage {member}; it has {len(stages)}, counted from 1")
+    chosen = [stages[int(member) - 1] for member in policy.members]
+    return [Region(name, block, (name,)) for stage in chosen for name, block in stage.blocks.items()]
+
+
+def _member_regions(applied: AppliedPolicy) -> list[Region]:
+    regions: dict[str, Region] = {}
+    for member in applied.policy.members:
+        inside = {
+            path: Region(path, module, (name,))
+            for name, block in applied.found.blocks.items()
+            for path, module in submodules(name, block, member).items()
+        }
+        if not inside:
+            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in applied.found.blocks.values()))
+            raise UserError(
+                f"policy '{applied.policy}': no {member} submodule in the blocks of "
+                f"{type(applied.model).__name__} ({kinds}); full and save:... work on whole blocks"
+            )
+        regions.update(inside)
+    return list(regions.values())

@@ -1,0 +1,62 @@
+"""Which policies stand on a model, which of them would meet, and `suspended`, which takes them off for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ckpt_ft.errors import UserError
+
+from .standin import StandIn
+
+if TYPE_CHECKING:
+    from .apply import AppliedPolicy
+
+MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
+made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a part does not know the model that it is in
+
+
+def policies_on(model: nn.Module) -> list[AppliedPolicy]:
+    """The policies that stand on `model` or on parts of it."""
+    return [module.__dict__[MARK] for module in model.modules() if MARK in module.__dict__]
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Take every policy off `model` and its parts; afterwards the same ones stand again, whatever stood meanwhile.
+
+    One that its owner removes meanwhile stays away.
+    """
+    standing = policies_on(model)
+    for applied in reversed(standing):
+        applied.pause()
+    try:
+        yield
+    finally:
+        for other in policies_on(model):
+            other.remove()
+        for applied in standing:
+            if not applied.removed:
+                applied.resume()
+
+
+def refuse_overlap(applied: AppliedPolicy) -> None:
+    """Raises UserError where a policy stands on a model that `applied.model` is part of, or on a part of it."""
+    model, kind = applied.model, type(applied.model).__name__
+    for other in made:
+        if other.standing and any(module is model for module in other.model.modules()):
+            raise UserError(
+                f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} on which "
+                f"'{other.policy}' stands; remove() that one first, or apply one policy to the whole"
+            )
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if MARK in module.__dict__ or (isinstance(forward, StandIn) and forward.acts):
+            raise UserError(
+                f"policy '{applied.policy}': a policy stands on a part of {kind} already ({name}, "
+                f"{type(module).__name__}); remove() that one first, or apply policies to separate parts"
+            )

@@ -1,0 +1,81 @@
+"""A tensor as what it is to autograd's hooks: a view of some storage, and a count of the writes into it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+# dtype, size, stride, storage offset, and whether it reads the storage conjugated or negated. A plain tuple: one is
+# made for every tensor that is saved.
+View = tuple[Any, ...]
+_NOTHING = torch.empty(0)
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """How `tensor` looks at its storage."""
+    return (
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    """The storage of `tensor` as `view` looks at it, without a graph."""
+    dtype, size, stride, offset, conjugated, negated = view
+    found = as_stored(tensor)
+    if found.dtype is not dtype:
+        found = flat(found).view(dtype)
+    found = found.as_strided(size, stride, offset)
+    if conjugated:
+        found = found.conj()
+    return torch._neg_view(found) if negated else found
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without a graph and without the bits that say that it is read conjugated or negated."""
+    stored = tensor.detach()
+    if stored.is_conj():
+        stored = stored.conj()
+    return torch._neg_view(stored) if stored.is_neg() else stored
+
+
+def flat(stored: torch.Tensor) -> torch.Tensor:
+    """The whole storage as one dimension; its bytes must be a multiple of the dtype's."""
+    return stored.as_strided((stored.untyped_storage().nbytes() // stored.element_size(),), (1,), 0)
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without bytes that counts versions together with `tensor`: it tells of writes and keeps no memory."""
+    return emptied(tensor.detach())
+
+
+def emptied(alias: Any) -> torch.Tensor:
+    """`alias` without its bytes; its version counter stays the one that it shares."""
+    if is_dtensor(alias):
+        alias._local_tensor = _NOTHING
+    else:
+        alias.data = _NOTHING
+    return alias
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor (tensor parallelism), whose own storage is empty: a local tensor holds the bytes."""
+    if type(tensor) is torch.Tensor or type(tensor) is Parameter:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
+    """What autograd raises for a saved tensor that was written to; hooks switch its own check off."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{view[0]} {list(view[1])} is at version {counter._version}; expected version {version}"
+    )

@@ -1,0 +1,252 @@
+"""Removing, replacing, suspending leave the model as it was in any order; policies that would meet are refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from language_models import batch, differing, make, numbers
+from torch import nn
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.apply import applied_policy, remove_policy
+from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.checkpointing.standing import suspended
+from ckpt_ft.errors import UserError
+
+POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp,pointwise", "full,head", "pointwise,offload"]
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Attributes of every module, instance forwards and hooks included."""
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("first", POLICIES)
+def test_the_replaced_policys_remove_does_nothing(first: str) -> None:
+    model = make("llama")
+    before, hooked, plain = state(model), hooks(model), numbers(model)
+    model.zero_grad()
+    a = apply_policy(model, first)
+    b = apply_policy(model, "every:2")
+    a.remove()
+    assert applied_policy(model) is b
+    assert b.standing
+    assert b.covered == ["model.layers.0", "model.layers.2"]
+    assert "forward" in vars(model.model.layers[0])
+    assert differing(numbers(model), plain) == []
+    b.remove()
+    model.zero_grad()
+    assert state(model) == before
+    assert hooks(model) == hooked
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_parity_check_the_users_own_remove_leaves_nothing(policy: str) -> None:
+    model = make("llama")
+    before, hooked = state(model), hooks(model)
+    applied = apply_policy(model, policy)
+    standing = state(model)
+    assert check_parity(model, batch(), "full").ok
+    assert applied_policy(model) is applied
+    assert state(model) == standing  # the very stand-ins
+    assert hooks(model) > hooked or policy == "pointwise,offload"
+    applied.remove()
+    assert state(model) == before
+    assert hooks(model) == hooked
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_suspended_is_the_plain_model_and_then_the_policy_again(policy: str) -> None:
+    model = make("llama")
+    plain = numbers(model)
+    applied = apply_policy(model, policy)
+    with_policy = numbers(model)
+    with suspended(model):
+        assert applied_policy(model) is None
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert differing(numbers(model), plain) == []
+        assert model(**batch(), use_cache=True).past_key_values is not None
+        apply_policy(model, "every:2")  # goes again
+    assert applied_policy(model) is applied
+    assert differing(numbers(model), with_policy) == []
+    with suspended(model):
+        applied.remove()
+    assert applied_policy(model) is None
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_every_parts_policy_is_suspended_and_stands_again() -> None:
+    model = nn.ModuleDict({"a": _stack(), "b": _stack()})
+    handles = [apply_policy(model[name], "full") for name in model]  # parts beside each other
+    with suspended(model):
+        apply_policy(model["a"], "every:2")
+    assert [applied_policy(model[name]) for name in model] == handles
+    remove_policy(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_librarys_own_switch_is_as_it_was_while_suspended() -> None:
+    model = make("llama")
+    _switch_on(model)
+    apply_policy(model, "full")
+    layer = model.model.layers[0]
+    with suspended(model):
+        assert layer.gradient_checkpointing
+    assert not layer.gradient_checkpointing
+
+
+def test_a_policy_that_is_refused_leaves_the_one_before() -> None:
+    model = make("llama")
+    applied = apply_policy(model, "full")
+    standing = state(model)
+    for wrong in ("stages", "save:aten.nothing"):
+        with pytest.raises(UserError):
+            apply_policy(model, wrong)
+    assert applied_policy(model) is applied
+    assert state(model) == standing
+
+
+@pytest.mark.parametrize("policy", ["pointwise", "pointwise,offload", "full,head"])
+def test_a_wrapper_put_over_it_by_another_library_stays(policy: str) -> None:
+    model = make("llama")
+    plain = numbers(model)
+    applied = apply_policy(model, policy)
+    inner, calls = model.forward, 0
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return inner(*args, **kwargs)
+
+    model.forward = wrapper
+    with_policy = numbers(model)
+    with suspended(model):
+        assert differing(numbers(model), plain) == []
+        assert model(**batch()).logits is not None
+    again = numbers(model)
+    assert differing(again, with_policy) == []
+    assert (model(**batch()).logits is None) == ("head" in policy)
+    applied.remove()
+    assert model.forward is wrapper
+    assert calls == 5
+    assert differing(numbers(model), plain) == []
+    model.forward = inner  # the wrapper goes: what lies there passes on, and is in no one's way
+    apply_policy(model, policy).remove()
+    assert differing(numbers(model), plain) == []
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "save:attention", "modules:mlp"])
+@pytest.mark.parametrize("inner", ["full", "pointwise"])
+def test_a_policy_on_a_part_of_a_model_that_has_one_is_refused(policy: str, inner: str) -> None:
+    model = make("llama")
+    before = state(model)
+    applied = apply_policy(model, policy)
+    for part in (model.model, model.model.layers, model.model.layers[0].mlp):
+        with pytest.raises(
+            UserError, match=f"{type(part).__name__} is part of a LlamaForCausalLM on which '{policy}'"
+        ):
+            apply_policy(part, inner)
+    twin = copy.deepcopy(model)
+    with pytest.raises(UserError, match="is part of a LlamaForCausalLM"):
+        apply_policy(twin.model, inner)
+    applied.remove()
+    assert state(model) == before
+    apply_policy(model.model, inner).remove()
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "none"])
+def test_a_policy_on_a_model_with_one_on_a_part_is_refused(policy: str) -> None:
+    model = make("llama")
+    before = state(model)
+    applied = apply_policy(model.model, policy)
+    with pytest.raises(UserError, match=r"stands on a part of LlamaForCausalLM already \(model, LlamaModel\)"):
+        apply_policy(model, "pointwise")
+    assert applied_policy(model) is applied
+    applied.remove()
+    assert state(model) == before
+
+
+def test_two_models_that_share_blocks_are_refused() -> None:
+    first = _stack()
+    second = nn.Sequential(*first, nn.Linear(8, 8))
+    apply_policy(first, "every:2")
+    with pytest.raises(UserError, match=r"stands on a part of Sequential already \(0, Linear\)"):
+        apply_policy(second, "full")
+
+
+def _stack() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def _switch_on(model: Any) -> None:
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
+
+
+SPELLINGS = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "save:matmul", "every:2"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_gradient_checkpointing_switched_on_afterwards_is_one_line(policy: str, spelling: str) -> None:
+    model = make("llama")
+    if not hasattr(model, spelling):
+        pytest.skip("transformers 5.23 brought the new name")
+    plain = numbers(model)
+    applied = apply_policy(model, policy)
+    getattr(model, spelling)()
+    with pytest.raises(
+        UserError, match=f"policy '{policy}' stands on LlamaForCausalLM, and its library's own"
+    ) as error:
+        model(**batch())
+    assert "\n" not in str(error.value)
+    with torch.no_grad():
+        model(**batch())  # generation and validation go on
+    applied.remove()
+    assert differing(numbers(model), plain) == []
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_gradient_checkpointing_switched_on_by_peft_around_the_model_is_noticed() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = make("llama")
+    apply_policy(model, "full")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    wrapped(**batch()).loss.backward()
+    _switch_on(wrapped)
+    with pytest.raises(UserError, match="switched on afterwards"):
+        wrapped(**batch())  # PEFT calls the model's forward past its hooks
+
+
+def test_diffusers_own_checkpointing_switched_on_afterwards_is_noticed() -> None:
+    from diffusers import UNet2DModel
+
+    unet = UNet2DModel(
+        sample_size=8,
+        layers_per_block=2,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
+    apply_policy(unet, "full")
+    sample = torch.randn(1, 3, 8, 8)
+    unet(sample, 1).sample.sum().backward()
+    unet.enable_gradient_checkpointing()
+    with pytest.raises(UserError, match="stands on UNet2DModel, and its library's own gradient checkpointing"):
+        unet(sample, 1)
+    unet.disable_gradient_checkpointing()
+    unet(sample, 1)
