@@ -1,0 +1,93 @@
+"""DDP's gradient buckets by the Reducer's published rules, since the Reducer itself (C++) takes no fake tensors.
+
+Parameters are put into buckets in reverse order, the first of 1 MiB and the others of 25 MiB (torch/nn/parallel/
+distributed.py); a bucket is one flat tensor of its parameters' dtype that lives as long as the model. A gradient that
+is ready is scaled into its bucket; a bucket whose gradients are all ready is all-reduced on a stream of its own; when
+backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp: mark_variable_ready,
+all_reduce_bucket, finalize_backward).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+STREAM = "all-reduce"
+
+
+class Buckets:
+    """The buckets of a model's trainable parameters, filled by hooks as gradients come."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, as_view: bool) -> None:
+        self.group, self.as_view = group, as_view
+        self.buckets: list[_Bucket] = []
+        self.synchronises = True  # False within no_sync
+        self._waiting = False
+        for parameters in _assigned(model):
+            bucket = _Bucket(parameters)
+            self.buckets.append(bucket)
+            for index, parameter in enumerate(parameters):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, bucket=bucket, index=index: self._ready(bucket, index, p)  # type: ignore[misc]
+                )
+        model._ckpt_ft_buckets = self  # type: ignore[assignment]  # lives as long as the model
+
+    def _ready(self, bucket: _Bucket, index: int, parameter: torch.Tensor) -> None:
+        if not self.synchronises:
+            return
+        if not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        assert parameter.grad is not None
+        view = bucket.views[index]
+        with torch.no_grad():
+            if parameter.grad.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                torch.mul(parameter.grad, 1.0 / self.group.size(), out=view)
+                if self.as_view:
+                    parameter.grad = view
+            else:
+                view.mul_(1.0 / self.group.size())
+            bucket.missing -= 1
+            if not bucket.missing:
+                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def _finish(self) -> None:
+        """What the Reducer does once when backward ends."""
+        self._waiting = False
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.missing = len(bucket.parameters)
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    bucket.work = None
+                if not self.as_view:
+                    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                        if parameter.grad is not None:
+                            parameter.grad.copy_(view)
+
+
+class _Bucket:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.missing = parameters, len(parameters)
+        self.work: Any = None
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = [part.view(p.shape) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
+
+
+def _assigned(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Trainable parameters in buckets, those that backward reaches first in the first (compute_bucket_assignment)."""
+    buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+    full: list[list[nn.Parameter]] = []
+    limit = {}
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        bucket = buckets.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(p.nbytes for p in bucket) >= limit.get(parameter.dtype, FIRST_BUCKET):
+            full.append(buckets.pop(parameter.dtype))
+            limit[parameter.dtype] = BUCKET
+    return full + list(buckets.values())
