@@ -13,7 +13,7 @@ from tiny_models import LANGUAGE, build, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_ft.checkpointing import head, logits, standin
+from ckpt_ft.checkpointing import chunks, head, logits, standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.errors import UserError, WorkFailed
 
@@ -23,7 +23,7 @@ ROWS = 5  # of logits in a chunk here: 24 tokens are five chunks, the last one s
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -52,7 +52,7 @@ def check_same(plain: nn.Module, treated: nn.Module, inputs: dict[str, Any]) -> 
     """Loss and gradients within 1e-6 relative (of a tensor's norm)."""
     loss, grads, _ = step(plain, inputs)
     ours, our_grads, output = step(treated, inputs)
-    assert output.logits is None
+    assert isinstance(output.logits, head.NoLogits)
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert grads.keys() == our_grads.keys()
     scale = max(g.norm() for g in grads.values())
@@ -93,14 +93,14 @@ def test_options_of_the_loss() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(7)}, {"ignore_index": 2}])
 def test_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "CHUNK_BYTES", 3 * 7 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3 * 7 * 4)
     layer = nn.Linear(4, 7)
     targets = torch.randint(0, 7, (10,))
     targets[3] = options.get("ignore_index", -100)
     results = []
     for deferred in (False, True):
         hidden = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        values = logits.Logits(layer, hidden, 7) if deferred else layer(hidden)
+        values = head.OutputLayer(layer).defer(hidden) if deferred else layer(hidden)
         values = (values / 3.0).tanh() * 3.0
         if deferred and reduction == "none":
             with pytest.warns(UserWarning, match="computed whole"):
@@ -129,7 +129,7 @@ def test_adapters(targets: Any) -> None:
     # chunks draw other masks than the whole: compare with the chunked loss without recomputation
     loss, grads, _ = step(treated, inputs)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(logits, "checkpoint", lambda function, *args, **kwargs: function(*args))
+    monkey.setattr(chunks, "checkpoint", lambda function, *args, **kwargs: function(*args))
     again, again_grads, _ = step(treated, inputs)
     monkey.undo()
     assert loss.equal(again)
@@ -145,7 +145,7 @@ def test_only_in_training_with_labels() -> None:
     assert model.eval()(**inputs).logits.shape == shape
     assert model(**inputs).loss.grad_fn is not None
     assert model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
-    assert model.train()(**inputs, return_dict=False)[1] is None
+    assert isinstance(model.train()(**inputs, return_dict=False)[1], head.NoLogits)
 
 
 def test_compiled_runs_whole_and_says_so() -> None:
@@ -172,7 +172,7 @@ def test_logits_stand_for_a_tensor() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
     whole = layer(hidden)
-    deferred = logits.Logits(layer, hidden, 7)
+    deferred = head.OutputLayer(layer).defer(hidden)
     assert (deferred.shape, deferred.size(-1), deferred.dim(), deferred.ndim) == (whole.shape, 7, 3, 3)
     assert deferred.device == whole.device
     for change in (
@@ -186,17 +186,17 @@ def test_logits_stand_for_a_tensor() -> None:
         assert isinstance(changed, logits.Logits)
         expected = change(whole)
         assert changed.shape == expected.shape
-        torch.testing.assert_close(changed.rows(changed.hidden), expected)
-    scaled = logits.Logits(layer, hidden, 7)
+        torch.testing.assert_close(changed.projection.rows(changed.hidden), expected)
+    scaled = head.OutputLayer(layer).defer(hidden)
     scaled.mul_(3)
-    torch.testing.assert_close(scaled.rows(hidden), 3 * whole)
+    torch.testing.assert_close(scaled.projection.rows(hidden), 3 * whole)
 
 
 @pytest.mark.filterwarnings("ignore:policy 'head'")
 def test_what_has_no_chunked_form() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
-    deferred, whole = logits.Logits(layer, hidden, 7), layer(hidden)
+    deferred, whole = head.OutputLayer(layer).defer(hidden), layer(hidden)
     torch.testing.assert_close(deferred.argmax(-1), whole.argmax(-1))
     torch.testing.assert_close(torch.softmax(deferred, dim=-1), whole.softmax(-1))
     torch.testing.assert_close(deferred[..., 2], whole[..., 2])
