@@ -11,6 +11,7 @@ so what stands between output layer and loss stays right.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +217,12 @@ def _width(layer: nn.Module) -> int:
 
 
 def _hooked(layer: nn.Module) -> str:
-    """What hooks beside FSDP's and DeepSpeed's are on `layer` or in it: they must see the logits once, and all."""
+    """What must see the logits once, and all: hooks on `layer` or in it, but for those of FSDP and DeepSpeed.
+
+    Those of an FSDP2 group do as well: where a part of the group runs again, it does not gather for its backward.
+    """
+    if _is_fsdp2(layer) and len(layer._get_fsdp_state()._modules) > 1:  # type: ignore[operator]
+        return "FSDP gathers it together with other modules"
     for module in layer.modules():
         for kind in _HOOKS:
             for hook in module.__dict__[kind].values():
@@ -225,11 +231,14 @@ def _hooked(layer: nn.Module) -> str:
     return ""
 
 
+def _is_fsdp2(layer: nn.Module) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(layer, kind)
+
+
 def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
     """The cast that FSDP2 does behind `layer`, as a step of a `Projection`."""
-    from torch.distributed.fsdp import FSDPModule
-
-    dtype = layer._get_fsdp_state()._mp_policy.output_dtype if isinstance(layer, FSDPModule) else None
+    dtype = layer._get_fsdp_state()._mp_policy.output_dtype if _is_fsdp2(layer) else None  # type: ignore[operator]
     return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
 
 
