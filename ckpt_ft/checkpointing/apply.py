@@ -16,6 +16,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
+from . import rng
 from .blocks import Blocks, find_blocks, submodules
 from .recompute import Checkpointed
 from .segments import Segment, SegmentMember
@@ -165,6 +166,12 @@ def _install(applied: AppliedPolicy) -> None:
         _install_checkpoints(applied)
     _install_engines(applied)
     if policy.budget is not None:
+        if policy.budget < 1 and rng.has_dropout(model):
+            raise UserError(
+                f"policy '{policy}': {type(model).__name__} has dropout, and under torch.compile's activation memory "
+                "budget the gradients of a model with dropout are silently wrong (pytorch/pytorch#190717); set its "
+                "dropout (LoRA's included) to 0, or take another policy"
+            )
         applied.compile_budget = _set_compile_budget(policy.budget)
 
 
