@@ -28,7 +28,7 @@ REORDERED_TOLERANCE = 1e-6  # relative, in fp32; sums in another order differ by
 REORDERED_TOLERANCE_HALF = 2**-7  # one rounding in bf16 on either side
 # Of a model's largest gradient: what smaller ones are compared to under a reordered sum. They may be sums of large terms
 # that cancel, as in the bias of an attention's keys, whose gradient is zero but for rounding.
-CANCELLED = 1e-3
+CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
 
 
