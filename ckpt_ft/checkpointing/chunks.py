@@ -122,7 +122,7 @@ class _Total(torch.autograd.Function):
         return torch.empty(0, device=parameter.device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         shared: _Shared = ctx.shared
         total, shared.total, shared.copy = shared.total, None, None
@@ -138,7 +138,7 @@ class _Use(torch.autograd.Function):
         return data.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.shared.add(gradient)
         return torch.empty(0, device=gradient.device), None, None

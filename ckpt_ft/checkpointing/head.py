@@ -107,7 +107,7 @@ class OutputLayer(StandIn):
         return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """`function(hidden)` in place of the forward in a call of the layer: FSDP's hooks give it the weights, once."""
+        """`function(hidden)` in place of the forward in one call of the layer: FSDP's hooks gather for it."""
         local.instead = function
         try:
             return self.module(hidden)
@@ -117,9 +117,9 @@ class OutputLayer(StandIn):
     def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The layer's own forward, hooks left out, on `parameters` (by name) where they are given."""
         if not parameters:
-            return self.forward(hidden)  # type: ignore[no-any-return]
+            return self.forward(hidden)
         inside = {f"layer.{name}": value for name, value in parameters.items()}
-        return functional_call(self.without_hooks, inside, (hidden,))  # type: ignore[no-any-return]
+        return functional_call(self.without_hooks, inside, (hidden,))
 
 
 class _WithoutHooks(nn.Module):
@@ -130,7 +130,7 @@ class _WithoutHooks(nn.Module):
         self.layer, self.stand_in = stand_in.module, stand_in
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.stand_in.forward(hidden)  # type: ignore[no-any-return]
+        return self.stand_in.forward(hidden)
 
 
 class NoLogits:

@@ -22,21 +22,40 @@ _ELEMENTWISE = {"add", "clamp", "div", "mul", "sub", "tanh", "true_divide"}
 _CASTS = {"float", "to", "type"}  # what they return may be the very tensor that they are given
 _OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
 _OPERATORS |= {"__sub__": "sub", "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_", "__isub__": "sub_"}
-_OPERATORS |= {
-    f"__{name}__": f"__{name}__"
-    for name in "rsub rtruediv pow neg abs matmul eq ne lt le gt ge iter bool float".split()
-}
+_WHOLE = (
+    "rsub",
+    "rtruediv",
+    "pow",
+    "neg",
+    "abs",
+    "matmul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "iter",
+    "bool",
+    "float",
+)
+_OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
+
+
+_OWN: Mapping[str, torch.Tensor] = MappingProxyType({})  # the layer's own parameters
 
 
 @dataclass(frozen=True)
 class Projection:
-    """From positions to logits: the layer, in the autocast state that it was called in, and what was done behind it."""
+    """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
 
     layer: OutputLayer
     autocast: tuple[str, torch.dtype, bool]
     steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
 
-    def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})) -> torch.Tensor:
+    def rows(
+        self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> torch.Tensor:
         """Logits [n, vocabulary] of positions [n, hidden], within `OutputLayer.call`.
 
         Args:
@@ -59,10 +78,10 @@ class Projection:
 class Logits:
     """An output layer's result before it is computed: [..., hidden] is there, [..., vocabulary] to come.
 
-    It is no tensor, and operators reach it through `__torch_function__`. It answers for shape, dtype and device, passes
-    views and indexing of leading dimensions on to its input, and notes elementwise operations that are the same for
-    every token. Anything else computes it whole, with a warning; so does a write into logits that others may be views
-    of. From then on all of these are tensors, and views of one another as the model asked for.
+    It is no tensor, and operators reach it through `__torch_function__`. It answers for shape, dtype and device,
+    passes views and indexing of leading dimensions on to its input, and notes elementwise operations that are the same
+    for every token. Anything else computes it whole, with a warning; so does a write into logits that others may be
+    views of. From then on all of these are tensors, and views of one another as the model asked for.
 
     Attributes:
         relatives: what is alive of the logits that may share their memory, these included, by id.
@@ -73,6 +92,8 @@ class Logits:
         self.projection, self.hidden, self.width = projection, hidden, width
         self.version = hidden._version
         self.tensor: torch.Tensor | None = None
+        self.relatives: WeakValueDictionary[int, Logits]
+        self.made: _Made
         if like is None:
             self._begin()
         else:
@@ -243,7 +264,7 @@ def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
     """
     if hidden._version != version:
         raise WorkFailed(
-            "policy 'head': the input of the output layer was written to before the loss was computed; leave 'head' out"
+            "policy 'head': the output layer's input was written to before the loss was computed; leave 'head' out"
         )
     return hidden
 

@@ -26,7 +26,7 @@ from .apply import applied_policy, apply_policy, remove_policy
 
 REORDERED_TOLERANCE = 1e-6  # relative, in fp32; sums in another order differ by rounding
 REORDERED_TOLERANCE_HALF = 2**-7  # one rounding in bf16 on either side
-# Of a model's largest gradient: what smaller ones are compared to under a reordered sum. They may be sums of large terms
+# Of a model's largest gradient: what smaller ones are compared to where sums are reordered. They may be sums of terms
 # that cancel, as in the bias of an attention's keys, whose gradient is zero but for rounding.
 CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
@@ -196,9 +196,7 @@ def _compare(
     largest = max((float(g.abs().max()) for g in plain.gradients.values() if g.numel()), default=0.0)
     cancelled = CANCELLED * largest if tolerance else 0.0
 
-    def worst(
-        mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], scale: float = 0.0
-    ) -> tuple[float, str]:
+    def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], scale: float = 0.0) -> tuple[float, str]:
         both = mine.keys() & theirs.keys()
         return max(((_relative(mine[key], theirs[key], scale), key) for key in both), default=(0.0, ""))
 
@@ -295,7 +293,7 @@ def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
-    """Largest difference relative to the largest value, or `scale` if that is more; infinite where one is not finite."""
+    """Largest difference relative to the largest value, or to `scale` if larger; infinite where one is not finite."""
     if torch.equal(a, b):
         return 0.0
     if not torch.equal(a.isfinite(), b.isfinite()):

@@ -39,7 +39,7 @@ def hub_id(name: str) -> str:
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    return json.loads(KNOWN.read_text())  # type: ignore[no-any-return]
+    return json.loads(KNOWN.read_text())
 
 
 def _from_hub(name: str, known: list[str]) -> dict[str, Any]:

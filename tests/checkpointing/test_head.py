@@ -334,7 +334,7 @@ def test_an_input_that_is_written_to_is_an_error() -> None:
     hidden = torch.randn(2, 3, 4)
     deferred = head.OutputLayer(nn.Linear(4, 7)).defer(hidden)
     hidden.zero_()
-    with pytest.raises(WorkFailed, match="input of the output layer was written to"):
+    with pytest.raises(WorkFailed, match="output layer's input was written to"):
         F.cross_entropy(deferred.view(-1, 7), torch.arange(6))
 
 
@@ -354,7 +354,7 @@ def test_the_layers_autocast_is_that_of_its_call() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 chunks: the weight's gradient is as near to fp64's as one matmul's, give or take the chunks' own rounding."""
+    """256 chunks: the weight's gradient is as near to fp64's as one matmul's, but for the chunks' own rounding."""
     vocabulary, width, tokens = 64, 32, 4096
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * vocabulary * 16)
     generator = torch.Generator().manual_seed(0)
@@ -377,6 +377,29 @@ def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: py
     plain, ours = ((gradient(dtype, deferred) - exact).norm() / exact.norm() for deferred in (False, True))
     assert ours < 2**-8
     assert ours < (1.0 if autocast else 1.5) * plain  # autocast's fp32 weights get the fp32 sum itself
+
+
+def test_the_trace_sees_the_fp32_sum() -> None:
+    """... of the output weight's gradient, at the output layer, once in each of the two steps that it runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ckpt_ft import apply_policy, trace_step
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCABULARY
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    apply_policy(model, "full,head")
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        ids = torch.zeros(2, 12, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    trace = trace_step(model, step, device="a100-80gb")
+    sums = [(storage.module, storage.category) for storage in trace.storages if storage.nbytes == 4 * 32 * VOCABULARY]
+    assert sums == [("lm_head", "temporary")] * 2
+    assert {op.module for op in trace.ops if op.name.startswith("aten.mm") and op.phase == "backward"} >= {"lm_head"}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -128,9 +128,7 @@ def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_the_bound_of_sums_in_another_order(
-    dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_of_sums_in_another_order(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`head` is held to it: what is 10 times as far off differs. A gradient that cancels out is compared to others."""
     from ckpt_ft.checkpointing import chunks
 
