@@ -14,6 +14,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
+from . import rng
 from .blocks import Blocks, find_blocks
 from .compile_budget import CompileBudget
 from .guard import Guard
@@ -219,6 +220,12 @@ def _install(applied: AppliedPolicy) -> None:
     if policy.checkpoints or policy.pointwise:
         applied.guard = Guard(model, policy)  # last, and so outermost
     if policy.budget is not None:
+        if policy.budget < 1 and rng.has_dropout(model):
+            raise UserError(
+                f"policy '{policy}': {type(model).__name__} has dropout, and under torch.compile's activation memory "
+                "budget the gradients of a model with dropout are silently wrong (pytorch/pytorch#190717); set its "
+                "dropout (LoRA's included) to 0, or take another policy"
+            )
         applied.compile_budget = CompileBudget(policy.budget)
         applied.compile_budget.put_on()
 

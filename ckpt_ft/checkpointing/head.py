@@ -11,22 +11,36 @@ so what stands between output layer and loss stays right.
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, WorkFailed
 
-from .logits import Logits, local
+from .logits import Logits, Projection
 from .standin import Installed, StandIn, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # whose hooks bring the weights and take them away
+
+
+class _Local(threading.local):
+    deferring = False
+    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # of an output layer's forward, in its next call
+
+
+local = _Local()
 
 
 class Deferring(StandIn):
-    """A language model's forward; in training with labels its output has `logits=None`."""
+    """A language model's forward; in training with labels its output has `NoLogits` for logits."""
 
     def __init__(self, module: nn.Module, layer: OutputLayer) -> None:
         super().__init__(module)
@@ -42,12 +56,12 @@ class Deferring(StandIn):
             _say_compiled()
             return self.forward(*args, **kwargs)
         before, local.deferring = local.deferring, True
-        self.layer.deferred = False
+        self.layer.called = False
         try:
             output = self.forward(*args, **kwargs)
         finally:
             local.deferring = before
-        if not self.layer.deferred and not self.warned:
+        if not self.layer.called and not self.warned:
             self.warned = True
             warnings.warn(
                 f"policy 'head': the forward of {type(self.module).__name__} does not call its output layer as a "
@@ -58,31 +72,123 @@ class Deferring(StandIn):
 
 
 class OutputLayer(StandIn):
-    """The layer from hidden states to logits: deferred where `Deferring` says so."""
+    """The layer from hidden states to logits: deferred where `Deferring` says so.
 
-    deferred = False
+    Attributes:
+        called: since a forward of the model began.
+    """
+
+    called = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.without_hooks = _WithoutHooks(self)
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not local.deferring or torch.compiler.is_compiling():
+        if local.instead is not None:
+            function, local.instead = local.instead, None
+            return function(hidden)
+        if not local.deferring or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.forward(hidden, *args, **kwargs)
-        self.deferred = True
-        # chunks call the module, not its forward: FSDP's hooks gather its weight, in recompute too
-        return Logits(self.module, hidden, _width(self.module))
+        self.called = True
+        reason = "it is given more than hidden states" if args or kwargs else _hooked(self.module)
+        if reason:
+            warn_once(
+                f"policy 'head': the logits of {type(self.module).__name__}, the output layer, are computed whole, as "
+                f"{reason}"
+            )
+            return self.forward(hidden, *args, **kwargs)
+        return self.defer(hidden)
+
+    def defer(self, hidden: torch.Tensor) -> Logits:
+        """The logits of `hidden`, to be computed in the autocast state of now."""
+        kind = hidden.device.type
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
+
+    def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
+        """`function(hidden)` in place of the forward in one call of the layer: FSDP's hooks gather for it."""
+        local.instead = function
+        try:
+            return self.module(hidden)
+        finally:
+            local.instead = None
+
+    def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The layer's own forward, hooks left out, on `parameters` (by name) where they are given."""
+        if not parameters:
+            return self.forward(hidden)
+        inside = {f"layer.{name}": value for name, value in parameters.items()}
+        return functional_call(self.without_hooks, inside, (hidden,))
+
+
+class _WithoutHooks(nn.Module):
+    """The module whose call is an output layer's own forward."""
+
+    def __init__(self, stand_in: OutputLayer) -> None:
+        super().__init__()
+        self.layer, self.stand_in = stand_in.module, stand_in
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.stand_in.forward(hidden)
+
+
+class NoLogits:
+    """What stands in a model's output for logits that were never computed: whoever uses it is told so."""
+
+    def __repr__(self) -> str:
+        return "NoLogits()"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _LogitsAsked()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise _LogitsAsked()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _LogitsAsked()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any) -> NoReturn:
+        raise _LogitsAsked()
+
+
+class _LogitsAsked(WorkFailed, AttributeError):
+    """Both, so that code which asks whether there is a tensor (`hasattr`) finds none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "policy 'head' computes no logits in a training step with labels, so there are none in the model's "
+            "output; leave 'head' out where something reads them"
+        )
 
 
 def install(model: nn.Module) -> Installed:
     """Chunk the loss head of the language model that `model` is or wraps (PEFT).
 
     Frozen, LoRA'd and tied output layers are all treated. Raises UserError, saying why, when there is no loss head to
-    treat. Where Liger's fused loss is on, that is used and nothing is installed.
+    treat. Where Liger's or TRL's fused loss is on, that is used and nothing is installed.
     """
     lm, layer = _find(model)
     kind = type(lm).__name__
     row = {"term": "head", "module": kind, "count": 1, "dropped": "logits", "kept": "the output layer's input"}
-    if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
-        return Installed([], [{**row, "kept": "as Liger's fused loss, which is on, does"}])
+    fused = _fused_loss(lm)
+    if fused:
+        return Installed([], [{**row, "kept": f"as {fused}, which is on, does: 'head' is not needed"}])
     output_layer = OutputLayer(layer)
     return Installed([output_layer, Deferring(lm, output_layer)], [row])
+
+
+def _fused_loss(lm: nn.Module) -> str:
+    """Whose loss without logits is on in place of the model's own, if any."""
+    if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
+        return "Liger's fused loss"
+    # TRL's forward says that it is the model's (functools.wraps), but its globals are TRL's
+    home = getattr(lm.forward, "__globals__", {}).get("__name__", "")
+    return "TRL's chunked loss" if home.startswith("trl.") else ""
 
 
 def _find(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -110,11 +216,37 @@ def _width(layer: nn.Module) -> int:
     return width if isinstance(width, int) else len(layer.weight)  # type: ignore[arg-type]
 
 
+def _hooked(layer: nn.Module) -> str:
+    """What must see the logits once, and all: hooks on `layer` or in it, but for those of FSDP and DeepSpeed.
+
+    Those of an FSDP2 group do as well: where a part of the group runs again, it does not gather for its backward.
+    """
+    if _is_fsdp2(layer) and len(layer._get_fsdp_state()._modules) > 1:  # type: ignore[operator]
+        return "FSDP gathers it together with other modules"
+    for module in layer.modules():
+        for kind in _HOOKS:
+            for hook in module.__dict__[kind].values():
+                if not (getattr(hook, "__module__", "") or "").startswith(_SHARDING):
+                    return f"it has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+    return ""
+
+
+def _is_fsdp2(layer: nn.Module) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(layer, kind)
+
+
+def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
+    """The cast that FSDP2 does behind `layer`, as a step of a `Projection`."""
+    dtype = layer._get_fsdp_state()._mp_policy.output_dtype if _is_fsdp2(layer) else None  # type: ignore[operator]
+    return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
+
+
 def _without_logits(output: Any) -> Any:
-    """The model's output with None in place of deferred logits."""
+    """The model's output with `NoLogits` in place of deferred logits."""
     if isinstance(output, tuple):
-        return tuple(None if isinstance(value, Logits) else value for value in output)
-    return type(output)(**{key: None if isinstance(value, Logits) else value for key, value in output.items()})
+        return tuple(NoLogits() if isinstance(value, Logits) else value for value in output)
+    return type(output)(**{key: NoLogits() if isinstance(value, Logits) else value for key, value in output.items()})
 
 
 def _say_compiled() -> None:

@@ -1,44 +1,109 @@
-"""Logits that are not computed yet: what `head` lets an output layer return, and cross entropy over them in chunks."""
+"""Logits that are not computed yet: what `head` lets an output layer return while a model works out its loss."""
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.units import MIB
 
-# Of fp32 logits in one chunk. About four tensors of that size are alive at once: logits, cast, log-softmax, gradient.
-CHUNK_BYTES = 64 * MIB
-_ELEMENTWISE = {"add", "clamp", "div", "float", "mul", "sub", "tanh", "to", "true_divide", "type"}
+if TYPE_CHECKING:
+    from .head import OutputLayer
+
+_ELEMENTWISE = {"add", "clamp", "div", "mul", "sub", "tanh", "true_divide"}
+_CASTS = {"float", "to", "type"}  # what they return may be the very tensor that they are given
+_OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
+_OPERATORS |= {"__sub__": "sub", "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_", "__isub__": "sub_"}
+_WHOLE = (
+    "rsub",
+    "rtruediv",
+    "pow",
+    "neg",
+    "abs",
+    "matmul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "iter",
+    "bool",
+    "float",
+)
+_OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
 
 
-class _Local(threading.local):
-    deferring = False
+_OWN: Mapping[str, torch.Tensor] = MappingProxyType({})  # the layer's own parameters
 
 
-local = _Local()
+@dataclass(frozen=True)
+class Projection:
+    """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
+
+    layer: OutputLayer
+    autocast: tuple[str, torch.dtype, bool]
+    steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
+
+    def rows(
+        self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> torch.Tensor:
+        """Logits [n, vocabulary] of positions [n, hidden], within `OutputLayer.call`.
+
+        Args:
+            hidden: the positions.
+            parameters: by name, what the layer uses in place of its own.
+        """
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype, enabled):
+            logits = self.layer.rows(hidden, parameters)
+        for function, args, kwargs in self.steps:
+            logits = function(logits, *args, **kwargs)
+        return logits
+
+    def whole(self, hidden: torch.Tensor, version: int) -> torch.Tensor:
+        """All logits at once, with gradients wherever they are computed."""
+        with torch.enable_grad():
+            return self.layer.call(self.rows, unchanged(hidden, version))
 
 
 class Logits:
     """An output layer's result before it is computed: [..., hidden] is there, [..., vocabulary] to come.
 
-    It is no tensor, and operators reach it through `__torch_function__`. It answers for shape and device, passes views
-    and indexing of leading dimensions on to its input, notes elementwise operations that are the same for every token,
-    and computes itself whole, with a warning, for anything else.
+    It is no tensor, and operators reach it through `__torch_function__`. It answers for shape, dtype and device,
+    passes views and indexing of leading dimensions on to its input, and notes elementwise operations that are the same
+    for every token. Anything else computes it whole, with a warning; so does a write into logits that others may be
+    views of. From then on all of these are tensors, and views of one another as the model asked for.
+
+    Attributes:
+        relatives: what is alive of the logits that may share their memory, these included, by id.
+        tensor: once computed.
     """
 
-    def __init__(
-        self, layer: Callable[..., torch.Tensor], hidden: torch.Tensor, width: int, steps: tuple[Any, ...] = ()
-    ) -> None:
-        self.layer, self.hidden, self.width, self.steps = layer, hidden, width, steps
+    def __init__(self, projection: Projection, hidden: torch.Tensor, width: int, like: Logits | None = None) -> None:
+        self.projection, self.hidden, self.width = projection, hidden, width
+        self.version = hidden._version
+        self.tensor: torch.Tensor | None = None
+        self.relatives: WeakValueDictionary[int, Logits]
+        self.made: _Made
+        if like is None:
+            self._begin()
+        else:
+            self.relatives, self.made = like.relatives, like.made
+            self.relatives[id(self)] = self
+
+    def _begin(self) -> None:
+        """Memory of its own."""
+        self.relatives = WeakValueDictionary({id(self): self})
+        self.made = _Made(partial(self.projection.whole, self.hidden, self.version))
 
     @property
     def shape(self) -> torch.Size:
@@ -49,6 +114,14 @@ class Logits:
     def device(self) -> torch.device:
         """Where they would be."""
         return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that they would have: that of no rows of them."""
+        if self.tensor is not None:
+            return self.tensor.dtype
+        with torch.no_grad():
+            return self.projection.layer.call(self.projection.rows, self.hidden.flatten(0, -2)[:0]).dtype
 
     @property
     def ndim(self) -> int:
@@ -63,43 +136,36 @@ class Logits:
         """As `Tensor.dim`."""
         return self.hidden.ndim
 
-    def contiguous(self) -> Logits:
-        """Itself."""
-        return self
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def contiguous(self) -> Any:
+        """As `Tensor.contiguous`."""
+        return self._derive(torch.Tensor.contiguous, self.hidden)
 
     def view(self, *shape: Any) -> Any:
         """As `Tensor.view` to sizes; deferred where the last dimension stays whole."""
+        return self._reshape(torch.Tensor.view, shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        """As `Tensor.reshape`; deferred where the last dimension stays whole."""
+        return self._reshape(torch.Tensor.reshape, shape)
+
+    def _reshape(self, function: Any, shape: tuple[Any, ...]) -> Any:
         sizes = shape if all(isinstance(size, int) for size in shape) else tuple(shape[0])
         if sizes[-1] == self.width:
-            return self._of(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
-        return self.whole("view").reshape(sizes)
-
-    reshape = view
+            hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
+            return self._derive(lambda logits: function(logits, sizes), hidden)
+        return function(self.whole(function.__name__), sizes)
 
     def __getitem__(self, index: Any) -> Any:
         whole_rows = index[-1:] == (slice(None),) if isinstance(index, tuple) else index is not Ellipsis
         if whole_rows and self.ndim > 1:
-            return self._of(self.hidden[index])
+            return self._derive(lambda logits: logits[index], self.hidden[index])
         return self.whole("indexing")[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise _cannot("an assignment to some of the logits")
-
-    def __mul__(self, other: Any) -> Any:
-        return self.__torch_function__(torch.mul, (), (self, other))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.__torch_function__(torch.div, (), (self, other))
-
-    def __add__(self, other: Any) -> Any:
-        return self.__torch_function__(torch.add, (), (self, other))
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self.__torch_function__(torch.sub, (), (self, other))
+        self.whole("an assignment to some of them")[index] = value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -114,80 +180,93 @@ class Logits:
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
         first = args[0] if args else kwargs.get("input")
-        if func is F.cross_entropy and isinstance(first, Logits) and first.ndim == 2:
-            return cross_entropy(*args, **kwargs)
-        if isinstance(first, Logits) and all(_same_for_all_rows(v) for v in (*args[1:], *kwargs.values())):
-            rest = [v.reshape(v.shape[-1:]) if isinstance(v, torch.Tensor) else v for v in args[1:]]
-            if name in _ELEMENTWISE:
-                return cls(first.layer, first.hidden, first.width, (*first.steps, (func, rest, kwargs)))
-            if name.endswith("_") and name[:-1] in _ELEMENTWISE:
-                first.steps = (*first.steps, (getattr(torch.Tensor, name[:-1]), rest, kwargs))
-                return first
-        if name.endswith("_") and not name.endswith("__"):
-            raise _cannot(f"the in-place operator {name}")
+        if isinstance(first, Logits) and first.tensor is None:
+            deferred = first._defer(func, args, kwargs)
+            if deferred is not None:
+                return deferred
+        name = getattr(func, "__name__", str(func))
         plain = [value.whole(name) if isinstance(value, Logits) else value for value in args]
-        return func(*plain, **{k: v.whole(name) if isinstance(v, Logits) else v for k, v in kwargs.items()})
+        result = func(*plain, **{k: v.whole(name) if isinstance(v, Logits) else v for k, v in kwargs.items()})
+        return first if isinstance(first, Logits) and result is first.tensor else result
+
+    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` returns without computing the logits; None where that cannot be."""
+        if func is F.cross_entropy:
+            from .chunks import cross_entropy
+
+            return cross_entropy(*args, **kwargs) if self.ndim == 2 else None
+        if not all(_same_for_all_rows(value) for value in (*args[1:], *kwargs.values())):
+            return None
+        rest = [value.reshape(value.shape[-1:]) if isinstance(value, torch.Tensor) else value for value in args[1:]]
+        name = getattr(func, "__name__", "")
+        if name in _ELEMENTWISE:
+            return Logits(self._then(func, rest, kwargs), self.positions(), self.width)
+        if name in _CASTS:
+            cast = self._derive(lambda logits: func(logits, *rest, **kwargs), self.hidden)
+            cast.projection = cast._then(func, rest, kwargs)
+            return cast
+        if name.endswith("_") and name[:-1] in _ELEMENTWISE and list(self.relatives) == [id(self)]:
+            self.projection = self._then(func, rest, kwargs)
+            self._begin()
+            return self
+        return None
+
+    def _then(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Projection:
+        return replace(self.projection, steps=(*self.projection.steps, (function, args, kwargs)))
+
+    def _derive(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
+        """What `function` makes of these logits: a view of them, or a copy where a tensor's would be one."""
+        if self.tensor is not None:
+            return function(self.tensor)
+        self.positions()
+        derived, made = Logits(self.projection, hidden, self.width, like=self), self.made
+        derived.made = _Made(lambda: function(made.tensor()))
+        return derived
+
+    def positions(self) -> torch.Tensor:
+        """The layer's input; WorkFailed where it has been written to since."""
+        return unchanged(self.hidden, self.version)
 
     def whole(self, reason: str) -> torch.Tensor:
-        """All logits as a tensor, for an operation that has no chunked form."""
-        warnings.warn(
-            f"policy 'head': the logits are computed whole, as the model's loss calls {reason}", stacklevel=3
-        )
-        return self.rows(self.hidden)
+        """All logits as a tensor, for an operation that has no chunked form.
 
-    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [n, vocabulary] of some positions [n, hidden]."""
-        before, local.deferring = local.deferring, False
-        try:
-            logits = self.layer(hidden)
-        finally:
-            local.deferring = before
-        for function, args, kwargs in self.steps:
-            logits = function(logits, *args, **kwargs)
-        return logits
-
-    def _of(self, hidden: torch.Tensor) -> Logits:
-        return Logits(self.layer, hidden, self.width, self.steps)
+        What may share its memory becomes a tensor with it, so that a write into one is seen by the others.
+        """
+        if self.tensor is None:
+            warnings.warn(
+                f"policy 'head': the logits are computed whole, as the model's loss calls {reason}", stacklevel=3
+            )
+            for relative in list(self.relatives.values()):
+                relative.tensor = relative.made.tensor()
+        assert self.tensor is not None
+        return self.tensor
 
 
-def cross_entropy(
-    input: Logits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """`F.cross_entropy` of deferred logits [tokens, vocabulary]: chunk by chunk, and again so in backward.
+class _Made:
+    """A tensor that is made when it is first asked for."""
 
-    The hidden states are split, not sliced: a split has one backward node, which writes their gradient once.
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self.make: Callable[[], torch.Tensor] | None = make
+
+    def tensor(self) -> torch.Tensor:
+        if self.make is not None:
+            with torch.enable_grad():
+                self.made, self.make = self.make(), None
+        return self.made
+
+
+def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
+    """`hidden`, the output layer's input.
+
+    Raises:
+        WorkFailed: it has been written to since the layer was called on it.
     """
-    loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if reduction == "none" or target.ndim != 1 or size_average is not None or reduce is not None:
-        return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
-    rows = max(1, CHUNK_BYTES // (4 * input.width))
-    hidden, targets = input.hidden.split(rows), target.split(rows)
-    if len(hidden) == 1:
-        return loss(input.rows(input.hidden), target, reduction=reduction)
-
-    def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return loss(input.rows(hidden), target, reduction="sum")
-
-    random = any(isinstance(m, torch.nn.Dropout) and m.p for m in _modules(input.layer))
-    total = torch.stack(
-        [
-            checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=random)
-            for part in zip(hidden, targets, strict=True)
-        ]
-    ).sum()
-    if reduction == "sum":
-        return total
-    counted = target != ignore_index
-    return total / (counted.sum() if weight is None else (weight[target.clamp_min(0)] * counted).sum())
+    if hidden._version != version:
+        raise WorkFailed(
+            "policy 'head': the output layer's input was written to before the loss was computed; leave 'head' out"
+        )
+    return hidden
 
 
 def _same_for_all_rows(value: Any) -> bool:
@@ -197,9 +276,11 @@ def _same_for_all_rows(value: Any) -> bool:
     return not isinstance(value, Logits)
 
 
-def _modules(layer: Any) -> Iterable[torch.nn.Module]:
-    return layer.modules() if isinstance(layer, torch.nn.Module) else ()
+def _operator(name: str) -> Any:
+    function = getattr(torch.Tensor, name)
+    return lambda self, *args: Logits.__torch_function__(function, (), (self, *args))
 
 
-def _cannot(what: str) -> WorkFailed:
-    return WorkFailed(f"policy 'head': the model's loss needs {what}, which has no chunked form; leave 'head' out")
+for _name, _function in _OPERATORS.items():
+    setattr(Logits, _name, _operator(_function))
+Logits.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
 """Proof that a policy changes no number: loss, every gradient, every buffer and the random state after one step.
 
-Compared bit for bit where a policy re-runs what ran before; to 1e-6 relative where it computes in another order
-(`pointwise`, `head`). What differs is traced back to the classic trap that makes it differ.
+Compared bit for bit where a policy re-runs what ran before. `pointwise` and `head` add up in another order: to 1e-6
+relative where the step computes in fp32, to 2**-7 where it computes in half precision. What differs is traced back to
+the classic trap that makes it differ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from . import rng
 from .apply import apply_policy
 from .standing import suspended
 
-REORDERED_TOLERANCE = 1e-6  # relative; sums in another order differ by rounding
+REORDERED_TOLERANCE = 1e-6  # relative, in fp32; sums in another order differ by rounding
+REORDERED_TOLERANCE_HALF = 2**-7  # one rounding in bf16 on either side
+# Of a model's largest gradient: what smaller ones are compared to where sums are reordered. They may be sums of terms
+# that cancel, as in the bias of an attention's keys, whose gradient is zero but for rounding.
+CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
 
 
@@ -106,7 +111,7 @@ def check_parity(
                 policy(other)
             else:
                 parsed = Policy.parse(policy)
-                name, tolerance = str(parsed), REORDERED_TOLERANCE if parsed.pointwise or parsed.head else 0.0
+                name, tolerance = str(parsed), _reordered(plain) if parsed.pointwise or parsed.head else 0.0
                 other = model
                 apply_policy(model, parsed)
             with_policy = _step(other, batch, loss, seed)
@@ -134,6 +139,7 @@ class _Outcome:
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     random: rng.Snapshot
+    half: bool
 
 
 def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> _Outcome:
@@ -149,10 +155,11 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.T
             raise UserError(
                 "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
             )
+        half = _in_half_precision(value)
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         after = {name: b.detach().clone() for name, b in model.named_buffers()}
-        return _Outcome(value.detach(), gradients, after, rng.snapshot(_device(model)))
+        return _Outcome(value.detach(), gradients, after, rng.snapshot(_device(model)), half)
     finally:
         for name, p in model.named_parameters():
             p.grad = own[name]
@@ -161,35 +168,57 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.T
                 b.copy_(buffers[name])
 
 
+def _in_half_precision(loss: torch.Tensor) -> bool:
+    """Whether any gradient on the way from `loss` is half precision, under autocast or in such weights."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in node._input_metadata):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _reordered(plain: _Outcome) -> float:
+    return REORDERED_TOLERANCE_HALF if plain.half else REORDERED_TOLERANCE
+
+
 def _compare(
     model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, other: _Outcome, tolerance: float
 ) -> Parity:
     shared = plain.gradients.keys() & other.gradients.keys()
 
-    def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-        return max(
-            ((_relative(mine[key], theirs[key]), key) for key in mine.keys() & theirs.keys()), default=(0.0, "")
-        )
+    largest = max((float(g.abs().max()) for g in plain.gradients.values() if g.numel()), default=0.0)
+    cancelled = CANCELLED * largest if tolerance else 0.0
+
+    def worst(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], scale: float = 0.0) -> tuple[float, str]:
+        both = mine.keys() & theirs.keys()
+        return max(((_relative(mine[key], theirs[key], scale), key) for key in both), default=(0.0, ""))
 
     loss, floor = _relative(plain.loss, other.loss), _relative(plain.loss, noise.loss)
-    gradient, at = worst(plain.gradients, other.gradients)
+    gradient, at = worst(plain.gradients, other.gradients, cancelled)
+    lost, gained = plain.gradients.keys() - other.gradients.keys(), other.gradients.keys() - plain.gradients.keys()
     buffer, which = worst(plain.buffers, other.buffers)
     random = plain.random == other.random
     rows = [
         Row("loss", f"{plain.loss:.9g}", f"{other.loss:.9g}", loss, loss <= max(tolerance, floor)),
         Row(
-            "parameters that received a gradient",
+            "parameters that received a gradient"
+            + (f" ({len(lost)} lost theirs, {len(gained)} have a new one)" if lost or gained else ""),
             str(len(plain.gradients)),
             str(len(other.gradients)),
             0.0,
-            plain.gradients.keys() == other.gradients.keys(),
+            not lost and not gained,
         ),
         Row(
             f"gradients (worst: {at})" if gradient else "gradients",
             f"{len(shared)} tensors",
             f"{len(shared)} tensors",
             gradient,
-            gradient <= max(tolerance, worst(plain.gradients, noise.gradients)[0]),
+            gradient <= max(tolerance, worst(plain.gradients, noise.gradients, cancelled)[0]),
         ),
         Row(
             f"buffers (worst: {which})" if buffer else "buffers",
@@ -212,7 +241,13 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
         causes.append(
             f"frozen front: {len(missing)} parameters ({missing[0]}, ...) train without it and not with it. A "
             "reentrant checkpoint whose inputs need no gradient trains nothing and looks fast, and so does no_grad "
-            "inside a region; use use_reentrant=False"
+            "inside a region; use use_reentrant=False. Or what they train through, a KV cache say, was taken away"
+        )
+    gained = [name for name in other.gradients if name not in plain.gradients]
+    if gained:
+        causes.append(
+            f"{len(gained)} parameters ({gained[0]}, ...) receive a gradient with it and none without: backward "
+            "reaches parts of the model that the plain step does not train"
         )
     if not buffers.same:
         what = buffers.what.partition("worst: ")[2].rstrip(")")
@@ -223,7 +258,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
             else f"a buffer ({what}) was written in forward and again in recomputation"
         )
     if loss.same and not gradients.same:
-        if _has_dropout(model):
+        if model.training and rng.has_dropout(model):
             causes.append(
                 "dropout without RNG: the loss is right and gradients are not, so recomputation drew other "
                 "random numbers than forward; preserve the random state"
@@ -255,23 +290,14 @@ def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
     return notes
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the largest value; infinite where only one of them is finite."""
+def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
+    """Largest difference relative to the largest value, or to `scale` if larger; infinite where one is not finite."""
     if torch.equal(a, b):
         return 0.0
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    rates = (
-        getattr(module, name, 0.0)
-        for module in model.modules()
-        for name in ("p", "dropout", "attention_dropout", "drop_prob")
-    )
-    return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return float((a - b).abs().max() / a.abs().max().clamp_min(max(scale, torch.finfo(torch.float64).tiny)))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import nn
+
+_RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 
 
 class Snapshot:
@@ -33,6 +36,12 @@ def snapshot(device: torch.device) -> Snapshot:
     if device.type not in ("cpu", "meta"):
         states.append(torch.get_device_module(device).get_rng_state(device))
     return Snapshot(device, states)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether `model` drops anything out when it trains."""
+    rates = (getattr(module, name, 0.0) for module in model.modules() for name in _RATES)
+    return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.settings import Settings
 
 _TIMESTEPS = 1000  # of a noise schedule
@@ -21,7 +22,8 @@ _TIMESTEPS = 1000  # of a noise schedule
 def check_model(name: str, policy: str, settings: Settings, batch_size: int, seed: int) -> Parity:
     """Parity of `policy` on the model `name` (Hub id, directory or config file) on a batch of random data.
 
-    Weights are the saved ones of a directory or Hub model, and random ones where there is only a config.
+    Weights are the saved ones of a directory or Hub model (offline: those in the Hub's cache), and random ones where
+    there is only a config; a note says which.
 
     Raises:
         UserError: no such model, or the policy does not fit it.
@@ -29,31 +31,51 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     workload = load(name, settings, current_gpu() or "cpu")
-    model = _with_weights(name, workload.model).to(device)
+    model, saved = _with_weights(name, workload.model)
+    model = model.to(device)
     batch = _random(workload.make_batch(batch_size, None), model, device)
 
-    return check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
+    parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
+    weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
+    return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
 
 
-def _with_weights(name: str, meta: nn.Module) -> nn.Module:
-    """The model that `meta` describes with real weights: the saved ones, else the initialisation of its class."""
+def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:
+    """The model that `meta` describes, and whether its weights are saved ones, not the initialisation of its class."""
     adapted: Any = meta if hasattr(meta, "peft_config") else None
     base: Any = meta if adapted is None else adapted.get_base_model()
-    kind: Any = type(base)
-    path = Path(name)
-    if "_class_name" in read_config(name):
-        subfolder = next((part for part in ("unet", "transformer") if (path / part).is_dir()), None)
-        saved = any(path.rglob("diffusion_pytorch_model*"))
-        real = kind.from_pretrained(name, subfolder=subfolder) if saved else kind.from_config(base.config)
-    elif any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        real = kind.from_pretrained(name, attn_implementation=base.config._attn_implementation)
-    else:
-        real = kind(base.config)
+    real = _saved(name, base)
+    saved = real is not None
+    if real is None:
+        real = type(base).from_config(base.config) if _of_diffusers(base) else type(base)(base.config)
+    real = real.to(base.dtype)
     if adapted is None:
-        return real.train()
+        return real.train(), saved
     from peft import get_peft_model
 
-    return get_peft_model(real, adapted.peft_config["default"]).train()
+    return get_peft_model(real, adapted.peft_config["default"]).train(), saved
+
+
+def _saved(name: str, base: Any) -> Any:
+    """The model with the weights of the directory or Hub model `name`; None where there are none."""
+    if Path(name).is_file():
+        return None
+    source, local = (name, True) if Path(name).is_dir() else (hub_id(name), not hub_answers())
+    options: list[dict[str, Any]] = (
+        [{"subfolder": part} for part in ("unet", "transformer", None)]
+        if _of_diffusers(base)
+        else [{"config": base.config, "dtype": base.dtype}]
+    )
+    for option in options:
+        try:
+            return type(base).from_pretrained(source, local_files_only=local, **option)
+        except OSError:  # no weights there
+            continue
+    return None
+
+
+def _of_diffusers(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("diffusers.")
 
 
 def _random(batch: dict[str, Any], model: nn.Module, device: torch.device) -> dict[str, Any]:

@@ -27,10 +27,19 @@ def read_config(name: str) -> dict[str, Any]:
         if (path / "model_index.json").is_file():
             raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
         raise UserError(f"{name}: no config.json in this directory")
-    known: dict[str, dict[str, Any]] = json.loads(KNOWN.read_text())
+    known = _known()
+    return known.get(hub_id(name)) or _from_hub(name, list(known))
+
+
+def hub_id(name: str) -> str:
+    """The id that a model has on the Hub, from it or from the short name of one that comes with the package."""
+    known = _known()
     by_short_name = {key.rpartition("/")[2].lower(): key for key in known}
-    key = name if name in known else by_short_name.get(name.lower())
-    return known[key] if key is not None else _from_hub(name, list(known))
+    return name if name in known else by_short_name.get(name.lower(), name)
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    return json.loads(KNOWN.read_text())
 
 
 def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
@@ -38,7 +47,7 @@ def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    offline = not _hub_answers()
+    offline = not hub_answers()
     reason = "the Hub cannot be reached" if offline else "the Hub has no config of that name"
     for candidate in ("config.json", "unet/config.json", "transformer/config.json"):
         try:
@@ -52,7 +61,7 @@ def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
     raise UserError(f"no model '{name}': no such file or directory, and {reason}; {hint}")
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the Hub can be reached; asked once, because its own client retries for half a minute."""
     from huggingface_hub import constants
 

@@ -13,7 +13,7 @@ from tiny_models import LANGUAGE, build, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_ft.checkpointing import head, logits, standin
+from ckpt_ft.checkpointing import chunks, head, logits, standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.errors import UserError, WorkFailed
 
@@ -23,7 +23,7 @@ ROWS = 5  # of logits in a chunk here: 24 tokens are five chunks, the last one s
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -52,7 +52,7 @@ def check_same(plain: nn.Module, treated: nn.Module, inputs: dict[str, Any]) -> 
     """Loss and gradients within 1e-6 relative (of a tensor's norm)."""
     loss, grads, _ = step(plain, inputs)
     ours, our_grads, output = step(treated, inputs)
-    assert output.logits is None
+    assert isinstance(output.logits, head.NoLogits)
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     assert grads.keys() == our_grads.keys()
     scale = max(g.norm() for g in grads.values())
@@ -93,14 +93,14 @@ def test_options_of_the_loss() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(7)}, {"ignore_index": 2}])
 def test_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "CHUNK_BYTES", 3 * 7 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3 * 7 * 4)
     layer = nn.Linear(4, 7)
     targets = torch.randint(0, 7, (10,))
     targets[3] = options.get("ignore_index", -100)
     results = []
     for deferred in (False, True):
         hidden = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        values = logits.Logits(layer, hidden, 7) if deferred else layer(hidden)
+        values = head.OutputLayer(layer).defer(hidden) if deferred else layer(hidden)
         values = (values / 3.0).tanh() * 3.0
         if deferred and reduction == "none":
             with pytest.warns(UserWarning, match="computed whole"):
@@ -129,7 +129,7 @@ def test_adapters(targets: Any) -> None:
     # chunks draw other masks than the whole: compare with the chunked loss without recomputation
     loss, grads, _ = step(treated, inputs)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(logits, "checkpoint", lambda function, *args, **kwargs: function(*args))
+    monkey.setattr(chunks, "checkpoint", lambda function, *args, **kwargs: function(*args))
     again, again_grads, _ = step(treated, inputs)
     monkey.undo()
     assert loss.equal(again)
@@ -145,7 +145,7 @@ def test_only_in_training_with_labels() -> None:
     assert model.eval()(**inputs).logits.shape == shape
     assert model(**inputs).loss.grad_fn is not None
     assert model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 15)
-    assert model.train()(**inputs, return_dict=False)[1] is None
+    assert isinstance(model.train()(**inputs, return_dict=False)[1], head.NoLogits)
 
 
 def test_compiled_runs_whole_and_says_so() -> None:
@@ -172,7 +172,7 @@ def test_logits_stand_for_a_tensor() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
     whole = layer(hidden)
-    deferred = logits.Logits(layer, hidden, 7)
+    deferred = head.OutputLayer(layer).defer(hidden)
     assert (deferred.shape, deferred.size(-1), deferred.dim(), deferred.ndim) == (whole.shape, 7, 3, 3)
     assert deferred.device == whole.device
     for change in (
@@ -186,25 +186,277 @@ def test_logits_stand_for_a_tensor() -> None:
         assert isinstance(changed, logits.Logits)
         expected = change(whole)
         assert changed.shape == expected.shape
-        torch.testing.assert_close(changed.rows(changed.hidden), expected)
-    scaled = logits.Logits(layer, hidden, 7)
+        torch.testing.assert_close(changed.projection.rows(changed.hidden), expected)
+    scaled = head.OutputLayer(layer).defer(hidden)
     scaled.mul_(3)
-    torch.testing.assert_close(scaled.rows(hidden), 3 * whole)
+    torch.testing.assert_close(scaled.projection.rows(hidden), 3 * whole)
 
 
 @pytest.mark.filterwarnings("ignore:policy 'head'")
 def test_what_has_no_chunked_form() -> None:
     layer = nn.Linear(4, 7)
     hidden = torch.randn(2, 3, 4)
-    deferred, whole = logits.Logits(layer, hidden, 7), layer(hidden)
+    deferred, whole = head.OutputLayer(layer).defer(hidden), layer(hidden)
     torch.testing.assert_close(deferred.argmax(-1), whole.argmax(-1))
     torch.testing.assert_close(torch.softmax(deferred, dim=-1), whole.softmax(-1))
     torch.testing.assert_close(deferred[..., 2], whole[..., 2])
     assert deferred.dtype == torch.float32
-    with pytest.raises(WorkFailed, match="assignment"):
-        deferred[..., 0] = 0
-    with pytest.raises(WorkFailed, match="fill_"):
-        deferred.fill_(0)
+    deferred[..., 0] = 0
+    deferred.fill_(2)
+    torch.testing.assert_close(deferred[0], torch.full((3, 7), 2.0))
+
+
+def _hook_doubles(layer: nn.Module) -> Any:
+    return layer.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _pre_hook_centers(layer: nn.Module) -> Any:
+    return layer.register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean((0, 1)),))
+
+
+def _backward_hook_halves(layer: nn.Module) -> Any:
+    return layer.register_full_backward_hook(lambda module, given, got: (0.5 * given[0],))
+
+
+@pytest.mark.parametrize("add_hook", [_hook_doubles, _pre_hook_centers, _backward_hook_halves])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_the_output_layer_act_once(add_hook: Any, before: bool) -> None:
+    """... on all logits: these are computed whole then, and that is said."""
+    model, inputs = build("llama")
+    treated = copy.deepcopy(model)
+    add_hook(model.lm_head)
+    if before:
+        add_hook(treated.lm_head)
+    head.install(treated)
+    if not before:
+        add_hook(treated.lm_head)
+    loss, grads, _ = step(model, inputs)
+    standin._said.clear()
+    with pytest.warns(UserWarning, match="logits of Linear, the output layer, are computed whole, as it has a hook"):
+        ours, our_grads, output = step(treated, inputs)
+    assert output.logits.shape == (2, 12, VOCABULARY)
+    assert ours.equal(loss)
+    assert all(our_grads[name].equal(grad) for name, grad in grads.items())
+
+
+def _written_behind_a_view(x: Any) -> Any:
+    view = x[:, :-1]
+    view /= 3
+    return x.view(-1, 7)
+
+
+def _view_of_what_is_written(x: Any) -> Any:
+    view = x.view(-1, 7)
+    x.mul_(3).tanh_()
+    return view
+
+
+def _written_behind_a_cast(x: Any) -> Any:
+    x.float().mul_(3)
+    kept = x.float()
+    x.mul_(2)
+    return kept.view(-1, 7)
+
+
+def _copied_first(x: Any) -> Any:
+    shifted = x[:, 1:].contiguous()
+    shifted.mul_(3)
+    return torch.cat([shifted.view(-1, 7), x[:, 0]])
+
+
+def _part_assigned(x: Any) -> Any:
+    view = x.reshape(6, 7)
+    x[:, :, 2] = -1
+    return view
+
+
+def _written_after_a_plain_view(x: Any) -> Any:
+    one = x[..., 2]
+    x *= 3
+    return x.view(-1, 7) + one.sum()
+
+
+def _read_without_gradients(x: Any) -> Any:
+    with torch.no_grad():
+        x.argmax(-1)
+    return x.view(-1, 7)
+
+
+def _product_written(x: Any) -> Any:
+    scaled = x * 2
+    scaled.add_(1)
+    return (x + 0.5).view(-1, 7)
+
+
+@pytest.mark.filterwarnings("ignore:policy 'head'")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "use",
+    [
+        _written_behind_a_view,
+        _view_of_what_is_written,
+        _written_behind_a_cast,
+        _copied_first,
+        _part_assigned,
+        _written_after_a_plain_view,
+        _read_without_gradients,
+        _product_written,
+    ],
+)
+def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients of logits that are written in place, through a view or behind one, as with a tensor."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * 7 * 4)
+    torch.manual_seed(0)
+    layer, targets = nn.Linear(4, 7, dtype=dtype), torch.arange(6)
+    results = []
+    for deferred in (False, True):
+        layer.zero_grad()
+        hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        x = head.OutputLayer(layer).defer(hidden) if deferred else layer(hidden)
+        loss = F.cross_entropy(use(x), targets)
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, layer.weight.grad))
+    bound = 1e-6 if dtype == torch.float32 else 2**-7
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=bound, atol=bound * float(plain.abs().max()))
+
+
+def test_a_lone_write_stays_deferred() -> None:
+    deferred = head.OutputLayer(nn.Linear(4, 7)).defer(torch.randn(2, 3, 4))
+    logits_ = deferred.float()
+    del deferred
+    logits_ /= 2
+    assert isinstance(logits_, logits.Logits)
+    assert logits_.tensor is None
+
+
+def test_an_input_that_is_written_to_is_an_error() -> None:
+    hidden = torch.randn(2, 3, 4)
+    deferred = head.OutputLayer(nn.Linear(4, 7)).defer(hidden)
+    hidden.zero_()
+    with pytest.raises(WorkFailed, match="output layer's input was written to"):
+        F.cross_entropy(deferred.view(-1, 7), torch.arange(6))
+
+
+def test_the_layers_autocast_is_that_of_its_call() -> None:
+    """... and not that of the loss, where a model computes it with autocast off."""
+    torch.manual_seed(0)
+    layer, hidden, targets = nn.Linear(64, VOCABULARY), torch.randn(8, 64), torch.arange(8)
+    results = []
+    for call in (layer, head.OutputLayer(layer).defer):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = call(hidden)
+            assert x.dtype == torch.bfloat16
+            with torch.autocast("cpu", enabled=False):
+                results.append(F.cross_entropy(x.float(), targets).item())
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 chunks: the weight's gradient is as near to fp64's as one matmul's, but for the chunks' own rounding."""
+    vocabulary, width, tokens = 64, 32, 4096
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * vocabulary * 16)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(tokens, width, generator=generator).bfloat16()
+    weight = (0.1 * torch.randn(vocabulary, width, generator=generator)).bfloat16()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+
+    def gradient(dtype: torch.dtype, deferred: bool) -> torch.Tensor:
+        layer = nn.Linear(width, vocabulary, bias=False, dtype=dtype)
+        layer.weight.data.copy_(weight)
+        hidden = inputs.to(dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            x = head.OutputLayer(layer).defer(hidden) if deferred else layer(hidden)
+            F.cross_entropy(x if dtype == torch.float64 else x.float(), targets).backward()
+        assert layer.weight.grad.dtype == dtype
+        return layer.weight.grad.double()
+
+    exact = gradient(torch.float64, deferred=False)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    plain, ours = ((gradient(dtype, deferred) - exact).norm() / exact.norm() for deferred in (False, True))
+    assert ours < 2**-8
+    assert ours < (1.0 if autocast else 1.5) * plain  # autocast's fp32 weights get the fp32 sum itself
+
+
+def test_the_trace_sees_the_fp32_sum() -> None:
+    """... of the output weight's gradient, at the output layer, once in each of the two steps that it runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ckpt_ft import apply_policy, trace_step
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCABULARY
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    apply_policy(model, "full,head")
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        ids = torch.zeros(2, 12, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    trace = trace_step(model, step, device="a100-80gb")
+    sums = [(storage.module, storage.category) for storage in trace.storages if storage.nbytes == 4 * 32 * VOCABULARY]
+    assert sums == [("lm_head", "temporary")] * 2
+    assert {op.module for op in trace.ops if op.name.startswith("aten.mm") and op.phase == "backward"} >= {"lm_head"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_accelerates_mixed_precision(when: str, adapted: bool) -> None:
+    """Its wrapper converts the outputs to fp32: the logits stay in chunks, and nothing is warned about."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = build("llama")
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    if when == "before":
+        head.install(model)
+        prepared = accelerator.prepare(model)
+    else:
+        prepared = accelerator.prepare(model)
+        head.install(prepared)
+    with LargestLogits() as largest:
+        step(prepared, inputs)
+    assert largest.rows == ROWS
+
+
+def test_logits_that_are_read_say_why_there_are_none() -> None:
+    model, inputs = build("llama")
+    head.install(model)
+    missing = model(**inputs).logits
+    assert not hasattr(missing, "dtype")
+    for read in (lambda x: x.argmax(-1), lambda x: x[..., -1], lambda x: torch.softmax(x, -1), list):
+        with pytest.raises(WorkFailed, match="'head' computes no logits in a training step"):
+            read(missing)
+
+
+def test_a_reward_model_has_no_loss_head() -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    with pytest.raises(UserError, match="LlamaForSequenceClassification has no output layer over a vocabulary"):
+        head.install(LlamaForSequenceClassification(config))
+
+
+@pytest.mark.parametrize("first", ["trl", "head"])
+def test_trls_chunked_loss_needs_no_head(first: str) -> None:
+    """It is told so, in `explain()`, and nothing is warned about."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model, inputs = build("llama")
+    if first == "head":
+        head.install(model)
+    add_fused_lm_head(model)
+    if first == "trl":
+        row = head.install(model).describe()[0]
+        assert row["kept"] == "as TRL's chunked loss, which is on, does: 'head' is not needed"
+        assert "forward" not in model.lm_head.__dict__
+    model(**inputs, fused_lm_head=True).loss.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 def test_what_cannot_be_treated() -> None:

@@ -111,6 +111,35 @@ def test_names_no_grad_inside_a_region() -> None:
     assert "no_grad inside a region" in causes(check_parity(Stack(), X, partial(install, run=frozen)))
 
 
+def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
+    def detached(model: Any) -> None:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+
+    lost = check_parity(Stack(), X, detached)
+    assert "2 parameters (blocks.0.linear.weight, ...) train without it and not with it" in causes(lost)
+    assert lost.rows[1].what == "parameters that received a gradient (2 lost theirs, 0 have a new one)"
+    assert (lost.rows[1].plain, lost.rows[1].policy, lost.rows[1].same) == ("8", "6", False)
+
+    half_frozen = Stack()
+    half_frozen.blocks[0].requires_grad_(False)
+    gained = check_parity(half_frozen, X, lambda model: model.requires_grad_(True))
+    assert gained.rows[1].what == "parameters that received a gradient (0 lost theirs, 2 have a new one)"
+    assert "2 parameters (blocks.0.linear.weight, ...) receive a gradient with it and none without" in causes(gained)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_the_bound_of_sums_in_another_order(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`head` is held to it: what is 10 times as far off differs. A gradient that cancels out is compared to others."""
+    from ckpt_ft.checkpointing import chunks
+
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 61 * 5)
+    model = make("bert").to(dtype)  # its keys' biases have gradients of rounding noise alone
+    assert check_parity(model, batch(), "head").ok
+    add = chunks.torch.stack
+    monkeypatch.setattr(chunks.torch, "stack", lambda losses: add([losses[0] * (1 + 100 * bound), *losses[1:]]))
+    assert not check_parity(model, batch(), "head").ok
+
+
 def test_names_state_from_outside() -> None:
     def unsteady(forward: Any, x: torch.Tensor) -> torch.Tensor:
         def region(x: torch.Tensor) -> torch.Tensor:

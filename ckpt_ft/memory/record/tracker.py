@@ -313,7 +313,8 @@ class Tracker(TorchDispatchMode):
         return self._node_modules[max(bisect_right(self._node_starts, number) - 1, 0)]
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+        name = self._names.get(id(module))
+        self._stack.append(self._module() if name is None else name)
         self._note_node()
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,0 +1,94 @@
+"""`head` under FSDP2 on two CPU ranks: the plain wrapped model's gradients, its output weight gathered once."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS = 2  # of logits in a chunk: 12 tokens are 6 chunks
+
+
+class Collectives(TorchDispatchMode):
+    """How many collectives ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"_allgather_base_": 0, "_reduce_scatter_base_": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in self.count:
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def root_only(model: Any, **kwargs: Any) -> Any:
+    return fully_shard(model, **kwargs)
+
+
+def head_of_its_own(model: Any, **kwargs: Any) -> Any:
+    fully_shard(model.lm_head, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def norm_and_head(model: Any, **kwargs: Any) -> Any:
+    fully_shard([model.model.norm, model.lm_head], **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def step(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    from language_models import batch
+
+    model.zero_grad(set_to_none=True)
+    with Collectives() as seen:
+        model(**batch()).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, seen.count  # type: ignore[union-attr]
+
+
+def check(wrap: Any, half: bool) -> tuple[int, int]:
+    """Collectives of a step beyond those of the plain model: gathers, reductions."""
+    from language_models import VOCABULARY, make
+
+    from ckpt_ft.checkpointing import chunks, head
+
+    chunks.CHUNK_BYTES = 4 * VOCABULARY * ROWS
+    kwargs = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)} if half else {}
+    model = wrap(make("llama"), **kwargs)
+    step(model)  # FSDP prefetches what it saw
+    plain, before = step(model)
+    head.install(model)
+    step(model)
+    mine, after = step(model)
+    bound = 2**-7 if half else 1e-6
+    for name, gradient in plain.items():
+        assert (mine[name] - gradient).norm() <= bound * gradient.norm(), name
+    gathers, reductions = (after[name] - before[name] for name in before)
+    return gathers, reductions
+
+
+def work(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert check(root_only, half=True) == (0, 0)
+    for half in (False, True):  # one more gather, for the call in which the layer is asked for logits and gives none
+        assert check(head_of_its_own, half) == (1, 0)
+    assert check(norm_and_head, half=False) == (0, 0)  # whole: FSDP knows no group of which a part runs twice
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_output_weight_is_gathered_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)

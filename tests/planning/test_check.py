@@ -1,0 +1,72 @@
+"""ckpt-ft check: the weights that it says, and what a policy of sums in another order is held to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning import check
+from ckpt_ft.planning.check import check_model
+from ckpt_ft.workloads import model_config
+from ckpt_ft.workloads.settings import Settings
+
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 61,
+    "architectures": ["LlamaForCausalLM"],
+}
+SETTINGS = Settings(seq_length=8, optimizer="none", dtype="float32")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with weights that no seed gives, in bf16."""
+    torch.manual_seed(1234)
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_hub_models_weights_are_loaded(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the Hub's cache here: a repository as huggingface_hub lays it out."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "hub" / "models--me--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(saved, repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for module in (check, model_config):
+        monkeypatch.setattr(module, "hub_answers", lambda: False)
+    expected = check_model(str(saved), "full", SETTINGS, 2, seed=0)
+    parity = check_model("me/tiny", "full", SETTINGS, 2, seed=0)
+    assert parity.ok
+    assert parity.rows[0].plain == expected.rows[0].plain
+    assert parity.notes[-1] == "note: me/tiny with the saved weights"
+
+
+def test_a_configuration_has_random_weights(saved: Path) -> None:
+    parity = check_model(str(saved / "config.json"), "full", SETTINGS, 2, seed=0)
+    assert "with random weights" in parity.notes[-1]
+    assert parity.rows[0].plain != check_model(str(saved), "full", SETTINGS, 2, seed=0).rows[0].plain
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_head_and_pointwise_are_held_to_their_bound(saved: Path, mixed_precision: str) -> None:
+    settings = Settings(seq_length=8, optimizer="none", dtype="float32", mixed_precision=mixed_precision)
+    assert check_model(str(saved), "pointwise,head", settings, 2, seed=0).ok
+
+
+def test_a_compilers_budget_with_dropout_is_refused(tmp_path: Path) -> None:
+    LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has dropout.*silently wrong.*pytorch#190717|pytorch/pytorch#190717"):
+        check_model(str(tmp_path), "budget:0.5", SETTINGS, 2, seed=0)
+    assert check_model(str(tmp_path), "budget:1", SETTINGS, 2, seed=0).ok
