@@ -3,8 +3,8 @@
 Parameters are put into buckets in reverse order, the first of 1 MiB and the others of 25 MiB (torch/nn/parallel/
 distributed.py); a bucket is one flat tensor of its parameters' dtype that lives as long as the model. A gradient that
 is ready is scaled into its bucket; a bucket whose gradients are all ready is all-reduced on a stream of its own; when
-backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp: mark_variable_ready,
-all_reduce_bucket, finalize_backward).
+backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp:
+mark_variable_ready, all_reduce_bucket, finalize_backward).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class Buckets:
             self.buckets.append(bucket)
             for index, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(
-                    lambda p, bucket=bucket, index=index: self._ready(bucket, index, p)  # type: ignore[misc]
+                    lambda p, bucket=bucket, index=index: self._ready(bucket, index, p)
                 )
-        model._ckpt_ft_buckets = self  # type: ignore[assignment]  # lives as long as the model
 
     def _ready(self, bucket: _Bucket, index: int, parameter: torch.Tensor) -> None:
         if not self.synchronises:
@@ -83,7 +82,7 @@ def _assigned(model: nn.Module) -> list[list[nn.Parameter]]:
     """Trainable parameters in buckets, those that backward reaches first in the first (compute_bucket_assignment)."""
     buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
-    limit = {}
+    limit: dict[torch.dtype, int] = {}
     for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
         bucket = buckets.setdefault(parameter.dtype, [])
         bucket.append(parameter)

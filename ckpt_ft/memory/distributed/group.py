@@ -24,9 +24,7 @@ def rank_zero_of(processes: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     registries = {name: type(getattr(distributed_c10d, name))() for name in _REGISTRIES}
-    with patch.multiple(
-        distributed_c10d, _world=distributed_c10d._World(), _group_count=_UNUSED, **registries
-    ):
+    with patch.multiple(distributed_c10d, _world=distributed_c10d._World(), _group_count=_UNUSED, **registries):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
         try:
             yield init_device_mesh("cpu", (processes,), mesh_dim_names=("dp_shard",))

@@ -28,6 +28,7 @@ class Launch:
         cpu_offload: whether FSDP2 keeps its shards on the host.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own.
+        link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
 
     Raises:
         UserError: a strategy that is not modelled, or counts that do not fit.
@@ -41,6 +42,7 @@ class Launch:
     cpu_offload: bool = False
     gradient_as_bucket_view: bool = False
     wrap: tuple[str, ...] = ()
+    link: float | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

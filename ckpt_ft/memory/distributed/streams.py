@@ -24,24 +24,24 @@ _FSDP = "torch.distributed.fsdp._fully_shard."
 _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
 
 
-class Stream:
+class _Stream:
     """One stream; `name` is what the record calls it, "" for the one that computes."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: _Event) -> None:
         """Kernels issued to this stream from now on start after what `event` marks."""
         if event is not None and event.number >= 0:
-            self.streams.tracker.synchronise("wait", event.number, self.name)
+            self.streams.note("wait", event.number, self.name)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: _Stream) -> None:
         """The same for all that was issued to `other` so far."""
         self.wait_event(other.record_event())
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: _Event | None = None) -> _Event:
         """Mark what was issued so far."""
-        event = event or Event(self.streams)
+        event = event or _Event(self.streams)
         event.record(self)
         return event
 
@@ -49,20 +49,20 @@ class Stream:
         """The host's wait is not modelled: nothing in a step but the optimizer comes after it."""
 
 
-class Event:
+class _Event:
     """A mark in a stream."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number = streams, -1
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         """Mark what was issued to `stream` (None: the current one) so far."""
         stream = stream or self.streams.current_stream()
         self.number = next(self.streams.numbers)
-        self.streams.tracker.synchronise("record", self.number, stream.name)
+        self.streams.note("record", self.number, stream.name)
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
+        """See `_Stream.synchronize`."""
 
     def query(self) -> bool:
         """Whether it has passed: the host never asks in a step."""
@@ -70,37 +70,50 @@ class Event:
 
 
 class Streams:
-    """What FSDP2 takes for `torch.cuda`."""
+    """What FSDP2 takes for `torch.cuda`; the names are torch's."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
+    def __init__(self) -> None:
+        self.tracker: Tracker | None = None  # not before the model is wrapped
         self.numbers = count()
         self._made = 0
-        self._default = Stream(self, "")
+        self._default = _Stream(self, "")
         self._stack = [self._default]
 
-    def Stream(self, *args: Any, **kwargs: Any) -> Stream:
+    def Stream(self, *args: Any, **kwargs: Any) -> _Stream:
         self._made += 1
-        return Stream(self, f"stream {self._made}")
+        return _Stream(self, f"stream {self._made}")
 
-    def Event(self, *args: Any, **kwargs: Any) -> Event:
-        return Event(self)
+    def Event(self, *args: Any, **kwargs: Any) -> _Event:
+        return _Event(self)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> _Stream:
         return self._stack[-1]
 
     def current_device(self) -> int:
         return 0
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self._stack.append(stream)
-        self.tracker.stream = stream.name
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        self._enter(self._stack + [stream])
         try:
             yield
         finally:
-            self._stack.pop()
-            self.tracker.stream = self._stack[-1].name
+            self._enter(self._stack[:-1])
+
+    def note(self, what: str, event: int, stream: str) -> None:
+        """An event was recorded in `stream`, or is waited for there."""
+        if self.tracker is not None:
+            self.tracker.synchronise(what, event, stream)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has other bytes than before."""
+        if self.tracker is not None:
+            self.tracker.resized(storage)
+
+    def _enter(self, stack: list[_Stream]) -> None:
+        self._stack = stack
+        if self.tracker is not None:
+            self.tracker.stream = stack[-1].name
 
 
 @contextmanager
@@ -117,14 +130,14 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 
 @contextmanager
-def streams_are_followed(tracker: Tracker) -> Iterator[None]:
-    """FSDP2's streams, and storages that it empties and fills again, are the tracker's to see."""
-    streams = Streams(tracker)
+def streams_are_followed() -> Iterator[Streams]:
+    """FSDP2's streams, and storages that it empties and fills again, are seen by the tracker that is set on them."""
+    streams = Streams()
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         result = resize(storage, nbytes)
-        tracker.resized(storage)
+        streams.resized(storage)
         return result
 
     with ExitStack() as stack:
@@ -136,4 +149,4 @@ def streams_are_followed(tracker: Tracker) -> Iterator[None]:
             module = sys.modules.get(_FSDP + name)
             if module is not None and hasattr(module, "_get_device_handle"):
                 stack.enter_context(patch.object(module, "_get_device_handle", lambda kind="cuda": streams))
-        yield
+        yield streams

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_ft.errors import UserError
@@ -15,17 +19,47 @@ from ckpt_ft.errors import UserError
 from .buckets import Buckets
 from .launch import Launch
 
+_BUCKETS = "_ckpt_ft_buckets"
+_CONTAINERS = (dict, set)
 
-def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
-    """Wrap `model` in place as `accelerate launch` does for `launch`.
+
+def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Wrap `model` in place as `accelerate launch` does for `launch`; returns what communication holds from then on.
 
     Raises:
         UserError: accelerate refuses it.
     """
     if launch.strategy == "ddp":
-        Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
-    else:
-        _fsdp2(model, launch, mesh)
+        buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
+        setattr(model, _BUCKETS, buckets)
+        return [bucket.flat for bucket in buckets.buckets]
+    _fsdp2(model, launch, mesh)
+    return []
+
+
+@contextmanager
+def whole_again(model: nn.Module) -> Iterator[None]:
+    """Afterwards `model` is no longer shared: its modules' classes, hooks and attributes are those of before."""
+    before = [(module, type(module), {k: _copied(v) for k, v in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        shared = hasattr(model, _BUCKETS) or any(type(module) is not kind for module, kind, _ in before)
+        for module, kind, attributes in before if shared else ():
+            module.__class__ = kind
+            for name in [name for name in vars(module) if name not in attributes]:
+                del module.__dict__[name]
+            for name, value in attributes.items():
+                if isinstance(value, _CONTAINERS) and isinstance(held := vars(module).get(name), type(value)):
+                    held.clear()
+                    held.update(value)
+                else:
+                    module.__dict__[name] = value
+            _module_state_mapping.pop(module, None)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, _CONTAINERS) else value
 
 
 def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:

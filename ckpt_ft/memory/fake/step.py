@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -24,7 +25,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.distributed.group import rank_zero_of
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.streams import streams_are_followed
+from ckpt_ft.memory.distributed.wrap import share, whole_again
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -47,6 +52,8 @@ def trace_step(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     device: str | GPU = "t4",
     warmup_steps: int = 1,
+    launch: Launch | None = None,
+    alloc_conf: str = "",
 ) -> StepTrace:
     """Trace `step(model, optimizer)` as it would run on `device`, after `warmup_steps` calls of it.
 
@@ -59,12 +66,18 @@ def trace_step(
         make_optimizer: builds the optimizer from the model; without it `step` gets None.
         device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
         warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
+        launch: on how many processes it runs; the trace is then of rank 0, which has the most of unevenly sharded
+            tensors, and `make_optimizer` and `step` are given the model as its launch shares it. A step that wraps the
+            model itself (`fully_shard` in `make_optimizer`, in a fake process group) needs none.
+        alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
 
     Raises:
         UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
     """
     name, gpu = _resolve(device)
+    AllocatorSettings.parse(alloc_conf)
     with ExitStack() as stack:
+        mesh = stack.enter_context(rank_zero_of(launch.processes)) if launch and launch.processes > 1 else None
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(_quiet())
         stack.enter_context(cuda.fakes_are_tensors())
@@ -73,9 +86,13 @@ def trace_step(
         if gpu is not None:
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
+        stack.enter_context(whole_again(model))
         stack.enter_context(faked_model(model))
-        tracker = FakeTracker(fake_mode, model, gpu)
-        stack.enter_context(streams_are_followed(tracker))
+        streams = stack.enter_context(streams_are_followed())
+        held = [] if launch is None or mesh is None else share(model, launch, mesh)
+        gc.collect()
+        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu)
+        tracker.add_resident(held, "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         try:
@@ -88,7 +105,8 @@ def trace_step(
                 gc.collect()
                 tracker.start_step()
                 step(model, optimizer)
-            return tracker.trace(name, None if isinstance(device, str) else gpu)
+            trace = tracker.trace(name, None if isinstance(device, str) else gpu)
+            return replace(trace, launch=launch, alloc_conf=alloc_conf)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "

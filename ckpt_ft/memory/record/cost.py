@@ -5,20 +5,24 @@ Large matmuls reach the rates in gpus.py; small ones do not fill the last wave o
 the host has issued it and the one before has ended, so that a step of many small kernels takes the host's time.
 Copies between host and device (`offload`) run beside it on an engine of their own: the step lasts at least as long.
 
-What it leaves out: the caches, which speed up small tensors; the allocator's stalls; communication; and the Python
-that SAC and checkpoint hooks run around each op, which makes a launch-bound step slower than is said here.
+What it leaves out: the caches, which speed up small tensors; the allocator's stalls; and the Python that SAC and
+checkpoint hooks run around each op, which makes a launch-bound step slower than is said here.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_ft.memory.distributed.links import collective_seconds
 from ckpt_ft.memory.gpus import GPU
 
 if TYPE_CHECKING:
+    from ckpt_ft.memory.distributed.launch import Launch
+
     from .trace import Op
 
 TILE = 128 * 128  # elements of the output that one thread block of a large cuBLAS or CUTLASS kernel computes
@@ -48,18 +52,33 @@ class Host:
 DEFAULT_HOST = Host()
 
 
-def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST) -> float:
-    """Seconds from the first op's dispatch to the last kernel's end on `gpu`."""
-    issued = busy_until = copying = 0.0
+def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch: Launch | None = None) -> float:
+    """Seconds from the first op's dispatch to the last kernel's end on `gpu`.
+
+    Each stream has a clock; an event that is recorded in one holds up the stream that waits for it. Collectives of one
+    process group follow one another, whichever stream they are issued to.
+    """
+    issued = copying = network = 0.0
+    free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
+    events: dict[str, float] = {}
     for op in ops:
         if op.name.startswith("prim."):
             continue  # a question to a fake tensor, not work
-        issued += host.per_op + op.kernels * host.per_launch
-        if op.kernels:
-            busy_until = max(busy_until, issued) + device_seconds(op, gpu)
-        elif op.nbytes:
-            copying += op.nbytes / gpu.host_bandwidth
-    return max(issued, busy_until, copying)
+        if op.name == "event.record":
+            events[op.module] = free[op.stream]
+        elif op.name == "event.wait":
+            free[op.stream] = max(free[op.stream], events.get(op.module, 0.0))
+        elif op.wire and launch is not None:
+            issued += host.per_op + host.per_launch
+            network = max(free[op.stream], issued, network) + collective_seconds(op.wire, launch, gpu)
+            free[op.stream] = network
+        else:
+            issued += host.per_op + op.kernels * host.per_launch
+            if op.kernels:
+                free[op.stream] = max(free[op.stream], issued) + device_seconds(op, gpu)
+            elif op.nbytes:
+                copying += op.nbytes / gpu.host_bandwidth
+    return max(issued, copying, *free.values(), 0.0)
 
 
 def device_seconds(op: Op, gpu: GPU) -> float:

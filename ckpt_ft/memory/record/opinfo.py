@@ -97,7 +97,7 @@ def _launches(group: Sequence[torch.Tensor]) -> int:
 def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
     """Bytes that each rank sends in a collective by ring; at least 1.
 
-    All-gather and reduce-scatter send what they add or take away, an all-reduce both in turn (Patarasuk and Yuan 2009).
+    All-gather and reduce-scatter send what they add or take away, an all-reduce both in turn.
     """
     given = [t.nbytes for t in tensors(args[:2])]
     if "reduce_scatter" in func._schema.name or "allgather" in func._schema.name:

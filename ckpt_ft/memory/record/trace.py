@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.allocator.replay import Replay, replay
+from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.distributed.launch import Launch
 
 from .cost import DEFAULT_HOST, Host, step_seconds
 
@@ -75,6 +77,8 @@ class StepTrace:
     events: i >= 0 allocates storage i, ~i frees it; in order.
     marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
     micro_batches: of the step, where it has more than were run; the last one run stands for all after the first.
+    launch: on how many processes it runs; this is rank 0 of them.
+    alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
     notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
     gpu: the GPU it was traced for where that is not one of gpus.py's names.
     """
@@ -87,13 +91,16 @@ class StepTrace:
     notes: list[str] = field(default_factory=list)
     gpu: GPU | None = None
     micro_batches: int = 1
+    launch: Launch | None = None
+    alloc_conf: str = ""
 
     @cached_property
     def replay(self) -> Replay:
         """Bytes allocated and reserved after each event, as `device` counts them."""
         sizes = [storage.nbytes for storage in self.storages]
         if self.device != "cpu":
-            return replay(sizes, self.events, streams=[storage.stream for storage in self.storages])
+            settings = AllocatorSettings.parse(self.alloc_conf)
+            return replay(sizes, self.events, settings, streams=[storage.stream for storage in self.storages])
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
@@ -190,12 +197,12 @@ class StepTrace:
         ops = [op for op in self.ops if op.at >= start]
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]
         if self.micro_batches <= len(forwards):
-            return step_seconds(ops, gpu, host)
+            return step_seconds(ops, gpu, host, self.launch)
         updates = [at for at, name in self.marks if name == "optimizer" and at > forwards[-1]]
         end = updates[0] if updates else len(self.events)
         fewer = [op for op in ops if not (forwards[-1] <= op.at < end and op.phase != "optimizer")]
-        recorded = step_seconds(ops, gpu, host)
-        return recorded + (self.micro_batches - len(forwards)) * (recorded - step_seconds(fewer, gpu, host))
+        recorded, without = (step_seconds(kept, gpu, host, self.launch) for kept in (ops, fewer))
+        return recorded + (self.micro_batches - len(forwards)) * (recorded - without)
 
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
@@ -219,6 +226,8 @@ class StepTrace:
             "events": self.events,
             "marks": self.marks,
             "micro_batches": self.micro_batches,
+            "launch": asdict(self.launch) if self.launch else None,
+            "alloc_conf": self.alloc_conf,
             "notes": self.notes,
             "texts": texts,  # insertion order is index order
         }
@@ -238,5 +247,9 @@ class StepTrace:
         ]
         gpu = GPU(**document["gpu"]) if document["gpu"] else None
         marks = [(at, name) for at, name in document["marks"]]
-        steps = document["micro_batches"]
-        return cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu, steps)
+        given = document["launch"]
+        launch = Launch(**{**given, "wrap": tuple(given["wrap"])}) if given else None
+        record = cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)
+        return replace(
+            record, micro_batches=document["micro_batches"], launch=launch, alloc_conf=document["alloc_conf"]
+        )

@@ -256,7 +256,7 @@ class Tracker(TorchDispatchMode):
                 self._storages[seen.index].category = category
 
     def _mark_gradients(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Those of `parameters`; of the model's as they are now (FSDP2 puts sharded ones in their place) by default."""
+        """Those of `parameters`; by default of the model's as they are now (FSDP2 puts sharded ones there)."""
         if parameters is None:
             parameters = () if self._model is None else self._model.parameters()
         for parameter in parameters:

@@ -1,0 +1,43 @@
+"""How fast collectives are: the links between the GPUs of a machine, and between machines.
+
+By ring each rank sends a collective's bytes once round (Patarasuk and Yuan 2009); NCCL runs as many rings beside each
+other as there are links or network cards, so that what counts is the sum of one GPU's links, and, over machines, the
+sum of one machine's cards.
+
+Sources: NVLink, one direction, from NVIDIA's datasheets (V100 150, A100 300, H100 and H200 450, B200 900 GB/s); NCCL's
+protocol leaves about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212).
+Other cards talk over their slot and the host: half of the slot's rate is an assumption. Network cards are those of
+NVIDIA's DGX of that generation (eight of 400 Gb/s with H100 and on, of 200 Gb/s with A100), elsewhere one of 100 Gb/s
+a machine, at 80 %; give another by `Launch.link`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ckpt_ft.memory.gpus import GPU
+
+from .launch import Launch
+
+_NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9}  # compute capability -> bytes/s, one direction
+_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9}  # of a DGX, for each GPU
+_ONE_CARD = 12.5e9
+_REACHED = 0.8
+LATENCY, STEP_LATENCY = 12e-6, 4e-6  # seconds: to start a collective, and for each doubling of its ranks: assumptions
+
+
+def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
+    """Bytes a second that each rank sends in a large collective."""
+    if launch.link:
+        return launch.link
+    inside = _REACHED * _NVLINK[gpu.arch] if gpu.arch in _NVLINK else gpu.host_bandwidth / 2
+    if launch.machines == 1:
+        return inside
+    ranks = launch.processes // launch.machines
+    cards = _CARDS[gpu.arch] * ranks if gpu.arch in _CARDS else _ONE_CARD
+    return min(inside, _REACHED * cards)
+
+
+def collective_seconds(wire: int, launch: Launch, gpu: GPU) -> float:
+    """Seconds of a collective in which each rank sends `wire` bytes."""
+    return LATENCY + STEP_LATENCY * math.log2(max(launch.processes, 2)) + wire / bus_bandwidth(launch, gpu)
