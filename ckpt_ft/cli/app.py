@@ -23,7 +23,7 @@ from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from . import recipe
-from .options import AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+from .options import ONE_PROCESS, AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 from .planning import register
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Estimate:
     capacity: int | None
     context: int
     notes: list[str]
+    launch: str = ""
 
     @property
     def headroom(self) -> int | None:
@@ -113,7 +114,7 @@ def estimate(
 
 
 @app.command()
-@takes_settings({"optimizer": "none"})
+@takes_settings({"optimizer": "none", **ONE_PROCESS})
 def explain(
     model: Model,
     policy: PolicyOption = "full",
@@ -153,7 +154,7 @@ def explain(
 
 
 @app.command()
-@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False}, seq_length=32)
+@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False, **ONE_PROCESS}, seq_length=32)
 def check(
     model: Model,
     policy: PolicyOption = "full",
@@ -187,6 +188,7 @@ def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the
 
 def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> Estimate:
     from ckpt_ft.checkpointing.apply import apply_policy
+    from ckpt_ft.memory.distributed.links import nccl_bytes
     from ckpt_ft.memory.gpus import gpu_of
 
     applied = apply_policy(workload.model, policy)
@@ -205,7 +207,8 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
         holders=[holder.__dict__ for holder in trace.holders(8)],
         seconds=trace.seconds if gpu else None,
         capacity=capacity,
-        context=gpu.context if gpu else 0,
+        context=0 if gpu is None else gpu.context + (0 if workload.launch is None else nccl_bytes(gpu)),
+        launch=str(workload.launch or ""),
         notes=trace.notes,
     )
 
@@ -213,7 +216,10 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
 def _print_estimate(result: Estimate) -> None:
     console = Console(width=120)
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
-    console.print(f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}")
+    launched = f", {result.launch}: this is each GPU" if result.launch else ""
+    console.print(
+        f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
+    )
     main = Table("predicted", "")
     for phase, nbytes in result.peaks.items():
         main.add_row(f"peak allocated, {phase}", format_bytes(nbytes))
@@ -223,7 +229,7 @@ def _print_estimate(result: Estimate) -> None:
             main.add_row(f"  of it {category}", format_bytes(nbytes))
     main.add_row("peak reserved", format_bytes(result.peak_reserved))
     if result.context:
-        main.add_row("CUDA context", format_bytes(result.context))
+        main.add_row(f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context))
     if result.seconds is not None:
         main.add_row("seconds per step", f"{result.seconds:.3f}")
     console.print(main)

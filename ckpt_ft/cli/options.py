@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
+from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,6 +38,16 @@ Attention = Annotated[
     str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
+LaunchOption = Annotated[
+    str, typer.Option("--launch", help="several GPUs: ddp, fsdp2, or an accelerate configuration file")
+]
+Processes = Annotated[int, typer.Option("--processes", help="GPUs in all; by default the file's")]
+Machines = Annotated[int, typer.Option("--machines", help="that they are on; by default the file's, or 1")]
+Link = Annotated[
+    str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")
+]
+AllocConf = Annotated[str, typer.Option("--alloc-conf", help="as in PYTORCH_CUDA_ALLOC_CONF")]
+ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": ""}
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -74,8 +89,18 @@ def _settings(
     lora_targets: LoraTargets = "",
     attn_implementation: Attention = "",
     load_in_4bit: FourBit = False,
+    launch: LaunchOption = "",
+    processes: Processes = 0,
+    machines: Machines = 0,
+    link: Link = "",
+    alloc_conf: AllocConf = "",
 ) -> Settings:
+    launched = _launch(launch, processes, machines, link, mixed_precision)
+    if launched is not None and mixed_precision == "no":
+        mixed_precision = launched.mixed_precision
     return Settings(
+        launch=launched,
+        alloc_conf=alloc_conf,
         dtype=dtype,
         mixed_precision=mixed_precision,
         optimizer=optimizer,
@@ -86,6 +111,25 @@ def _settings(
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
     )
+
+
+def _launch(given: str, processes: int, machines: int, link: str, mixed_precision: str) -> Launch | None:
+    """What `--launch` and the options beside it say; None for one process."""
+    if not given:
+        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
+            if value:
+                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
+        return None
+    if given in STRATEGIES:
+        launch = Launch(given, processes or 1, mixed_precision=mixed_precision)
+    elif Path(given).suffix in (".yaml", ".yml", ".json"):
+        launch = Launch.from_file(given, processes or None)
+    else:
+        raise UserError(
+            f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
+        )
+    rate = float(parse_bytes(link)) if link else None
+    return replace(launch, machines=machines or launch.machines, link=rate)
 
 
 def gpu_or_cpu(name: str) -> GPU | None:

@@ -148,7 +148,7 @@ def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, leng
 
     asked = dict(asked)
     gpu = gpu_or_cpu(asked.pop("device"))
-    make_room(asked["budget"], gpu, asked["margin"])  # a bad budget is said before anything is built
+    make_room(asked["budget"], gpu, asked["margin"], settings.launch)  # a bad budget is said before anything is built
     with _progress() as progress:
         progress(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu", lengths)

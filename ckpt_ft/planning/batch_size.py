@@ -130,7 +130,7 @@ def predict_max_batch_size(
     Raises:
         UserError: a budget that the device does not have, or a policy that does not suit the model.
     """
-    room = make_room(budget, gpu_of(workload.device), margin)
+    room = make_room(budget, gpu_of(workload.device), margin, workload.launch)
     _, batch = _predict(workload, str(Policy.parse(policy)), room, max_batch_size, report)
     return MaxBatchSize(batch, batch, room)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes, parse_bytes
 
@@ -35,7 +37,9 @@ class Room:
         return row.reserved + self.context + self.margin
 
 
-def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | None = None) -> Room:
+def make_room(
+    budget: str | int | None, gpu: GPU | None, margin: str | int | None = None, launch: Launch | None = None
+) -> Room:
     """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
 
     Raises:
@@ -54,7 +58,7 @@ def make_room(budget: str | int | None, gpu: GPU | None, margin: str | int | Non
             "give at most that, or a larger device"
         )
     kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0
-    return Room(given, gpu.context, kept)
+    return Room(given, gpu.context + (nccl_bytes(gpu) if launch else 0), kept)
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:

@@ -168,7 +168,7 @@ def plan(
     """
     better(target)
     gpu = gpu_of(workload.device)
-    room = make_room(budget, gpu, margin)
+    room = make_room(budget, gpu, margin, workload.launch)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
         search = Search(tracer, room, target, batch_size, max_batch_size)

@@ -19,7 +19,6 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Step, Workload
 
@@ -53,12 +52,8 @@ class _Session:
         if self._todo:
             order = [self._todo[0], *self._todo]  # the first one warms up
             steps = iter(order)
-            trace = trace_step(
-                self.workload.model,
-                lambda model, optimizer: self._one(next(steps), model, optimizer),
-                make_optimizer=self.workload.make_optimizer,
-                device=self.workload.device,
-                warmup_steps=len(self._todo),
+            trace = self.workload.trace_of(
+                lambda model, optimizer: self._one(next(steps), model, optimizer), warmup_steps=len(self._todo)
             )
             start = trace.start
             alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])

@@ -45,6 +45,8 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         autocast=MIXED_PRECISION[settings.mixed_precision],
         max_grad_norm=settings.max_grad_norm,
         lengths=lengths,
+        launch=settings.launch,
+        alloc_conf=settings.alloc_conf,
     )
 
 

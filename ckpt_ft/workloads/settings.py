@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.distributed.launch import Launch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +32,8 @@ class Settings:
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         attn_implementation: sdpa or eager; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
+        launch: on how many processes; None for one.
+        alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
     """
 
     dtype: str = "float32"
@@ -42,12 +46,15 @@ class Settings:
     max_grad_norm: float = 1.0
     attn_implementation: str = ""
     load_in_4bit: bool = False
+    launch: Launch | None = None
+    alloc_conf: str = ""
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--mixed-precision", self.mixed_precision, MIXED_PRECISION)
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
         _one_of("--attn-implementation", self.attn_implementation, ("", "sdpa", "eager"))
+        AllocatorSettings.parse(self.alloc_conf)
         if self.seq_length < 2:
             raise UserError(f"--seq-length {self.seq_length}: a sequence has at least 2 tokens")
         if self.lora_r < 0:

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_step
 
 from .lengths import Lengths
 
 if TYPE_CHECKING:
+    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
 
@@ -32,7 +34,9 @@ Loss = Callable[[Forward, Batch], torch.Tensor]
 # (samples, tokens of the longest) -> one micro-batch; None tokens: as long as they all are
 MakeBatch = Callable[[int, int | None], Batch]
 Answer = TypeVar("Answer")
-RECORDED = 2  # micro-batches of a step that a trace runs: the second meets gradients, a third is like the second
+# Micro-batches of a step that a trace runs: the second meets gradients, others are like it; of several processes' the
+# last, which alone synchronises.
+RECORDED, RECORDED_LAUNCHED = 2, 3
 
 
 class Engine(Protocol):
@@ -62,6 +66,17 @@ class _Alone:
 
 
 ALONE = _Alone()
+
+
+class _Ranks(_Alone):
+    """An Engine of one of several processes: gradients are synchronised in the last micro-batch alone."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.left = micro_batches
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        self.left -= 1
+        return without_synchronisation(models[0]) if self.left else contextlib.nullcontext()
 
 
 def optimizer_step(
@@ -109,6 +124,8 @@ class Workload:
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         lengths: of the rows, where they differ: the longest sets the peak, usual batches the speed.
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
+        launch: on how many processes it runs; None for one. Everything else is what one process does.
+        alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
         name, kind, shape: for people: what was asked for, "language model" and the like, what a sample is.
     """
 
@@ -123,6 +140,8 @@ class Workload:
     max_grad_norm: float = 0.0
     lengths: Lengths | None = None
     loop: Callable[[int, int | None], Step] | None = None
+    launch: Launch | None = None
+    alloc_conf: str = ""
     name: str = ""
     kind: str = ""
     shape: dict[str, int] = field(default_factory=dict)
@@ -169,10 +188,11 @@ class Workload:
 
         def step(model: nn.Module, optimizer: Any) -> None:
             model.train()
-            recorded = min(RECORDED, self.accumulation)
+            recorded = min(self._recorded, self.accumulation)
             fetched = [self.make_batch(samples, length) for _ in range(self.accumulation if self.prefetched else 0)]
             batches = fetched[:recorded] or (self.make_batch(samples, length) for _ in range(recorded))
-            optimizer_step(model, optimizer, batches, self.loss_of, max_grad_norm=self.max_grad_norm)
+            engine = _Ranks(recorded) if self.launch else ALONE
+            optimizer_step(model, optimizer, batches, self.loss_of, max_grad_norm=self.max_grad_norm, engine=engine)
 
         return step
 
@@ -186,12 +206,27 @@ class Workload:
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that stands on the model."""
-        trace = trace_step(self.model, self.step(samples), make_optimizer=self.make_optimizer, device=self.device)
-        return self.whole(trace)
+        return self.whole(self.trace_of(self.step(samples)))
+
+    def trace_of(self, step: Step, warmup_steps: int = 1) -> StepTrace:
+        """The trace of one of the workload's steps as it is launched."""
+        return trace_step(
+            self.model,
+            step,
+            make_optimizer=self.make_optimizer,
+            device=self.device,
+            warmup_steps=warmup_steps,
+            launch=self.launch,
+            alloc_conf=self.alloc_conf,
+        )
 
     def whole(self, trace: StepTrace) -> StepTrace:
         """A trace of this workload's step that knows of how many micro-batches, beside those it ran, the step is."""
-        return replace(trace, micro_batches=self.accumulation) if self.accumulation > RECORDED else trace
+        return replace(trace, micro_batches=self.accumulation) if self.accumulation > self._recorded else trace
+
+    @property
+    def _recorded(self) -> int:
+        return RECORDED_LAUNCHED if self.launch else RECORDED
 
     def _precise(self, model: nn.Module) -> Forward:
         from accelerate.utils import convert_outputs_to_fp32

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.units import MIB
 
 from .launch import Launch
 
@@ -41,3 +42,13 @@ def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
 def collective_seconds(wire: int, launch: Launch, gpu: GPU) -> float:
     """Seconds of a collective in which each rank sends `wire` bytes."""
     return LATENCY + STEP_LATENCY * math.log2(max(launch.processes, 2)) + wire / bus_bandwidth(launch, gpu)
+
+
+def nccl_bytes(gpu: GPU) -> int:
+    """Bytes that one communicator of NCCL takes beside the allocator.
+
+    Each channel has a buffer of 4 MiB (NCCL_BUFFSIZE, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) for
+    sending and one for receiving; 24 channels over NVLink and 4 over a slot are an assumption.
+    """
+    channels = 24 if gpu.arch in _NVLINK else 4
+    return channels * 2 * 4 * MIB

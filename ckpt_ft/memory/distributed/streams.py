@@ -14,7 +14,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -105,11 +104,6 @@ class Streams:
         if self.tracker is not None:
             self.tracker.synchronise(what, event, stream)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has other bytes than before."""
-        if self.tracker is not None:
-            self.tracker.resized(storage)
-
     def _enter(self, stack: list[_Stream]) -> None:
         self._stack = stack
         if self.tracker is not None:
@@ -131,17 +125,9 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 @contextmanager
 def streams_are_followed() -> Iterator[Streams]:
-    """FSDP2's streams, and storages that it empties and fills again, are seen by the tracker that is set on them."""
+    """FSDP2's streams are those that this gives, to the tracker that is set on them."""
     streams = Streams()
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        result = resize(storage, nbytes)
-        streams.resized(storage)
-        return result
-
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)
         if propagator is not None:
             stack.enter_context(_shapes_are_asked_elsewhere(propagator))

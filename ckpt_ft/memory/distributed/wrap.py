@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from ckpt_ft.errors import UserError
 
@@ -56,6 +57,23 @@ def whole_again(model: nn.Module) -> Iterator[None]:
                 else:
                     module.__dict__[name] = value
             _module_state_mapping.pop(module, None)
+
+
+@contextmanager
+def without_synchronisation(model: nn.Module) -> Iterator[None]:
+    """Backward inside leaves gradients to each process (DDP's and FSDP2's `no_sync`)."""
+    buckets = getattr(model, _BUCKETS, None)
+    if buckets is not None:
+        buckets.synchronises = False
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        if buckets is not None:
+            buckets.synchronises = True
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
 
 
 def _copied(value: Any) -> Any:

@@ -76,7 +76,7 @@ class StepTrace:
 
     events: i >= 0 allocates storage i, ~i frees it; in order.
     marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
-    micro_batches: of the step, where it has more than were run; the last one run stands for all after the first.
+    micro_batches: of the step, where it has more than were run; the second one stands for them too.
     launch: on how many processes it runs; this is rank 0 of them.
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
     notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
@@ -198,9 +198,9 @@ class StepTrace:
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]
         if self.micro_batches <= len(forwards):
             return step_seconds(ops, gpu, host, self.launch)
-        updates = [at for at, name in self.marks if name == "optimizer" and at > forwards[-1]]
-        end = updates[0] if updates else len(self.events)
-        fewer = [op for op in ops if not (forwards[-1] <= op.at < end and op.phase != "optimizer")]
+        ends = [*forwards[2:], *(at for at, name in self.marks if name == "optimizer" and at > forwards[1])]
+        end = min(ends, default=len(self.events))
+        fewer = [op for op in ops if not (forwards[1] <= op.at < end and op.phase != "optimizer")]
         recorded, without = (step_seconds(kept, gpu, host, self.launch) for kept in (ops, fewer))
         return recorded + (self.micro_batches - len(forwards)) * (recorded - without)
 

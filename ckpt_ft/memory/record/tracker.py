@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -155,8 +156,8 @@ class Tracker(TorchDispatchMode):
         """Record memory that a kernel takes and gives back while it runs."""
         self.free(self.allocate(nbytes, "temporary", op))
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record that a followed storage was given other bytes, or none: so FSDP2 frees gathered parameters."""
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage was given other bytes, or none: so FSDP2 frees and refills gathered parameters."""
         seen = self._live.get(storage._cdata)
         op = "aten.empty.memory_format"
         if seen is not None and seen.index >= 0:
@@ -165,6 +166,17 @@ class Tracker(TorchDispatchMode):
         if storage.nbytes():
             self._locate()
             self._hold(storage, self._record(storage.nbytes(), "communication", op), self._events)
+
+    @property
+    def _resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        resize = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            result: torch.UntypedStorage = resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        return followed
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
         """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""
@@ -347,10 +359,13 @@ class Tracker(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize)
+        self._resizes.start()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._resizes.stop()
         for hook in self._hooks:
             hook.remove()
         self._end_backward()
