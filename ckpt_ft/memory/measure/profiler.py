@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.timeline import Timeline, holders
-from ckpt_ft.memory.record.trace import PHASES, Holder, StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 
 from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.timeline import Timeline
-from ckpt_ft.memory.record.trace import PHASES, Holder, StepTrace
+from ckpt_ft.memory.record.trace import StepTrace
 
 if TYPE_CHECKING:
     from rich.console import Console

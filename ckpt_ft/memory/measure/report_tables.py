@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_ft.memory.record.trace import CATEGORIES, PHASES
+from ckpt_ft.memory.record.events import CATEGORIES, PHASES
 from ckpt_ft.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.gpus import GPU
 
-if TYPE_CHECKING:
-    from .trace import Op
+from .events import Op
 
 TILE = 128 * 128  # elements of the output that one thread block of a large cuBLAS or CUTLASS kernel computes
 KERNEL_SHORTEST, KERNEL_GAP = 2e-6, 0.9e-6  # seconds: an empty kernel, and between two of them (see Host.per_launch)

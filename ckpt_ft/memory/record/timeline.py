@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import GIB, MIB, format_bytes
 
-from .trace import CATEGORIES, PHASES, Holder, StepTrace
+from .events import CATEGORIES, PHASES, Holder
+from .trace import StepTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

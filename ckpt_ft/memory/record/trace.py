@@ -14,53 +14,12 @@ from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.allocator.replay import Replay, replay
+from ckpt_ft.memory.gpus import GPU, find_gpu
 
 from .cost import DEFAULT_HOST, Host, step_seconds
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
-
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "workspace")
-PHASES = ("forward", "backward", "optimizer")
-
-
-@dataclass(slots=True)
-class Storage:
-    """One allocation. `op` and `phase` are "" for what existed before the record began."""
-
-    nbytes: int  # as requested, unrounded
-    category: str  # one of CATEGORIES
-    op: str  # "aten.mm.default"
-    module: str  # qualified name of the module that was running, "" outside
-    phase: str  # one of PHASES
-
-
-@dataclass(slots=True)
-class Op:
-    """One dispatched operator."""
-
-    name: str
-    flops: int  # 2*m*n*k for matmuls, 0 for elementwise
-    nbytes: int  # bytes read and written
-    dtype: str  # "float16": of its main operand
-    phase: str
-    module: str
-    at: int  # how many events had happened before it
-    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
-
-
-@dataclass(frozen=True)
-class Holder:
-    """What one op in one module holds at the peak: `count` storages, `nbytes` together."""
-
-    module: str
-    op: str
-    category: str
-    nbytes: int
-    count: int
+from .events import CATEGORIES, PHASES, Holder, Op, Storage
 
 
 @dataclass
@@ -175,9 +134,7 @@ class StepTrace:
     @property
     def seconds(self) -> float:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
-        from ckpt_ft.memory import gpus
-
-        return self.seconds_on(self.gpu or gpus.find_gpu(self.device))
+        return self.seconds_on(self.gpu or find_gpu(self.device))
 
     def seconds_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> float:
         """Predicted seconds of the measured step were its kernels run on `gpu`."""
@@ -222,8 +179,6 @@ class StepTrace:
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote."""
-        from ckpt_ft.memory.gpus import GPU
-
         document = json.loads(text)
         texts = document["texts"]
         storages = [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]]

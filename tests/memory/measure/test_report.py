@@ -20,8 +20,9 @@ from ckpt_ft.memory.measure.report import (
     merge_peaks,
     provenance,
 )
+from ckpt_ft.memory.record.events import Holder, Storage
 from ckpt_ft.memory.record.timeline import POINTS, Timeline
-from ckpt_ft.memory.record.trace import Holder, StepTrace, Storage
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB
 
 FACTS = {
