@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ckpt_ft.errors import UserError, run
+from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
@@ -53,7 +53,7 @@ def _main() -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
-        raise UserError(" ".join(error.format_message().split())) from error
+        raise UserError(one_line(error.format_message())) from error
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ckpt_ft.files import write
 from ckpt_ft.units import format_bytes, format_number, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
@@ -48,7 +49,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.plan_file import cache_path, write_json
+    from ckpt_ft.planning.plan_file import cache_path
     from ckpt_ft.workloads.model_config import read_config
 
     asked = {
@@ -67,9 +68,9 @@ def plan(
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)
-        write_json(cached, found.to_json())
+        write(cached, found.to_json())
     if output:
-        write_json(Path(output), found.to_json())
+        write(output, found.to_json())
     if plot:
         found.plot(plot)
     if as_json:

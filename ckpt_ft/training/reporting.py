@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes
 
@@ -53,7 +53,7 @@ def add_prediction(report: MemoryReport, processes: int, trace: Callable[[], Ste
         report.predict(predicted)
         report.notes += [f"Prediction: {note}." for note in predicted.notes]
     except Exception as error:  # a prediction must not cost the run that it describes
-        report.notes.append(f"no prediction: {' '.join(str(error).split())}")
+        report.notes.append(f"no prediction: {one_line(error)}")
 
 
 def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.files import write
 from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
@@ -223,13 +224,7 @@ def merge_peaks(into: dict[str, dict[str, int]], step: dict[str, dict[str, int]]
 
 
 def _written(text: str, path: str | Path | None) -> str:
-    """`text`, written to `path` at once or not at all."""
+    """`text`, written to `path` where one is given."""
     if path is not None:
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write(path, text)
     return text
