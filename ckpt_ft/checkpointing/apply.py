@@ -17,6 +17,7 @@ from ckpt_ft.policy import Policy
 from . import rng
 from .blocks import Blocks, find_blocks
 from .compile_budget import CompileBudget
+from .explain import Coverage, explain
 from .guard import Guard
 from .recompute import Checkpointed
 from .scopes import Region, regions
@@ -44,7 +45,7 @@ class AppliedPolicy:
         self.found = Blocks()
         self.regions: list[Region] = []
         self.installed: list[Checkpointed] = []
-        self.engines: list[tuple[str, Installed]] = []
+        self.engines: list[Installed] = []
         self.selections: list[Selection] = []
         self.guard: Guard | None = None
         self.one_device: OneDevice | None = None
@@ -74,9 +75,18 @@ class AppliedPolicy:
 
     def explain(self) -> str:
         """A table: which modules, how many of them are re-run, what is kept inside them, and what the engines do."""
-        from .explain import table
-
-        return table(self)
+        return explain(
+            Coverage(
+                self.policy,
+                self.model,
+                blocks=self.found.blocks,
+                uncovered=self.uncovered,
+                rerun=[region.module for region in self.regions],
+                segments=len({id(part.segment) for part in self.installed if isinstance(part, SegmentMember)}),
+                alone=sum(not isinstance(part, SegmentMember) for part in self.installed),
+                engines=self.engines,
+            )
+        )
 
     def remove(self) -> None:
         """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
@@ -92,7 +102,7 @@ class AppliedPolicy:
         """Take everything off that acts, until `resume`; see `suspended`. Hooks stay: they look at `standing`."""
         if self.guard is not None:
             self.guard.remove()
-        for _, engine in reversed(self.engines):
+        for engine in reversed(self.engines):
             engine.pause()
         for region in reversed(self.installed):
             region.remove()
@@ -111,7 +121,7 @@ class AppliedPolicy:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         for region in self.installed:
             region.put_back()
-        for _, engine in self.engines:
+        for engine in self.engines:
             engine.resume()
         if self.guard is not None:
             self.guard.put_back()
@@ -267,15 +277,15 @@ def _install_engines(applied: AppliedPolicy) -> None:
         from .pointwise import install as pointwise
 
         checkpoints = [region.module for region in applied.regions]
-        applied.engines.append(("pointwise", pointwise.install(model, {"": model}, skip=checkpoints)))
+        applied.engines.append(pointwise.install(model, {"": model}, skip=checkpoints))
     if policy.head:
         from . import head
 
-        applied.engines.append(("head", head.install(model)))
+        applied.engines.append(head.install(model))
     if policy.offload:
         from . import offload
 
-        applied.engines.append(("offload", offload.install(model, applied.found.blocks)))
+        applied.engines.append(offload.install(model, applied.found.blocks))
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterable[nn.Module]:

@@ -469,14 +469,7 @@ def test_what_cannot_be_treated() -> None:
 def test_remove_and_describe() -> None:
     model, _ = build("llama")
     installed = head.install(model)
-    assert installed.describe() == [
-        {
-            "term": "head",
-            "module": "LlamaForCausalLM",
-            "count": 1,
-            "dropped": "logits",
-            "kept": "the output layer's input",
-        }
-    ]
+    assert installed.term == "head"
+    assert installed.describe() == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
     installed.remove()
     assert not any("forward" in module.__dict__ for module in model.modules())

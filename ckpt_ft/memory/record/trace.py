@@ -20,6 +20,8 @@ from ckpt_ft.memory.gpus import GPU, find_gpu
 
 from .cost import DEFAULT_HOST, Host, step_seconds
 from .events import CATEGORIES, PHASES, Holder, Op, Storage
+from .holders import grouped
+from .timeline import Timeline
 
 
 @dataclass
@@ -110,6 +112,10 @@ class StepTrace:
         rows = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
         return sorted(rows, key=lambda row: -row.nbytes)[:n]
 
+    def grouped_holders(self, n: int = 10) -> list[Holder]:
+        """The `n` largest holders of the peak, with a model's repeated layers taken together, as "layers.*.mlp"."""
+        return grouped(self.holders(len(self.storages)))[:n]
+
     def module_activations(self) -> dict[str, int]:
         """Bytes of activations that each module's forward left when the measured step's first backward begins."""
         begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
@@ -150,10 +156,13 @@ class StepTrace:
         return recorded + (self.micro_batches - len(forwards)) * (recorded - step_seconds(fewer, gpu, host))
 
     def plot(self, path: str | Path) -> Path:
-        """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
-        from .plotting import plot_timeline
+        """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.
 
-        return plot_timeline(self, Path(path))
+        Raises:
+            UserError: matplotlib is not installed, or the suffix is another.
+        """
+        source = "measured" if self.device == "cpu" else "predicted"
+        return Timeline.from_trace(self, source).draw(path, f"one training step on {self.device}")
 
     def to_json(self) -> str:
         """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
