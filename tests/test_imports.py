@@ -43,7 +43,7 @@ def test_a_circle_would_be_found() -> None:
 
 def test_imports_for_type_checkers_and_in_functions_count(imports: dict[str, set[str]]) -> None:
     assert "ckpt_ft.memory.gpus" in imports["ckpt_ft.memory.record.tracker"]  # if TYPE_CHECKING
-    assert "ckpt_ft.memory.fake.step" in imports["ckpt_ft.cli.app"]  # in a command
+    assert "ckpt_ft.workloads.load" in imports["ckpt_ft.cli.app"]  # in a command
 
 
 def test_imports_point_one_way() -> None:
