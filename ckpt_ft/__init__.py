@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+    from ckpt_ft.checkpointing.apply import apply_policy
+    from ckpt_ft.checkpointing.handle import AppliedPolicy
     from ckpt_ft.checkpointing.parity import check_parity
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -38,7 +39,7 @@ __all__ = [
 
 _HOMES = {
     "ACCallback": "training.callback",
-    "AppliedPolicy": "checkpointing.apply",
+    "AppliedPolicy": "checkpointing.handle",
     "MemoryProfiler": "memory.measure.profiler",
     "Policy": "policy",
     "Workload": "workloads.workload",
