@@ -24,7 +24,8 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
-from .logits import Logits, Projection
+from .logits import Logits
+from .projection import Projection
 from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
