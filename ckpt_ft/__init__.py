@@ -1,21 +1,68 @@
-"""ckpt_ft: fit fine-tuning into memory, with activation checkpointing that is predicted, chosen and proved."""
+"""ckpt_ft: fit fine-tuning into memory, with activation checkpointing that is predicted, chosen and proved.
 
-from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
-from ckpt_ft.checkpointing.parity import check_parity
-from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.memory.measure.profiler import MemoryProfiler
-from ckpt_ft.planning.batch_size import find_max_batch_size
-from ckpt_ft.planning.plan import plan
+The names below are what can be relied on; everything else may move. Each is imported when it is first asked for (PEP
+562), so that `import ckpt_ft` costs nothing.
+"""
 
-from .policy import Policy
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_ft.checkpointing.apply import apply_policy
+    from ckpt_ft.checkpointing.handle import AppliedPolicy
+    from ckpt_ft.checkpointing.parity import check_parity
+    from ckpt_ft.memory.fake.step import trace_step
+    from ckpt_ft.memory.measure.profiler import MemoryProfiler
+    from ckpt_ft.planning.batch_size import find_max_batch_size
+    from ckpt_ft.planning.plan import plan
+    from ckpt_ft.policy import Policy
+    from ckpt_ft.training.callback import ACCallback
+    from ckpt_ft.workloads.workload import Workload
+
+    __version__: str
 
 __all__ = [
+    "ACCallback",
     "AppliedPolicy",
     "MemoryProfiler",
     "Policy",
+    "Workload",
+    "__version__",
     "apply_policy",
     "check_parity",
     "find_max_batch_size",
     "plan",
     "trace_step",
 ]
+
+_HOMES = {
+    "ACCallback": "training.callback",
+    "AppliedPolicy": "checkpointing.handle",
+    "MemoryProfiler": "memory.measure.profiler",
+    "Policy": "policy",
+    "Workload": "workloads.workload",
+    "apply_policy": "checkpointing.apply",
+    "check_parity": "checkpointing.parity",
+    "find_max_batch_size": "planning.batch_size",
+    "plan": "planning.plan",
+    "trace_step": "memory.fake.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        found: Any = version(__name__)
+    elif name in _HOMES:
+        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,11 @@ class WorkFailed(RuntimeError):
     """The input was good and the work still failed. The message is what they see, advice included."""
 
 
+def one_line(error: object, limit: int | None = None) -> str:
+    """What `error` says, on one line, for a message of ours: at most `limit` characters, its type where it is mute."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:limit]
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
     try:

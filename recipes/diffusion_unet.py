@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
+from ckpt_ft.files import cache_root
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
@@ -57,7 +58,6 @@ from ckpt_ft.training.run.loop_checkpoints import (
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.resume import check_same_kind, resume_path
-from ckpt_ft.training.text.sample import cache_dir
 from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 # What runs when no pipeline is named.
@@ -141,7 +141,7 @@ def train(
     encoders: Encoders | None = frozen
     if image_args.cache_latents:
         samples = cache_latents(
-            images, frozen, cache_dir() / "latents", args.train_batch_size,
+            images, frozen, cache_root() / "latents", args.train_batch_size,
             accelerator.process_index, accelerator.num_processes,
         )  # fmt: skip
         accelerator.wait_for_everyone()

@@ -50,22 +50,24 @@ def _same_start() -> Iterator[None]:
     assert _get_current_dispatch_mode() is None, "every operator of the tests to come would pass through it"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's cache of plans."""
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds nothing yet, for tests of what is cached; the others share one."""
     monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built-in samples, tokenized data and compiled kernels of this run, shared by its workers, thrown away with it.
+    """Samples, plans, tokenized data and compiled kernels of this run, shared by its workers, thrown away with it.
 
     Inductor's own cache does not tell kernels for other CPU settings (ATEN_CPU_CAPABILITY) apart.
     """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))  # other libraries' too
+        patch.setenv("CKPT_FT_CACHE", str(root / "cache" / "ckpt_ft"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
         yield

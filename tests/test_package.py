@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import ckpt_ft
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_importing_it_leaves_the_heavy_and_the_optional_alone() -> None:
-    code = "import ckpt_ft, sys; print([m for m in ('diffusers', 'datasets', 'matplotlib') if m in sys.modules])"
+PUBLIC = {
+    "ACCallback", "AppliedPolicy", "MemoryProfiler", "Policy", "Workload", "__version__", "apply_policy",
+    "check_parity", "find_max_batch_size", "plan", "trace_step",
+}  # fmt: skip
+HEAVY = {"torch", "accelerate", "peft", "transformers", "typer", "rich", "diffusers", "datasets", "matplotlib"}
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded after `code`."""
+    code = f"{code}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    return set(done.stdout.split())
+
+
+def test_public_names() -> None:
+    assert set(ckpt_ft.__all__) == PUBLIC
+    assert set(dir(ckpt_ft)) >= PUBLIC
+    for name in PUBLIC - {"__version__"}:
+        found = getattr(ckpt_ft, name)
+        assert found.__name__ == name
+        assert found.__doc__
+    assert ckpt_ft.__version__ == importlib.metadata.version("ckpt_ft")
+    with pytest.raises(AttributeError, match="module 'ckpt_ft' has no attribute 'Plan'"):
+        _ = ckpt_ft.Plan  # type: ignore[attr-defined]
+
+
+def test_type_checkers_know_the_names_from_where_they_live() -> None:
+    """The block that they read and the table that __getattr__ reads say the same."""
+    tree = ast.parse((ROOT / "ckpt_ft" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    froms = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in froms for alias in node.names} == {
+        name: f"ckpt_ft.{home}" for name, home in ckpt_ft._HOMES.items()
+    }
+
+
+def test_importing_it_loads_nothing_heavy_and_takes_no_time() -> None:
+    assert HEAVY & loaded_after("import ckpt_ft") == set()
+    code = "import time; t = time.perf_counter(); import ckpt_ft; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.15
+
+
+def test_using_it_leaves_the_optional_alone() -> None:
+    names = ", ".join(sorted(PUBLIC - {"ACCallback"}))
+    assert {"diffusers", "datasets", "matplotlib", "typer", "peft"} & loaded_after(
+        f"from ckpt_ft import {names}"
+    ) == set()
 
 
 def test_the_installed_package_is_the_described_one() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 _PRELOAD = [
     "torch",
@@ -70,14 +70,10 @@ def _run(send: Connection, function: Callable[..., Any], args: tuple[Any, ...]) 
     try:
         result = ("ok", function(*args), "")
     except torch.OutOfMemoryError as error:
-        result = ("oom", None, _line(error))
+        result = ("oom", None, one_line(error, 300))
     except UserError as error:
-        result = ("skipped", None, _line(error))
+        result = ("skipped", None, one_line(error, 300))
     except Exception as error:  # whatever goes wrong is this case's result
-        result = ("error", None, f"{type(error).__name__}: {_line(error)}")
+        result = ("error", None, f"{type(error).__name__}: {one_line(error, 300)}")
     send.send(result)
     send.close()
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.memory.record.trace import PHASES
+from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.units import GIB
 
 from .claims import both

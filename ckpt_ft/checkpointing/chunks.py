@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,28 @@ from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.units import MIB
 
-from .logits import Logits, Projection
+from .projection import Projection
 
 # Of fp32 logits in one chunk. About four tensors of that size are alive at once: logits, cast, log-softmax, gradient.
 CHUNK_BYTES = 64 * MIB
 _HALF = (torch.bfloat16, torch.float16)
 
 
+class Deferred(Protocol):
+    """Logits that are not computed yet (see logits.py), as far as their loss asks for them."""
+
+    projection: Projection
+    width: int
+
+    def positions(self) -> torch.Tensor:
+        """The layer's input."""
+
+    def whole(self, reason: str) -> torch.Tensor:
+        """All logits, with a warning."""
+
+
 def cross_entropy(
-    input: Logits,
+    input: Deferred,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,

@@ -6,80 +6,90 @@ import io
 import re
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-if TYPE_CHECKING:
-    from .apply import AppliedPolicy
+from ckpt_ft.policy import Policy
+from ckpt_ft.tables import WIDTH, Table, print_table
+
+from .standin import Installed
 
 # What diffusers' own switch re-runs: the elements of these lists, where their owner carries the flag
 _DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks", "temp_convs", "motion_modules"}
 
 
-def rows(applied: AppliedPolicy) -> list[dict[str, Any]]:
-    """One row for each class of module: `module`, `count`, `re-run` (how many), `kept` (what stays for backward)."""
-    inside = ", ".join(applied.policy.save) or "input only"
-    covered = Counter(type(region.module).__name__ for region in applied.regions)
-    blocks = Counter(type(block).__name__ for block in applied.found.blocks.values())
-    open_blocks = Counter(type(applied.found.blocks[name]).__name__ for name in applied.uncovered)
-    kept_open = "see pointwise" if applied.policy.pointwise else "everything"
-    table = []
-    for kind, count in covered.items():
+@dataclass(frozen=True)
+class Coverage:
+    """What a policy does to a model.
+
+    blocks: all that were found; uncovered: names of those in which nothing is re-run. rerun: the modules that are
+    re-run, in `segments` runs of several and `alone`. engines: those that are installed.
+    """
+
+    policy: Policy
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    uncovered: Sequence[str]
+    rerun: Sequence[nn.Module]
+    segments: int
+    alone: int
+    engines: Sequence[Installed]
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A class of modules: how many there are, how many are re-run, and what stays for backward."""
+
+    module: str
+    count: int
+    rerun: int
+    kept: str
+
+
+def covered(of: Coverage) -> list[Covered]:
+    """One row for each class of module that is re-run, then for the blocks that are not."""
+    inside = ", ".join(of.policy.save) or "input only"
+    rerun = Counter(type(module).__name__ for module in of.rerun)
+    blocks = Counter(type(block).__name__ for block in of.blocks.values())
+    open_blocks = Counter(type(of.blocks[name]).__name__ for name in of.uncovered)
+    kept_open = "see pointwise" if of.policy.pointwise else "everything"
+    found = []
+    for kind, count in rerun.items():
         total = blocks.get(kind, count)
-        table.append(
-            {
-                "module": kind,
-                "count": total,
-                "re-run": count,
-                "kept": inside if count == total else f"{inside}; others {kept_open}",
-            }
-        )
-    for kind, count in open_blocks.items():
-        if kind not in covered:
-            table.append({"module": kind, "count": count, "re-run": 0, "kept": kept_open})
-    return table
+        found.append(Covered(kind, total, count, inside if count == total else f"{inside}; others {kept_open}"))
+    return found + [Covered(kind, count, 0, kept_open) for kind, count in open_blocks.items() if kind not in rerun]
 
 
-def table(applied: AppliedPolicy) -> str:
+def explain(of: Coverage) -> str:
     """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    main = Table(
-        "module",
-        "count",
-        "re-run",
-        "kept for backward",
-        title=f"policy {applied.policy} on {type(applied.model).__name__}",
-    )
-    for row in rows(applied):
-        main.add_row(row["module"], str(row["count"]), str(row["re-run"]), row["kept"])
-    console.print(main)
-    for name, engine in applied.engines:
-        described = engine.describe()
-        extra = Table(*described[0], title=name) if described else Table(title=name)
-        for row in described:
-            extra.add_row(*(str(value) for value in row.values()))
-        console.print(extra)
-    for line in _notes(applied):
-        console.print(line)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
+    cells = [(row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
+    title = f"Policy {of.policy} on {type(of.model).__name__}"
+    print_table(Table(title, ("module", "count", "re-run", "kept for backward"), cells, text=(0, 3)), console)
+    for engine in of.engines:
+        cells = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
+        print_table(Table(engine.term, ("module", "count", "dropped", "kept"), cells, text=(0, 2, 3)), console)
+    for line in _notes(of):
+        console.print(line, markup=False)
+    return out.getvalue()
 
 
-def _notes(applied: AppliedPolicy) -> list[str]:
-    total, open_blocks = len(applied.found.blocks), len(applied.uncovered)
-    notes = (
-        [f"{total - open_blocks} of {total} blocks are re-run, whole or in part"] if applied.policy.checkpoints else []
-    )
-    if applied.policy.scope in ("segments", "sqrt"):
-        runs = len({id(wrapper.segment) for wrapper in applied.installed if hasattr(wrapper, "segment")})
-        alone = sum(1 for wrapper in applied.installed if not hasattr(wrapper, "segment"))
-        notes.append(f"in {runs + alone} segments: only the first block's input of each is kept")
-    own = _diffusers_coverage(applied.model, list(applied.found.blocks))
-    if own is not None and applied.policy.checkpoints:
+def _notes(of: Coverage) -> list[str]:
+    total, policy = len(of.blocks), of.policy
+    notes = []
+    if policy.checkpoints:
+        notes.append(f"{total - len(of.uncovered)} of {total} blocks are re-run, whole or in part")
+    if policy.scope in ("segments", "sqrt"):
+        notes.append(f"in {of.segments + of.alone} segments: only the first block's input of each is kept")
+    own = _diffusers_coverage(of.model, list(of.blocks))
+    if own is not None and policy.checkpoints:
         notes.append(f"diffusers' own switch would cover {own} of {total}")
-    if applied.policy.budget is not None:
+    if policy.budget is not None:
         notes.append("budget takes effect under torch.compile only")
     return notes
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,8 +24,9 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
-from .logits import Logits, Projection
-from .standin import Installed, StandIn, warn_once
+from .logits import Logits
+from .projection import Projection
+from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -174,12 +176,12 @@ def install(model: nn.Module) -> Installed:
     """
     lm, layer = _find(model)
     kind = type(lm).__name__
-    row = {"term": "head", "module": kind, "count": 1, "dropped": "logits", "kept": "the output layer's input"}
+    row = Treated(kind, 1, "logits", "the output layer's input")
     fused = _fused_loss(lm)
     if fused:
-        return Installed([], [{**row, "kept": f"as {fused}, which is on, does: 'head' is not needed"}])
+        return Installed("head", [], [replace(row, kept=f"as {fused}, which is on, does: 'head' is not needed")])
     output_layer = OutputLayer(layer)
-    return Installed([output_layer, Deferring(lm, output_layer)], [row])
+    return Installed("head", [output_layer, Deferring(lm, output_layer)], [row])
 
 
 def _fused_loss(lm: nn.Module) -> str:

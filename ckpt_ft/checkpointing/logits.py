@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from ckpt_ft.errors import WorkFailed
-
-if TYPE_CHECKING:
-    from .head import OutputLayer
+from .chunks import cross_entropy
+from .projection import Projection, unchanged
 
 _ELEMENTWISE = {"add", "clamp", "div", "mul", "sub", "tanh", "true_divide"}
 _CASTS = {"float", "to", "type"}  # what they return may be the very tensor that they are given
@@ -40,39 +37,6 @@ _WHOLE = (
     "float",
 )
 _OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
-
-
-_OWN: Mapping[str, torch.Tensor] = MappingProxyType({})  # the layer's own parameters
-
-
-@dataclass(frozen=True)
-class Projection:
-    """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
-
-    layer: OutputLayer
-    autocast: tuple[str, torch.dtype, bool]
-    steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
-
-    def rows(
-        self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
-    ) -> torch.Tensor:
-        """Logits [n, vocabulary] of positions [n, hidden], within `OutputLayer.call`.
-
-        Args:
-            hidden: the positions.
-            parameters: by name, what the layer uses in place of its own.
-        """
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype, enabled):
-            logits = self.layer.rows(hidden, parameters)
-        for function, args, kwargs in self.steps:
-            logits = function(logits, *args, **kwargs)
-        return logits
-
-    def whole(self, hidden: torch.Tensor, version: int) -> torch.Tensor:
-        """All logits at once, with gradients wherever they are computed."""
-        with torch.enable_grad():
-            return self.layer.call(self.rows, unchanged(hidden, version))
 
 
 class Logits:
@@ -193,8 +157,6 @@ class Logits:
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` returns without computing the logits; None where that cannot be."""
         if func is F.cross_entropy:
-            from .chunks import cross_entropy
-
             return cross_entropy(*args, **kwargs) if self.ndim == 2 else None
         if not all(_same_for_all_rows(value) for value in (*args[1:], *kwargs.values())):
             return None
@@ -254,19 +216,6 @@ class _Made:
             with torch.enable_grad():
                 self.made, self.make = self.make(), None
         return self.made
-
-
-def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
-    """`hidden`, the output layer's input.
-
-    Raises:
-        WorkFailed: it has been written to since the layer was called on it.
-    """
-    if hidden._version != version:
-        raise WorkFailed(
-            "policy 'head': the output layer's input was written to before the loss was computed; leave 'head' out"
-        )
-    return hidden
 
 
 def _same_for_all_rows(value: Any) -> bool:

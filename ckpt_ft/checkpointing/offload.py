@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
-from .standin import Installed, StandIn
+from .standin import Installed, StandIn, Treated
 from .views import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
@@ -287,14 +287,10 @@ def install(
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
     usage = Usage(max_host_bytes)
     stand_ins.append(Offloading(model, usage, min_bytes))
-    row = {
-        "term": "offload",
-        "module": type(model).__name__,
-        "count": 1,
-        "dropped": f"saved tensors of {format_bytes(min_bytes)} and more",
-        "kept": "in host memory" + ("" if max_host_bytes is None else f", {format_bytes(max_host_bytes)} at most"),
-    }
-    return Installed(stand_ins, [row])
+    cap = "" if max_host_bytes is None else f", {format_bytes(max_host_bytes)} at most"
+    dropped = f"saved tensors of {format_bytes(min_bytes)} and more"
+    row = Treated(type(model).__name__, 1, dropped, f"in host memory{cap}")
+    return Installed("offload", stand_ins, [row])
 
 
 def _storages(module: nn.Module) -> set[int]:

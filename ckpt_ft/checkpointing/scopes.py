@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
 
-from .blocks import submodules
-
-if TYPE_CHECKING:
-    from .apply import AppliedPolicy
+from .blocks import Blocks, submodules
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,12 @@ class Region:
     blocks: tuple[str, ...]
 
 
-def regions(applied: AppliedPolicy) -> list[list[Region]]:
-    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks."""
-    policy, found = applied.policy, applied.found
+def regions(policy: Policy, found: Blocks, kind: str) -> list[list[Region]]:
+    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks.
+
+    Raises:
+        UserError: a model of class `kind` has nothing that the scope names.
+    """
     blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
     n = policy.n or 1
     if policy.scope == "full":
@@ -41,8 +41,8 @@ def regions(applied: AppliedPolicy) -> list[list[Region]]:
     if policy.scope == "sqrt":
         return _split(blocks, max(1, round(len(blocks) ** 0.5)))
     if policy.scope == "stages":
-        return [[region] for region in _stage_regions(applied)]
-    return [[region] for region in _member_regions(applied)]
+        return [[region] for region in _stage_regions(policy, found, kind)]
+    return [[region] for region in _member_regions(policy, found, kind)]
 
 
 def _split(blocks: list[Region], n: int) -> list[list[Region]]:
@@ -52,12 +52,11 @@ def _split(blocks: list[Region], n: int) -> list[list[Region]]:
     return [blocks[start:stop] for start, stop in pairwise(ends)]
 
 
-def _stage_regions(applied: AppliedPolicy) -> list[Region]:
-    policy, stages = applied.policy, applied.found.stages
-    kind = type(applied.model).__name__
+def _stage_regions(policy: Policy, found: Blocks, kind: str) -> list[Region]:
+    stages = found.stages
     if not stages:
         raise UserError(
-            f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(applied.found.blocks)} blocks"
+            f"policy '{policy}': {kind} has no stages; segments:N makes runs of its {len(found.blocks)} blocks"
         )
     if not policy.members:
         return [Region(stage.name, stage.module, tuple(stage.blocks)) for stage in stages]
@@ -68,19 +67,19 @@ def _stage_regions(applied: AppliedPolicy) -> list[Region]:
     return [Region(name, block, (name,)) for stage in chosen for name, block in stage.blocks.items()]
 
 
-def _member_regions(applied: AppliedPolicy) -> list[Region]:
+def _member_regions(policy: Policy, found: Blocks, kind: str) -> list[Region]:
     regions: dict[str, Region] = {}
-    for member in applied.policy.members:
+    for member in policy.members:
         inside = {
             path: Region(path, module, (name,))
-            for name, block in applied.found.blocks.items()
+            for name, block in found.blocks.items()
             for path, module in submodules(name, block, member).items()
         }
         if not inside:
-            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in applied.found.blocks.values()))
+            kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in found.blocks.values()))
             raise UserError(
-                f"policy '{applied.policy}': no {member} submodule in the blocks of "
-                f"{type(applied.model).__name__} ({kinds}); full and save:... work on whole blocks"
+                f"policy '{policy}': no {member} submodule in the blocks of "
+                f"{kind} ({kinds}); full and save:... work on whole blocks"
             )
         regions.update(inside)
     return list(regions.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -94,11 +95,21 @@ class OneDevice:
         del self.model._replicate_for_data_parallel
 
 
-class Installed:
-    """What an engine did to a model."""
+@dataclass(frozen=True)
+class Treated:
+    """What an engine did to a class of modules: how many, what is dropped of them, what is kept instead."""
 
-    def __init__(self, stand_ins: Sequence[StandIn], rows: list[dict[str, Any]]) -> None:
-        self.stand_ins, self.rows = list(stand_ins), rows
+    module: str
+    count: int
+    dropped: str
+    kept: str
+
+
+class Installed:
+    """What an engine did to a model; `term` is the engine's in a policy."""
+
+    def __init__(self, term: str, stand_ins: Sequence[StandIn], rows: list[Treated]) -> None:
+        self.term, self.stand_ins, self.rows = term, list(stand_ins), rows
 
     def remove(self) -> None:
         """Give every module the forward it had; a second call does nothing."""
@@ -115,8 +126,8 @@ class Installed:
         for stand_in in self.stand_ins:
             stand_in.put_back()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Rows for `explain()`: module class, how many, what is dropped and what is kept instead."""
+    def describe(self) -> list[Treated]:
+        """Rows for `explain()`."""
         return self.rows
 
 

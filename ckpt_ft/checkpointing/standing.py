@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ckpt_ft.errors import UserError
 
+from .handle import MARK, AppliedPolicy, made
 from .standin import StandIn
-
-if TYPE_CHECKING:
-    from .apply import AppliedPolicy
-
-MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
-made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a part does not know the model that it is in
 
 
 def policies_on(model: nn.Module) -> list[AppliedPolicy]:

@@ -9,20 +9,23 @@ import gc
 import json
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ckpt_ft.errors import UserError, run
+from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.memory.record.events import Holder
+from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.policy import Policy
+from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from . import recipe
+from .console import progress, stdout
 from .options import ONE_PROCESS, AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 from .planning import register
 
@@ -53,7 +56,7 @@ def _main() -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
-        raise UserError(" ".join(error.format_message().split())) from error
+        raise UserError(one_line(error.format_message())) from error
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Estimate:
     peak_reserved: int
     peaks: dict[str, int]
     at_peak: dict[str, int]
-    holders: list[dict[str, Any]]
+    holders: list[Holder]
     seconds: float | None
     capacity: int | None
     context: int
@@ -102,13 +105,13 @@ def estimate(
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
-    with _progress() as progress:
-        progress(f"building {model} from its config")
+    with progress() as say:
+        say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
-        progress(f"tracing two steps of {type(workload.model).__name__} for {device}")
+        say(f"tracing two steps of {type(workload.model).__name__} for {device}")
         result = _estimate(workload, policy, batch_size, limit)
     if as_json:
-        print(json.dumps({**result.__dict__, "headroom": result.headroom}, indent=2))
+        print(json.dumps({**asdict(result), "headroom": result.headroom}, indent=2))
     else:
         _print_estimate(result)
 
@@ -129,28 +132,24 @@ def explain(
 
     Policy.parse(policy)
     gpu = gpu_or_cpu(device)
-    with _progress() as progress:
-        progress(f"building {model} from its config")
+    with progress() as say:
+        say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
         kept = {}
         for name in dict.fromkeys(("none", policy)):
-            progress(f"tracing a step under {name}")
+            say(f"tracing a step under {name}")
             applied = apply_policy(workload.model, name)
             kept[name] = workload.trace(batch_size).module_activations()
         blocks = applied.found.blocks or apply_policy(workload.model, "full").found.blocks
     print(applied.explain())
-    table = Table(
-        "kind of block",
-        "blocks",
-        *(f"kept by one, {name}" for name in kept),
-        title=f"activations kept for backward, batch {batch_size}",
-    )
+    rows = []
     for kind in dict.fromkeys(type(block).__name__ for block in blocks.values()):
         names = [name for name, block in blocks.items() if type(block).__name__ == kind]
-        per_block = [format_bytes(_inside(activations, names) // len(names)) for activations in kept.values()]
-        table.add_row(kind, str(len(names)), *per_block)
-    table.add_row("whole model", "", *(format_bytes(sum(activations.values())) for activations in kept.values()))
-    Console(width=120).print(table)
+        per_block = (format_bytes(_inside(activations, names) // len(names)) for activations in kept.values())
+        rows.append((kind, str(len(names)), *per_block))
+    rows.append(("whole model", "", *(format_bytes(sum(activations.values())) for activations in kept.values())))
+    header = ("kind of block", "blocks", *(f"kept by one, {name}" for name in kept))
+    print_table(Table(f"Activations kept for backward, batch {batch_size}", header, rows), stdout())
 
 
 @app.command()
@@ -167,8 +166,8 @@ def check(
     from ckpt_ft.planning.check import check_model
 
     Policy.parse(policy)
-    with _progress() as progress:
-        progress(f"running {model} with and without '{policy}'")
+    with progress() as say:
+        say(f"running {model} with and without '{policy}'")
         parity = check_model(model, policy, settings, batch_size, seed)
     print(parity)
     if not parity.ok:
@@ -204,7 +203,7 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
         peak_reserved=trace.peak_reserved,
         peaks=trace.peaks,
         at_peak=trace.at_peak,
-        holders=[holder.__dict__ for holder in trace.holders(8)],
+        holders=trace.grouped_holders(8),
         seconds=trace.seconds if gpu else None,
         capacity=capacity,
         context=0 if gpu is None else gpu.context + (0 if workload.launch is None else nccl_bytes(gpu)),
@@ -214,54 +213,38 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
 
 
 def _print_estimate(result: Estimate) -> None:
-    console = Console(width=120)
+    console = stdout()
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
-    console.print(
-        f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
-    )
-    main = Table("predicted", "")
-    for phase, nbytes in result.peaks.items():
-        main.add_row(f"peak allocated, {phase}", format_bytes(nbytes))
-    main.add_row("peak allocated", format_bytes(result.peak_allocated))
-    for category, nbytes in result.at_peak.items():
-        if nbytes:
-            main.add_row(f"  of it {category}", format_bytes(nbytes))
-    main.add_row("peak reserved", format_bytes(result.peak_reserved))
-    if result.context:
-        main.add_row(f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context))
-    if result.seconds is not None:
-        main.add_row("seconds per step", f"{result.seconds:.3f}")
-    console.print(main)
-    holders = Table("module", "operator", "kind", "held", title="what holds the peak")
-    for holder in result.holders:
-        holders.add_row(
-            holder["module"] or "-", holder["op"] or "-", holder["category"], format_bytes(holder["nbytes"])
-        )
-    console.print(holders)
+    said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
+    console.print(said, markup=False)
+    print_table(Table("", ("predicted", ""), list(_figures(result))), console)
+    print_table(holders_table(result.holders, result.peak_allocated), console)
     if result.headroom is not None and result.capacity is not None:
         room = format_bytes(abs(result.headroom))
         verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
         console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
     for note in result.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
+
+
+def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
+    for phase, nbytes in result.peaks.items():
+        yield f"peak allocated, {phase}", format_bytes(nbytes)
+    yield "peak allocated", format_bytes(result.peak_allocated)
+    for category, nbytes in result.at_peak.items():
+        if nbytes:
+            yield f"  of it {category}", format_bytes(nbytes)
+    yield "peak reserved", format_bytes(result.peak_reserved)
+    if result.context:
+        yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
+    if result.seconds is not None:
+        yield "seconds per step", f"{result.seconds:.3f}"
 
 
 def _inside(activations: dict[str, int], names: list[str]) -> int:
     prefixes = tuple(f"{name}." for name in names)
     return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
-
-
-class _progress:
-    """A status line on stderr while something runs, silent where stderr is no terminal."""
-
-    def __enter__(self) -> Any:
-        self.status = Console(stderr=True).status("")
-        self.status.start()
-        return self.status.update
-
-    def __exit__(self, *exception: Any) -> None:
-        self.status.stop()
 
 
 register(app)

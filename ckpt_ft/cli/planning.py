@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ckpt_ft.units import format_bytes, format_number, parse_bytes
+from ckpt_ft.files import write
+from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.tables import print_table
+from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
+from .console import progress, stdout
 from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.plan_file import cache_path, write_json
+    from ckpt_ft.planning.plan_file import cache_path
     from ckpt_ft.workloads.model_config import read_config
 
     asked = {
@@ -67,9 +68,9 @@ def plan(
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)
-        write_json(cached, found.to_json())
+        write(cached, found.to_json())
     if output:
-        write_json(Path(output), found.to_json())
+        write(output, found.to_json())
     if plot:
         found.plot(plot)
     if as_json:
@@ -97,11 +98,11 @@ def max_batch(
     from ckpt_ft.planning.batch_size import predict_max_batch_size
     from ckpt_ft.workloads.load import load
 
-    with _progress() as progress:
-        progress(f"building {model} from its config")
+    with progress() as say:
+        say(f"building {model} from its config")
         workload = load(model, settings, gpu_or_cpu(device) or "cpu")
         found = predict_max_batch_size(
-            workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=progress
+            workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=say
         )
     if as_json:
         answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)}
@@ -135,8 +136,8 @@ def _read(path: Path) -> Plan | None:
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
     from ckpt_ft.training.text.dataset_lengths import dataset_lengths
 
-    with _progress() as progress:
-        progress(f"reading {dataset}")
+    with progress() as say:
+        say(f"reading {dataset}")
         return dataset_lengths(dataset, model, seq_length)
 
 
@@ -149,58 +150,21 @@ def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, leng
     asked = dict(asked)
     gpu = gpu_or_cpu(asked.pop("device"))
     make_room(asked["budget"], gpu, asked["margin"], settings.launch)  # a bad budget is said before anything is built
-    with _progress() as progress:
-        progress(f"building {model} from its config")
+    with progress() as say:
+        say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu", lengths)
-        return make_plan(workload, **asked, jobs=jobs or cores(), report=progress)
+        return make_plan(workload, **asked, jobs=jobs or cores(), report=say)
 
 
 def print_plan(plan: Plan) -> None:
     """The rows, the pick and why, what holds its peak, and what else would lower it."""
-    console = Console(width=120)
-    speed = "samples/s" if plan.device != "cpu" else "nominal samples/s"
-    table = Table(
-        "policy", "batch", "peak allocated", "reserved", "s/step", speed, "", title=f"{plan.model} on {plan.device}"
-    )
-    edge = plan.frontier
-    for row in plan.rows:
-        mark = "pick" if row == plan.best else "frontier" if row in edge else ""
-        sizes = str(row.batch), format_bytes(row.peak), format_bytes(row.reserved)
-        table.add_row(row.policy, *sizes, format_number(row.seconds), format_number(row.samples_per_second), mark)
-    console.print(table)
-    console.print(f"pick: {plan.why}", highlight=False)
+    console = stdout()
+    print_table(plan.rows_table, console)
+    console.print(f"pick: {plan.why}", markup=False)
     if plan.data:
-        console.print(plan.data, highlight=False)
-    holders = Table("module", "operator", "kind", "held", title="what holds the pick's peak")
-    for holder in plan.holders:
-        names = (holder[key] or "-" for key in ("module", "op", "category"))
-        holders.add_row(*names, format_bytes(holder["nbytes"]))
-    console.print(holders)
+        console.print(plan.data, markup=False)
+    print_table(holders_table(plan.holders, plan.best.peak), console)
     for fix in plan.fixes:
         cost = f"{abs(fix.slower):.1%} {'slower' if fix.slower > 0 else 'faster'} a sample"
         saves = f"save {format_bytes(fix.saves)}, " if fix.saves > 0 else "be "
-        console.print(f"would {saves}{cost}: {fix.change}", highlight=False)
-
-
-class _progress:
-    """A bar on stderr that fills with every trace, silent where stderr is no terminal.
-
-    How many there will be is known only at the end: it is full at 16 sessions, which is what most plans take.
-    """
-
-    def __enter__(self) -> Callable[[str], None]:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.bar.start()
-        task = self.bar.add_task("", total=16)
-
-        def report(line: str) -> None:
-            self.bar.update(task, description=line if len(line) < 70 else f"{line[:67]}...", advance=1)
-
-        return report
-
-    def __exit__(self, *exception: Any) -> None:
-        self.bar.stop()
+        console.print(f"would {saves}{cost}: {fix.change}", markup=False)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.memory.record.events import Holder
+from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
+from ckpt_ft.tables import Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
@@ -39,7 +41,7 @@ class Plan:
         room: budget, context and margin in bytes.
         fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
         data: how long the dataset's rows are, in words; "" for batches that are all alike.
-        holders: the largest holders of the peak of `best`, as dicts of memory.trace.Holder.
+        holders: the largest holders of the peak of `best`.
         rejected: policies that are no candidates for this model, and why.
         model, device, target: what the plan is for; `fingerprint` is the model's.
         versions: what it was made with.
@@ -52,7 +54,7 @@ class Plan:
     target: str
     fingerprint: str
     fixes: list[Fix] = field(default_factory=list)
-    holders: list[dict[str, Any]] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     data: str = ""
     versions: dict[str, str] = field(default_factory=versions)
@@ -97,7 +99,8 @@ class Plan:
             document.pop("best")
             rows = [Candidate(**row) for row in document.pop("rows")]
             fixes = [Fix(**fix) for fix in document.pop("fixes")]
-            plan = cls(rows=rows, room=Room(**document.pop("room")), fixes=fixes, **document)
+            holders = [Holder(**holder) for holder in document.pop("holders")]
+            plan = cls(rows=rows, room=Room(**document.pop("room")), fixes=fixes, holders=holders, **document)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise UserError(f"{source}: not a plan; `ckpt-ft plan MODEL --output plan.json` writes one") from error
         if not plan.rows:
@@ -112,24 +115,43 @@ class Plan:
                 "or dtypes); make a plan for it, or use --ac_policy auto"
             )
 
+    @property
+    def speed(self) -> str:
+        """What its speeds are: those of "cpu" are nominal."""
+        return "samples/s" if self.device != "cpu" else "nominal samples/s"
+
+    @property
+    def rows_table(self) -> Table:
+        """The rows as a table; the last column marks the pick and the frontier."""
+        edge = self.frontier
+        rows = [
+            (
+                row.policy,
+                str(row.batch),
+                format_bytes(row.peak),
+                format_bytes(row.reserved),
+                format_number(row.seconds),
+                format_number(row.samples_per_second),
+                "pick" if row == self.best else "frontier" if row in edge else "",
+            )
+            for row in self.rows
+        ]
+        header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "")
+        return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6))
+
     def table(self) -> str:
         """The rows as a Markdown table."""
-        lines = [
-            "| policy | batch | peak allocated | reserved | seconds | samples/s |",
-            "|---|---:|---:|---:|---:|---:|",
-        ]
-        for row in self.rows:
-            speed = f"{format_number(row.seconds)} | {format_number(row.samples_per_second)}"
-            lines.append(
-                f"| {row.policy} | {row.batch} | {format_bytes(row.peak)} | {format_bytes(row.reserved)} | {speed} |"
-            )
-        return "\n".join(lines)
+        return markdown_table(self.rows_table)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw samples a second against bytes reserved to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
-        from .plotting import plot_plan
+        """Draw samples a second against bytes reserved to `path`: PNG, SVG or PDF by its suffix.
 
-        return plot_plan(self, Path(path))
+        Raises:
+            UserError: matplotlib is not installed, or the suffix is another.
+        """
+        title, speed = f"{self.model} on {self.device}", self.speed
+        speed = speed if speed.startswith("nominal") else f"predicted {speed}"
+        return draw_plan(path, self.rows, self.frontier, limit=self.room.limit, title=title, speed=speed)
 
 
 @or_loop
@@ -177,7 +199,7 @@ def plan(
             raise UserError(_too_small(search, workload.model))
         best = tracer.traced[found[0].policy, found[0].batch]
         assert not isinstance(best, str), "a candidate has a trace"
-        holders = [asdict(holder) for holder in best.holders(8)]
+        holders = best.grouped_holders(8)
         fixes = advise(tracer, found[0], best, batch_size is not None)
     return Plan(
         rows=found,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.files import cache_root
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,19 +64,8 @@ def source_digest() -> str:
 
 
 def cache_path(question: Mapping[str, Any]) -> Path:
-    """Where the answer to `question` (all that a plan depends on) is kept: in $CKPT_FT_CACHE, or ~/.cache/ckpt_ft."""
+    """Where the answer to `question` (all that a plan depends on) is kept."""
     text = json.dumps(
         {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
     )
-    base = (
-        os.environ.get("CKPT_FT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckpt_ft"
-    )
-    return Path(base) / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def write_json(path: Path, text: str) -> None:
-    """Write a file whole or not at all: another process may read it meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    return cache_root() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

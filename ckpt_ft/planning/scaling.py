@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from ckpt_ft.memory.record.trace import Op, StepTrace, Storage
+from ckpt_ft.memory.record.events import Op, Storage
+from ckpt_ft.memory.record.trace import StepTrace
 
 Value = TypeVar("Value", bound=tuple[int, ...])
 _AMBIGUOUS = None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.memory.measure.profiler import MemoryProfiler

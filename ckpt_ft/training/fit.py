@@ -24,7 +24,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
@@ -133,7 +133,7 @@ def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
             if not is_oom(error) or not _may_replan(trainer, fitted):
                 raise
             traceback.clear_frames(error.__traceback__)
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             failed = error
         memory.close()
         trainer.optimizer = trainer.lr_scheduler = None
@@ -174,7 +174,7 @@ def run_within(
             if not (automatic and _replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
                 raise
             failed = WorkFailed(*error.args)  # without the frames that hold the model
-            reason = " ".join(str(error.__cause__).split())
+            reason = one_line(error.__cause__)
         except UserError:
             if failed is None:
                 raise

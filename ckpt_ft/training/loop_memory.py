@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.apply import AppliedPolicy, apply_policy
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model {args.model_name_or_path}: no tokenizer can be loaded: {_reason(error)}") from error
+        raise UserError(f"model {args.model_name_or_path}: no tokenizer can be loaded: {one_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -96,7 +96,7 @@ def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedM
     try:
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"model {args.model_name_or_path} cannot be loaded: {_reason(error)}") from error
+        raise UserError(f"model {args.model_name_or_path} cannot be loaded: {one_line(error)}") from error
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
@@ -120,7 +120,7 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"--lora_target_modules {' '.join(targets or ['(none given)'])}: {_reason(error)}") from error
+        raise UserError(f"--lora_target_modules {' '.join(targets or ['(none given)'])}: {one_line(error)}") from error
 
 
 def _quantization(args: ModelArguments) -> Any:
@@ -142,7 +142,3 @@ def _this_device() -> dict[str, Any]:
     from accelerate import PartialState
 
     return {"": PartialState().device}
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())

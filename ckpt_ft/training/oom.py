@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ckpt_ft.errors import WorkFailed
+from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.policy import Policy
 
 # From what keeps most to what keeps least: each drops something that the one before it keeps.
@@ -68,7 +68,7 @@ def advise_on_oom(memory: Measured, batch_flag: str = "--per_device_train_batch_
 
 
 def _advice(memory: Measured, error: Exception, batch_flag: str) -> str:
-    lines = [f"out of memory: {' '.join(str(error).split())}"]
+    lines = [f"out of memory: {one_line(error)}"]
     holders = memory.peak_holders()
     if holders:
         lines += ["What held the peak:", *(f"  {holder}" for holder in holders)]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft import plots
+from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.memory.record.holders import holder_line
 from ckpt_ft.policy import Policy
-from ckpt_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -53,13 +53,13 @@ def add_prediction(report: MemoryReport, processes: int, trace: Callable[[], Ste
         report.predict(predicted)
         report.notes += [f"Prediction: {note}." for note in predicted.notes]
     except Exception as error:  # a prediction must not cost the run that it describes
-        report.notes.append(f"no prediction: {' '.join(str(error).split())}")
+        report.notes.append(f"no prediction: {one_line(error)}")
 
 
 def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:
     """What held this process's highest peak, the largest first; empty where that is not known."""
     held = [] if profiler is None else profiler.holders(n)
-    return [f"{format_bytes(h.nbytes)}  {h.category}  {h.op}  {h.module}".rstrip() for h in held]
+    return [holder_line(holder) for holder in held]
 
 
 def write_reports(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
@@ -72,5 +72,5 @@ def write_reports(report: MemoryReport, kinds: Sequence[str], output_dir: str) -
         report.to_json(base.with_suffix(".json"))
     if "md" in kinds:
         report.to_markdown(base.with_suffix(".md"))
-    if "png" in kinds and importlib.util.find_spec("matplotlib"):
+    if "png" in kinds and plots.available():
         report.plot(base.with_suffix(".png"))

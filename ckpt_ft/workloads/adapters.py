@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .settings import DTYPES, Settings
 
@@ -28,9 +28,7 @@ def adapt(model: Any, settings: Settings) -> Any:
                 model, LoraConfig(r=settings.lora_r, lora_alpha=2 * settings.lora_r, target_modules=targets)
             )
     except ValueError as error:
-        raise UserError(
-            f"--lora-targets {' '.join(settings.lora_targets)}: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise UserError(f"--lora-targets {' '.join(settings.lora_targets)}: {one_line(error, 200)}") from error
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:

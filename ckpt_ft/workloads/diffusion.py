@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt
 from .settings import DTYPES, Settings
@@ -39,7 +39,7 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         with torch.device("meta"):
             model = built_class.from_config(dict(config)).to(DTYPES[settings.dtype]).train()
     except Exception as error:
-        raise UserError(f"{name}: its config does not make a model: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     scale = 1 if kind == "UNet2DModel" else 8  # pixels of an image for one of a latent
     side = settings.resolution // scale if settings.resolution else int(model.config.sample_size or 128)
     if settings.resolution % 8:

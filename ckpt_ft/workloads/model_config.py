@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 KNOWN = Path(__file__).parent / "configs" / "known.json"
 
@@ -53,7 +53,7 @@ def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
         try:
             return _read_json(Path(hf_hub_download(name, candidate, local_files_only=offline)))
         except HfHubHTTPError as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error, 160)
         except (HFValidationError, OSError):  # no such name; not in the cache
             continue
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt
 from .settings import DTYPES, Settings
@@ -104,7 +104,7 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
                 parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None
             )
     except Exception as error:
-        raise UserError(f"{name}: its config does not make a model: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     return model.train()
 
 

@@ -453,7 +453,7 @@ def test_trls_chunked_loss_needs_no_head(first: str) -> None:
     add_fused_lm_head(model)
     if first == "trl":
         row = head.install(model).describe()[0]
-        assert row["kept"] == "as TRL's chunked loss, which is on, does: 'head' is not needed"
+        assert row.kept == "as TRL's chunked loss, which is on, does: 'head' is not needed"
         assert "forward" not in model.lm_head.__dict__
     model(**inputs, fused_lm_head=True).loss.backward()
     assert model.lm_head.weight.grad is not None
@@ -469,14 +469,7 @@ def test_what_cannot_be_treated() -> None:
 def test_remove_and_describe() -> None:
     model, _ = build("llama")
     installed = head.install(model)
-    assert installed.describe() == [
-        {
-            "term": "head",
-            "module": "LlamaForCausalLM",
-            "count": 1,
-            "dropped": "logits",
-            "kept": "the output layer's input",
-        }
-    ]
+    assert installed.term == "head"
+    assert installed.describe() == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
     installed.remove()
     assert not any("forward" in module.__dict__ for module in model.modules())

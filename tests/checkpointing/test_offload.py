@@ -163,7 +163,7 @@ def test_written_to_after_a_block_saved_it_is_an_error() -> None:
     for policy in ("full", "full,offload"):
         model = Edits(2)
         applied = apply_policy(model, policy)
-        for _, engine in applied.engines:
+        for engine in applied.engines:
             engine.stand_ins[-1].min_bytes = NBYTES  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(torch.randn(ROWS, WIDTH)).backward()

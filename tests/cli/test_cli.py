@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,9 @@ def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
     fits = ask("estimate", config, "--device", "t4", "--seq-length", "64")
     assert "fits," in fits.out
     assert "of 14.56 GiB" in fits.out
+    assert "What holds the peak" in fits.out
+    assert "model.layers.*." in fits.out
+    assert "all else" in fits.out
     assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
 
 
@@ -169,9 +171,3 @@ def test_broken_configs(ask: Any, tmp_path: Path, content: str) -> None:
     answer = ask("estimate", str(path))
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-
-
-def test_importing_the_package_imports_no_optional_library() -> None:
-    code = "import ckpt_ft, sys; print(sorted({'diffusers', 'datasets', 'matplotlib'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -15,6 +15,8 @@ from ckpt_ft.planning import plan as planning
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
     "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,

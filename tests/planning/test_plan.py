@@ -76,6 +76,9 @@ def test_a_plan_is_a_file(llama_plan: Plan, tmp_path: Path) -> None:
     assert json.loads(llama_plan.to_json())["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert llama_plan.plot(tmp_path / "plan.png").stat().st_size > 5000
     assert llama_plan.table().count("\n") == len(llama_plan.rows) + 1
+    layers = [holder for holder in again.holders if holder.module.startswith("model.layers.")]
+    assert layers
+    assert all(holder.module.startswith("model.layers.*.") or holder.module == "model.layers.*" for holder in layers)
 
 
 def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.standin import Installed, StandIn, warn_once
+from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
 from ckpt_ft.errors import UserError
 
 from .cheap_calls import (
@@ -89,11 +89,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
     notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleRegion))
     stand_ins.append(Watched(model, notes_kept))
-    described = [
-        {"term": "pointwise", "module": module, "count": count, "dropped": dropped, "kept": kept}
-        for (module, dropped, kept), count in sorted(rows.items())
-    ]
-    return Installed(stand_ins, described)
+    described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]
+    return Installed("pointwise", stand_ins, described)
 
 
 def _say_compiled() -> None:

@@ -24,13 +24,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.opinfo import tensors
-from ckpt_ft.memory.record.timeline import Timeline, holders
-from ckpt_ft.memory.record.trace import PHASES, Holder, StepTrace
+from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.memory.record.trace import StepTrace
 
 from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
-from .report import FIGURES, MemoryReport, RankMemory, merge_peaks, provenance
+from .records import FIGURES, RankMemory, merge_peaks
+from .report import MemoryReport, provenance
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -154,7 +156,7 @@ class MemoryProfiler:
     def holders(self, n: int = 5) -> list[Holder]:
         """What held the peak of the step that is being measured or has failed, else of the fullest; CPU only."""
         trace = self._failed or (self.meter.latest() if isinstance(self.meter, CpuMeter) else None)
-        return [] if trace is None else holders(trace, n)
+        return [] if trace is None else trace.grouped_holders(n)
 
     def report(self, **facts: Any) -> MemoryReport:
         """The report of all ranks' steps so far; every process must call it.
@@ -186,7 +188,7 @@ class MemoryProfiler:
         trace = self.meter.fullest if isinstance(self.meter, CpuMeter) else None
         if trace is None:
             return record, None
-        record.at_peak, record.holders = trace.at_peak, holders(trace)
+        record.at_peak, record.holders = trace.at_peak, trace.grouped_holders()
         return record, Timeline.from_trace(trace, "measured")
 
     def _cancel(self) -> None:

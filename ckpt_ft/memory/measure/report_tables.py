@@ -1,33 +1,22 @@
-"""How a MemoryReport reads: one list of tables, printed by rich or written as Markdown."""
+"""How a memory report reads: one list of tables, printed by rich or written as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_ft.memory.record.trace import CATEGORIES, PHASES
+from ckpt_ft.memory.record.events import CATEGORIES, PHASES
+from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.tables import DASH, Table, markdown_table, print_table
 from ckpt_ft.units import format_bytes
+
+from .records import RankMemory, RunMemory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .report import MemoryReport, RankMemory
 
-DASH = "-"
-
-
-@dataclass
-class Table:
-    """A title, column heads and cells. Columns in `text` are words, the others numbers."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    text: tuple[int, ...] = (0,)
-
-
-def headline(report: MemoryReport) -> str:
+def headline(report: RunMemory) -> str:
     """One line: the policy, the devices, the batch."""
     facts = report.provenance
     device = report.ranks[0].device
@@ -36,36 +25,23 @@ def headline(report: MemoryReport) -> str:
     return " · ".join(filter(None, (f"policy {facts.get('policy') or 'as it is'}", where, shapes)))
 
 
-def print_report(report: MemoryReport, console: Console | None = None) -> None:
+def print_report(report: RunMemory, console: Console | None = None) -> None:
     """Print `report` to `console`, or to standard output."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table as RichTable
 
     console = console or Console()
     console.print(f"Memory: {headline(report)}", style="bold", markup=False, highlight=False)
     for table in tables(report):
-        grid = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        for i, head in enumerate(table.header):
-            words = i in table.text
-            grid.add_column(
-                head, justify="left" if words else "right", overflow="fold", no_wrap=not words, min_width=4
-            )
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(grid, markup=False)
+        print_table(table, console)
     for line in lines(report):
         console.print(line, markup=False, highlight=False)
 
 
-def markdown_report(report: MemoryReport) -> str:
+def markdown_report(report: RunMemory) -> str:
     """`report` as Markdown."""
     parts = ["# Memory report", headline(report)]
     for table in tables(report):
-        rule = ["---" if i in table.text else "---:" for i in range(len(table.header))]
-        rows = [table.header, tuple(rule), *table.rows]
-        cells = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
-        parts += [f"## {table.title}", "\n".join(f"| {row} |" for row in cells)]
+        parts += [f"## {table.title}", markdown_table(table)]
     parts += lines(report)
     versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
     parts += [
@@ -74,7 +50,7 @@ def markdown_report(report: MemoryReport) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tables(report: MemoryReport) -> Iterator[Table]:
+def tables(report: RunMemory) -> Iterator[Table]:
     """The tables that `report` has figures for, in the order they are read."""
     yield _peaks(report)
     yield _phases(report)
@@ -85,17 +61,7 @@ def tables(report: MemoryReport) -> Iterator[Table]:
         rows = [(name, format_bytes(n := fullest.at_peak[name]), f"{n / total:.0%}") for name in dict.fromkeys(order)]
         yield Table(f"At the peak of rank {fullest.rank}", ("category", "bytes", "share"), rows)
     if fullest.holders:
-        held = [
-            (
-                h.module or DASH,
-                h.op.removeprefix("aten.").removesuffix(".default") or DASH,
-                h.category,
-                str(h.count),
-                format_bytes(h.nbytes),
-            )
-            for h in fullest.holders
-        ]
-        yield Table("What holds the peak", ("module", "op", "category", "count", "bytes"), held, text=(0, 1, 2))
+        yield holders_table(fullest.holders, total)
     if report.predicted:
         yield _predicted(report)
     if report.next_policies:
@@ -103,7 +69,7 @@ def tables(report: MemoryReport) -> Iterator[Table]:
         yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
 
 
-def lines(report: MemoryReport) -> list[str]:
+def lines(report: RunMemory) -> list[str]:
     """What is said in sentences."""
     steps, sampled = report.ranks[0].steps, report.ranks[0].sampled
     said = [
@@ -116,7 +82,7 @@ def lines(report: MemoryReport) -> list[str]:
     return said + report.notes
 
 
-def _peaks(report: MemoryReport) -> Table:
+def _peaks(report: RunMemory) -> Table:
     on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
     header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
     header += ["retries", "OOMs"] if on_gpu else []
@@ -129,7 +95,7 @@ def _peaks(report: MemoryReport) -> Table:
     return Table("Peak memory", tuple(header), rows, text=(0, 1))
 
 
-def _phases(report: MemoryReport) -> Table:
+def _phases(report: RunMemory) -> Table:
     rows = [
         (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in PHASES))
         for rank in report.ranks
@@ -137,7 +103,7 @@ def _phases(report: MemoryReport) -> Table:
     return Table("Peak allocated by phase", ("rank", *PHASES), rows)
 
 
-def _predicted(report: MemoryReport) -> Table:
+def _predicted(report: RunMemory) -> Table:
     """Predicted beside measured; other devices than the predicted one are not compared."""
     predicted, measured = report.predicted, report.fullest
     assert predicted is not None

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from ckpt_ft.memory.distributed.links import collective_seconds
 from ckpt_ft.memory.gpus import GPU
 
+from .events import Op
+
 if TYPE_CHECKING:
     from ckpt_ft.memory.distributed.launch import Launch
-
-    from .trace import Op
 
 TILE = 128 * 128  # elements of the output that one thread block of a large cuBLAS or CUTLASS kernel computes
 KERNEL_SHORTEST, KERNEL_GAP = 2e-6, 0.9e-6  # seconds: an empty kernel, and between two of them (see Host.per_launch)

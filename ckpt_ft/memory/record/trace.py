@@ -14,60 +14,16 @@ from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.allocator.replay import Replay, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.gpus import GPU, find_gpu
 
 from .cost import DEFAULT_HOST, Host, step_seconds
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
-
-CATEGORIES = (
-    "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
-)  # fmt: skip
-PHASES = ("forward", "backward", "optimizer")
-
-
-@dataclass(slots=True)
-class Storage:
-    """One allocation. `op` and `phase` are "" for what existed before the record began."""
-
-    nbytes: int  # as requested, unrounded
-    category: str  # one of CATEGORIES
-    op: str  # "aten.mm.default"
-    module: str  # qualified name of the module that was running, "" outside
-    phase: str  # one of PHASES
-    stream: str = ""  # CUDA stream that it was allocated in, "" for the one that computes
-
-
-@dataclass(slots=True)
-class Op:
-    """One dispatched operator."""
-
-    name: str
-    flops: int  # 2*m*n*k for matmuls, 0 for elementwise
-    nbytes: int  # bytes read and written
-    dtype: str  # "float16": of its main operand
-    phase: str
-    module: str
-    at: int  # how many events had happened before it
-    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
-    stream: str = ""  # that its kernels are issued to
-    wire: int = 0  # bytes that this rank sends in a collective
-
-
-@dataclass(frozen=True)
-class Holder:
-    """What one op in one module holds at the peak: `count` storages, `nbytes` together."""
-
-    module: str
-    op: str
-    category: str
-    nbytes: int
-    count: int
+from .events import CATEGORIES, PHASES, Holder, Op, Storage
+from .holders import grouped
+from .timeline import Timeline
 
 
 @dataclass
@@ -163,6 +119,10 @@ class StepTrace:
         rows = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
         return sorted(rows, key=lambda row: -row.nbytes)[:n]
 
+    def grouped_holders(self, n: int = 10) -> list[Holder]:
+        """The `n` largest holders of the peak, with a model's repeated layers taken together, as "layers.*.mlp"."""
+        return grouped(self.holders(len(self.storages)))[:n]
+
     def module_activations(self) -> dict[str, int]:
         """Bytes of activations that each module's forward left when the measured step's first backward begins."""
         begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
@@ -187,9 +147,7 @@ class StepTrace:
     @property
     def seconds(self) -> float:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
-        from ckpt_ft.memory import gpus
-
-        return self.seconds_on(self.gpu or gpus.find_gpu(self.device))
+        return self.seconds_on(self.gpu or find_gpu(self.device))
 
     def seconds_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> float:
         """Predicted seconds of the measured step were its kernels run on `gpu`."""
@@ -205,10 +163,13 @@ class StepTrace:
         return recorded + (self.micro_batches - len(forwards)) * (recorded - without)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw `timeline()` as stacked areas to `path` (PNG, SVG or PDF by its suffix); needs matplotlib."""
-        from .plotting import plot_timeline
+        """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.
 
-        return plot_timeline(self, Path(path))
+        Raises:
+            UserError: matplotlib is not installed, or the suffix is another.
+        """
+        source = "measured" if self.device == "cpu" else "predicted"
+        return Timeline.from_trace(self, source).draw(path, f"one training step on {self.device}")
 
     def to_json(self) -> str:
         """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
@@ -236,8 +197,6 @@ class StepTrace:
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote."""
-        from ckpt_ft.memory.gpus import GPU
-
         document = json.loads(text)
         texts = document["texts"]
         storages = [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]]

@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ckpt_ft.units import format_bytes
 
+from .events import Op, Storage
 from .opinfo import collective_bytes, describe, measure, plain, tensors
-from .trace import Op, StepTrace, Storage
+from .trace import StepTrace
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .arguments import DiffusionModelArguments
 
@@ -127,7 +127,7 @@ def unet_config(args: DiffusionModelArguments) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no U-Net in it "
-            f"(unet/config.json); give an SD 1.x, 2.x or SDXL pipeline ({_one_line(error)})"
+            f"(unet/config.json); give an SD 1.x, 2.x or SDXL pipeline ({one_line(error)})"
         ) from error
 
 
@@ -150,7 +150,7 @@ def load_vae(path: str) -> Any:
             return AutoencoderKL.from_pretrained(path, subfolder=folder)
         except (OSError, ValueError) as error:
             reason = error
-    raise UserError(f"--pretrained_vae_model_name_or_path {path} cannot be loaded: {_one_line(reason)}")
+    raise UserError(f"--pretrained_vae_model_name_or_path {path} cannot be loaded: {one_line(reason)}")
 
 
 def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs: Any) -> Any:
@@ -166,9 +166,5 @@ def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no usable {subfolder}: "
-            f"{_one_line(error)}"
+            f"{one_line(error)}"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

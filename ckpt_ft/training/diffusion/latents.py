@@ -1,7 +1,7 @@
 """Images and captions as what the U-Net sees, encoded once into files: then only the U-Net is on the device.
 
-The cache is a directory of safetensors shards, `SHARD` rows each, written under another name and renamed: a killed run
-keeps what it had encoded. Of an image the moments of its latent distribution are kept, not one sample, so that each
+The cache is a directory of safetensors shards, `SHARD` rows each, each whole or not there: a killed run keeps
+what it had encoded. Of an image the moments of its latent distribution are kept, not one sample, so that each
 epoch samples anew as it would without the cache. The directory's name is a digest of the data, of the framing, of the
 tokenizers and of the encoders' weights; nothing that changes the latents can meet an old cache.
 """
@@ -14,7 +14,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
+from ckpt_ft.files import write
 from ckpt_ft.training.images.captioned import frame
 from ckpt_ft.training.images.files import open_image
 
@@ -126,9 +127,7 @@ def cache_latents(
         for start in range(0, len(keys), batch_size):
             batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
             parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
-        partial = path.with_suffix(f".{os.getpid()}")
-        save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, partial)
-        os.replace(partial, path)
+        write(path, partial(save_file, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
     return CachedLatents(directory, len(images))
 
 

@@ -8,8 +8,6 @@ and Ho, 2022, https://arxiv.org/abs/2202.00512) or "sdxl" (two text encoders, po
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckpt_ft.files import cache_root, make_directory
 from ckpt_ft.training.images.shapes import drawings
-from ckpt_ft.training.text.sample import cache_dir
 
 from .tiny_vae import LATENT_CHANNELS, RESOLUTION, tiny_vae
 
@@ -33,23 +31,12 @@ _TEXT_WIDTH = 64
 
 
 def tiny_pipeline_dir(kind: str = "sd2") -> str:
-    """The directory of the cached pipeline, which `from_pretrained` loads; made on first use, about a minute.
+    """The directory of the cached pipeline, which `from_pretrained` loads; made on first use, about a minute."""
 
-    It is written under another name and renamed, so that a killed or a simultaneous run never leaves half.
-    """
-    target = cache_dir() / f"tiny-{kind}-v{_VERSION}"
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            make_tiny_pipeline(kind).save_pretrained(made)
-            os.rename(made, target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was first, and made the same
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    return str(target)
+    def fill(directory: Path) -> None:
+        make_tiny_pipeline(kind).save_pretrained(directory)
+
+    return str(make_directory(cache_root() / f"tiny-{kind}-v{_VERSION}", fill))
 
 
 def make_tiny_pipeline(

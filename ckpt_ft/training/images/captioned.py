@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.diffusion.arguments import ImageArguments
 
 from .files import readable
@@ -56,7 +56,7 @@ def _hub_dataset(args: ImageArguments) -> Dataset:
     try:
         rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
     except (OSError, ValueError) as error:
-        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {_one_line(error)}") from error
+        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {one_line(error)}") from error
     for flag, column in (("image_column", args.image_column), ("caption_column", args.caption_column)):
         if column not in rows.column_names:
             raise UserError(
@@ -130,7 +130,3 @@ def frame(image: Image.Image, resolution: int, args: ImageArguments, draw: rando
     image = image.crop((left, top, left + resolution, top + resolution))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
     return pixels, torch.tensor([*original, top, left, resolution, resolution])
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def load_processor(args: ModelArguments) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(args.model_name_or_path, revision=args.model_revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"model {args.model_name_or_path}: no image processor can be loaded: {reason}") from error
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,7 +69,7 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
     except UnidentifiedImageError:
         return f"{name} is no image that Pillow can read", ""
     except _UNDECODABLE as error:
-        return f"{name} cannot be read ({' '.join(str(error).split())})", ""
+        return f"{name} cannot be read ({one_line(error)})", ""
     return None, kind
 
 
@@ -84,7 +84,7 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
             return to_rgb(opened)
     except _UNDECODABLE as error:
         name = image["path"] or "an image"
-        raise UserError(f"{name} cannot be read ({' '.join(str(error).split())}); repair it or take it out") from error
+        raise UserError(f"{name} cannot be read ({one_line(error)}); repair it or take it out") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

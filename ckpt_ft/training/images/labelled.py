@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .files import readable
 from .shapes import drawn_shapes
@@ -119,7 +119,7 @@ def _hub(args: VisionArguments, split: str) -> Dataset:
     try:
         rows = load_dataset(name, args.dataset_config, split=split)
     except (DatasetGenerationError, ValueError, OSError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = one_line(error.__cause__ or error)
         where = "neither a local folder nor a dataset of the Hub that can be read from here"
         raise UserError(f"--dataset_name {name}: {where}: {reason}") from error
     for flag, column in (("image_column", args.image_column), ("label_column", args.label_column)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_ft.files import write
+
 if TYPE_CHECKING:
     from transformers import Trainer
 
@@ -25,7 +27,7 @@ def write_model_card(trainer: Trainer, report: MemoryReport | None, *, dataset: 
     if report is None or not trainer.is_world_process_zero():
         return
     card = Path(args.output_dir) / "README.md"
-    card.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{_section(report)}\n", encoding="utf-8")
+    write(card, f"{card.read_text(encoding='utf-8').rstrip()}\n\n{_section(report)}\n")
     if args.push_to_hub:
         from huggingface_hub import upload_file
 

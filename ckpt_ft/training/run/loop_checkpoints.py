@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.files import flush, flush_tree
 from ckpt_ft.units import format_bytes
 
 from .resume import check_output_dir, last_complete_checkpoint
@@ -25,7 +26,7 @@ from .resume import check_output_dir, last_complete_checkpoint
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MARK = "trainer_state.json"  # the file by which checkpoints.py, too, knows a complete checkpoint
+MARK = "trainer_state.json"  # the file by which resume.py, too, knows a complete checkpoint
 
 
 def open_output_dir(accelerator: Accelerator, output_dir: str, resuming: bool) -> None:
@@ -71,10 +72,10 @@ def save_checkpoint(
     def publish() -> None:
         state = {"global_step": step, "samples_seen": samples_seen, "identity": identity}
         (partial / MARK).write_text(json.dumps(state), encoding="utf-8")
-        _flush(partial)
+        flush_tree(partial)
         _remove(root / name)  # there only after resuming from an older one
         os.rename(partial, root / name)
-        _flush_directory(root)
+        flush(root)
 
     try:
         written(accelerator, root, name, lambda: accelerator.save_state(str(partial)))
@@ -111,9 +112,9 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
         accelerator.load_state(checkpoint)
         return state["global_step"], state["samples_seen"]
     except Exception as error:  # unpickling a damaged file raises whatever its bytes lead to
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise UserError(
-            f"--resume_from_checkpoint {checkpoint} does not fit this run ({reason[:300]}); resume with the flags "
+            f"--resume_from_checkpoint {checkpoint} does not fit this run ({reason}); resume with the flags "
             "that it was written with"
         ) from error
 
@@ -133,7 +134,7 @@ def written(
         try:
             write()
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk's OSError
-            problems = [" ".join(f"{type(error).__name__}: {error}".split())]
+            problems = [one_line(f"{type(error).__name__}: {error}")]
     problems = gather_object(problems)
     if problems:
         latest = last_complete_checkpoint(str(root))
@@ -154,25 +155,6 @@ def clear_when_disk_is_full() -> Iterator[None]:
             f"the disk is full: {error}; checkpoints written before are whole: make room, then "
             "--resume_from_checkpoint latest"
         ) from error
-
-
-def _flush(directory: Path) -> None:
-    """Have everything in `directory` on the disk, not only in the page cache, before a name calls it whole."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _flush_directory(path)
-    _flush_directory(directory)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ckpt_ft.files import write
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -28,7 +30,7 @@ class LossLog:
         self._losses: list[Tensor] = []
         if accelerator.is_main_process:
             kept = [line for line in read_losses(output_dir) if line["step"] <= step]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, loss: Tensor) -> None:
         """The loss of one micro-batch; nothing waits for the device here."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 
 class Parser(HfArgumentParser):
@@ -27,7 +27,7 @@ class Parser(HfArgumentParser):
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(_one_line(message))
+        raise UserError(one_line(message))
 
 
 def parse_args(
@@ -62,7 +62,7 @@ def parse_args(
             tokens, look_for_args_file=False, return_remaining_strings=True
         )
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise UserError(_one_line(str(error))) from error
+        raise UserError(one_line(error)) from error
     if unknown:
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
     return tuple(parsed)
@@ -85,7 +85,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not valid YAML: {_one_line(str(error))}") from error
+        raise UserError(f"--config {path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
@@ -118,7 +118,3 @@ def _unknown(option: str, parser: Parser) -> str:
     known = [name for name in parser._option_string_actions if "_" in name or "-" not in name[2:]]
     close = difflib.get_close_matches(option, known, n=1)
     return f"no flag '{option}'" + (f"; did you mean '{close[0]}'?" if close else "")
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())

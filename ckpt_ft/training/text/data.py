@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -138,5 +138,5 @@ def _find_bad_line(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error)
     return "it has no rows" if "corresponds to no data" in text else text

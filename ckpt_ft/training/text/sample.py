@@ -10,16 +10,14 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import platform
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import WorkFailed
+from ckpt_ft.files import cache_root, make_directory
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,11 +29,6 @@ CHAT_TEMPLATE = (
 )
 _VERSION = 1  # part of the cache directory's name: raise it when what is made changes
 _SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
-
-
-def cache_dir() -> Path:
-    """Where built-in samples live: `$XDG_CACHE_HOME/ckpt_ft`, by default `~/.cache/ckpt_ft`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt_ft"
 
 
 def docstring_pairs() -> list[dict[str, str]]:
@@ -63,26 +56,13 @@ def docstring_pairs() -> list[dict[str, str]]:
 
 
 def make_sample() -> tuple[str, str]:
-    """The built-in model's directory and the corpus' jsonl file, made on first use (about ten seconds).
-
-    Both are written under another name and renamed together, so that a killed or a simultaneous run never leaves half.
-    """
-    target = cache_dir() / f"docstrings-v{_VERSION}-py{platform.python_version()}"
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            _write(made, docstring_pairs())
-            made.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was first, and made the same
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    return str(target / "model"), str(target / "docstrings.jsonl")
+    """The built-in model's directory and the corpus' jsonl file, made on first use (about ten seconds)."""
+    made = make_directory(cache_root() / f"docstrings-v{_VERSION}-py{platform.python_version()}", _write)
+    return str(made / "model"), str(made / "docstrings.jsonl")
 
 
-def _write(directory: Path, pairs: list[dict[str, str]]) -> None:
+def _write(directory: Path) -> None:
+    pairs = docstring_pairs()
     lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
     (directory / "docstrings.jsonl").write_text(lines, encoding="utf-8")
     _make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")

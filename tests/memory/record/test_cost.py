@@ -11,7 +11,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record import cost
-from ckpt_ft.memory.record.trace import Op
+from ckpt_ft.memory.record.events import Op
 
 NO_HOST = cost.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")

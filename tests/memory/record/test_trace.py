@@ -8,7 +8,8 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record.trace import Holder, Op, StepTrace, Storage
+from ckpt_ft.memory.record.events import Holder, Op, Storage
+from ckpt_ft.memory.record.trace import StepTrace
 
 
 def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:

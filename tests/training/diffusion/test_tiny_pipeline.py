@@ -49,8 +49,7 @@ def test_the_decoder_learns(images: torch.Tensor) -> None:
     assert error(30) < 0.3 * error(0)
 
 
-def test_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_ft.training.diffusion.tiny_pipeline.DECODER_STEPS", 0)
     made: list[str] = []
 
@@ -62,6 +61,7 @@ def test_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tiny_pipeline_dir("sd1")
     assert tiny_pipeline_dir("sd1") == first
     assert made == ["sd1"]
+    assert Path(first).parent == own_cache
     assert [path.name for path in Path(first).parent.iterdir()] == [Path(first).name]  # nothing half-made is left
 
 

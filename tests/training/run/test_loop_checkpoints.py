@@ -62,7 +62,7 @@ def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> No
     assert torch.equal(torch.rand(3), drawn)  # the RNG is where it was when the checkpoint was written
 
 
-@pytest.mark.parametrize("moment", ["_flush", "rename"])
+@pytest.mark.parametrize("moment", ["flush_tree", "rename"])
 def test_killed_while_writing(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -72,7 +72,9 @@ def test_killed_while_writing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((loop_checkpoints, "_flush", killed) if moment == "_flush" else (os, "rename", killed)))
+        patch.setattr(
+            *((loop_checkpoints, "flush_tree", killed) if moment == "flush_tree" else (os, "rename", killed))
+        )
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(accelerator, str(tmp_path), 2, 2, IDENTITY)
     assert names(tmp_path) == [".checkpoint-2.partial", "checkpoint-1"]

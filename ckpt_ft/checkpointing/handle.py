@@ -1,0 +1,174 @@
+"""AppliedPolicy: a policy as it stands on a model. It can be explained, paused, and removed."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+
+from .blocks import Blocks
+from .compile_budget import CompileBudget
+from .explain import Coverage, explain
+from .guard import Guard
+from .recompute import Checkpointed
+from .scopes import Region
+from .segments import SegmentMember
+from .selective import Selection
+from .standin import Installed, OneDevice
+
+MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
+
+
+class AppliedPolicy:
+    """A policy as it stands on a model.
+
+    Attributes:
+        policy: the policy.
+        model: the model that `apply_policy` was given.
+        covered: qualified names of the modules that are re-run in backward.
+        uncovered: names of the blocks in which nothing is re-run.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self.policy = policy
+        self.model = model
+        self.found = Blocks()
+        self.regions: list[Region] = []
+        self.installed: list[Checkpointed] = []
+        self.engines: list[Installed] = []
+        self.selections: list[Selection] = []
+        self.guard: Guard | None = None
+        self.one_device: OneDevice | None = None
+        self.hooks: list[Any] = []
+        self.switched_off: list[nn.Module] = []
+        self.compile_budget: CompileBudget | None = None
+        self.removed = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of the model has a policy of its own."""
+        self.__dict__.update(state)
+        made.add(self)
+
+    @property
+    def standing(self) -> bool:
+        """Whether it acts: False once it was removed or replaced, and while it is suspended."""
+        return self.model.__dict__.get(MARK) is self
+
+    @property
+    def covered(self) -> list[str]:
+        return [region.name for region in self.regions]
+
+    @property
+    def uncovered(self) -> list[str]:
+        inside = {block for region in self.regions for block in region.blocks}
+        return [name for name in self.found.blocks if name not in inside]
+
+    def explain(self) -> str:
+        """A table: which modules, how many of them are re-run, what is kept inside them, and what the engines do."""
+        return explain(
+            Coverage(
+                self.policy,
+                self.model,
+                blocks=self.found.blocks,
+                uncovered=self.uncovered,
+                rerun=[region.module for region in self.regions],
+                segments=len({id(part.segment) for part in self.installed if isinstance(part, SegmentMember)}),
+                alone=sum(not isinstance(part, SegmentMember) for part in self.installed),
+                engines=self.engines,
+            )
+        )
+
+    def remove(self) -> None:
+        """Restore the model exactly as it was before `apply_policy`; a second call does nothing."""
+        if self.standing:
+            self.pause()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks, self.engines, self.installed, self.switched_off = [], [], [], []
+        self.guard = self.compile_budget = self.one_device = None
+        self.removed = True
+
+    def pause(self) -> None:
+        """Take everything off that acts, until `resume`; see `suspended`. Hooks stay: they look at `standing`."""
+        if self.guard is not None:
+            self.guard.remove()
+        for engine in reversed(self.engines):
+            engine.pause()
+        for region in reversed(self.installed):
+            region.remove()
+        for module in self.switched_off:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+        if self.one_device is not None:
+            self.one_device.remove()
+        if self.compile_budget is not None:
+            self.compile_budget.take_off()
+        del self.model.__dict__[MARK]
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        setattr(self.model, MARK, self)
+        for module in self.switched_off:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        for region in self.installed:
+            region.put_back()
+        for engine in self.engines:
+            engine.resume()
+        if self.guard is not None:
+            self.guard.put_back()
+        if self.one_device is not None:
+            self.one_device.put_back()
+        if self.compile_budget is not None:
+            self.compile_budget.put_on()
+
+    def never_fired(self) -> list[str]:
+        """Op groups of `save:` that kept nothing so far in any region."""
+        fired = {group for selection in self.selections for group in selection.fired}
+        return [group for group in self.policy.save if group.partition("/")[0] not in fired]
+
+    def _before_pretrained(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Forward pre-hook of a transformers model."""
+        return _without_kv_cache(module, args, kwargs) if self.standing else None
+
+    def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the model: after the first forward what was asked for should have happened."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.standing:
+            return
+        self.hooks.pop().remove()
+        for group in self.never_fired():
+            reason = (
+                ": attention runs as plain matmuls here (attn_implementation 'eager'?)" if group == "attention" else ""
+            )
+            warnings.warn(
+                f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}",
+                stacklevel=2,
+            )
+        segments = {id(part.segment): part.segment for part in self.installed if isinstance(part, SegmentMember)}
+        if segments and not any(segment.joined for segment in segments.values()):
+            warnings.warn(
+                f"policy '{self.policy}': no block was given the output of the one before it (under FSDP?), so each "
+                "block is a checkpoint of its own, as under 'full'",
+                stacklevel=2,
+            )
+
+
+made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a part does not know the model that it is in
+
+
+def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook: no KV cache while training; generation keeps it."""
+    if not (module.training and torch.is_grad_enabled()):
+        return None
+    if kwargs.get("past_key_values") is not None:
+        raise UserError(
+            f"{type(module).__name__} was given past_key_values in training (prefix tuning?): a block that is re-run "
+            "would append to them twice; train without a checkpointing policy, or with 'pointwise'"
+        )
+    return args, {**kwargs, "use_cache": False}

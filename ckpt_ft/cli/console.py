@@ -1,0 +1,33 @@
+"""What every command prints through: tables on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from ckpt_ft.tables import WIDTH
+
+LONGEST = 70  # columns of a line of progress
+
+
+def stdout() -> Console:
+    """Standard output, as wide in a pipe as in a terminal."""
+    return Console(width=WIDTH, highlight=False)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr with what runs and for how long, silent where stderr is no terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def say(line: str) -> None:
+            bar.update(task, description=line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}...")
+
+        yield say

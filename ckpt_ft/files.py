@@ -1,0 +1,83 @@
+"""Files and directories that are whole or not there, and the one place for what is made once and kept.
+
+What is written goes beside its target under a hidden name, is flushed to the disk and then renamed; renaming within a
+directory is atomic on POSIX. So a killed run, a full disk or another process at the same time never leaves half.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """Where samples, latents and plans are kept: `$CKPT_FT_CACHE`, or `ckpt_ft` in `$XDG_CACHE_HOME` (`~/.cache`)."""
+    own = os.environ.get("CKPT_FT_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt_ft"
+
+
+def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
+    """Write `path` whole or not at all, in a directory that is made where it is missing.
+
+    content: the text, or what writes a file to the path that it is given, which ends as `path` does.
+
+    Raises:
+        OSError: it cannot be written; what stood there before stands there still.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    try:
+        if isinstance(content, str):
+            partial.write_text(content, encoding="utf-8")
+        else:
+            content(partial)
+        flush(partial)
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
+    """The directory `path`, filled by `fill(directory)` the first time; of several that make it at once one wins.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    try:
+        partial.mkdir()
+        fill(partial)
+        flush_tree(partial)
+        partial.rename(path)
+    except OSError:
+        if not path.is_dir():  # otherwise another process was first, and made the same
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+def flush_tree(directory: Path) -> None:
+    """Have everything in `directory` on the disk, not only in the page cache, before a name calls it whole."""
+    for path in [*directory.rglob("*"), directory]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Have a file's bytes, or a directory's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")

@@ -1,0 +1,104 @@
+"""What a memory report holds: the figures of each process, a prediction beside them, and where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_ft.memory.record.events import PHASES, Holder
+from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.memory.record.trace import StepTrace
+
+FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on CPU only the first exists
+
+
+@dataclass
+class RankMemory:
+    """What one process measured.
+
+    device: "cpu", or the GPU's name. steps: optimizer steps, of which `sampled` were measured.
+    peaks: phase -> figure ("allocated", on CUDA also "reserved" and "active") -> bytes, the most in any measured step.
+    at_peak: category -> bytes when the most was allocated; holders: the largest groups of it. Empty where unknown.
+    seconds: per step, those slowed by the measurement left out; None when there were no others.
+    retries, ooms: CUDA allocations that first had to give cached memory back, and that failed.
+    """
+
+    rank: int
+    device: str
+    steps: int
+    sampled: int
+    peaks: dict[str, dict[str, int]]
+    at_peak: dict[str, int] = field(default_factory=dict)
+    holders: list[Holder] = field(default_factory=list)
+    seconds: float | None = None
+    retries: int = 0
+    ooms: int = 0
+
+    def peak(self, figure: str = "allocated") -> int | None:
+        """The most bytes over all phases; None for a figure that was not measured."""
+        return max((phase[figure] for phase in self.peaks.values() if figure in phase), default=None)
+
+
+@dataclass
+class Prediction:
+    """The figures of a trace. Bytes; `reserved` and `seconds` are None on "cpu", where there are none."""
+
+    device: str
+    allocated: int
+    peaks: dict[str, int]
+    reserved: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def from_trace(cls, trace: StepTrace) -> Prediction:
+        """The measured step of `trace`."""
+        if trace.device == "cpu":
+            return cls(trace.device, trace.peak_allocated, trace.peaks)
+        return cls(trace.device, trace.peak_allocated, trace.peaks, trace.peak_reserved, trace.seconds)
+
+
+@dataclass
+class MaxBatch:
+    """The largest batch that fits a device: as predicted, and as proved by running it (None: not tried)."""
+
+    device: str
+    predicted: int
+    proved: int | None = None
+
+
+@dataclass
+class PolicyRow:
+    """Another policy for the same step: predicted peak in bytes and seconds per step."""
+
+    policy: str
+    peak: int
+    seconds: float | None = None
+
+
+@dataclass
+class RunMemory:
+    """What a run needed; every part but the ranks is optional.
+
+    provenance: what `report.provenance()` returns. timeline: of rank 0's fullest measured step, or predicted.
+    """
+
+    provenance: dict[str, Any]
+    ranks: list[RankMemory]
+    predicted: Prediction | None = None
+    max_batch: MaxBatch | None = None
+    next_policies: list[PolicyRow] = field(default_factory=list)
+    timeline: Timeline | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank whose peak is highest."""
+        return max(self.ranks, key=lambda rank: rank.peak() or 0)
+
+
+def merge_peaks(into: dict[str, dict[str, int]], step: dict[str, dict[str, int]]) -> None:
+    """Raise the peaks in `into` to those of one more `step`."""
+    for phase in PHASES:
+        for figure, nbytes in step.get(phase, {}).items():
+            known = into.setdefault(phase, {})
+            known[figure] = max(known.get(figure, 0), nbytes)

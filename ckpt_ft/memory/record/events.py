@@ -1,0 +1,49 @@
+"""What a trace is made of: storages, operators, and who holds the bytes. Records only; their views are elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CATEGORIES = (
+    "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
+)  # fmt: skip
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation. `op` and `phase` are "" for what existed before the record began."""
+
+    nbytes: int  # as requested, unrounded
+    category: str  # one of CATEGORIES
+    op: str  # "aten.mm.default"
+    module: str  # qualified name of the module that was running, "" outside
+    phase: str  # one of PHASES
+    stream: str = ""  # CUDA stream that it was allocated in, "" for the one that computes
+
+
+@dataclass(slots=True)
+class Op:
+    """One dispatched operator."""
+
+    name: str
+    flops: int  # 2*m*n*k for matmuls, 0 for elementwise
+    nbytes: int  # bytes read and written
+    dtype: str  # "float16": of its main operand
+    phase: str
+    module: str
+    at: int  # how many events had happened before it
+    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
+    stream: str = ""  # that its kernels are issued to
+    wire: int = 0  # bytes that this rank sends in a collective
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What one op in one module holds at the peak: `count` storages, `nbytes` together."""
+
+    module: str
+    op: str
+    category: str
+    nbytes: int
+    count: int

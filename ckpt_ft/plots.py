@@ -1,0 +1,192 @@
+"""The pictures: memory over a step, and plans as speed against memory. The only importer of matplotlib.
+
+Through its object interface, on a canvas of Agg: no display, no global state, whatever $MPLBACKEND says. What is drawn
+is handed in; a picture is whole or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .errors import UserError
+from .files import write
+from .units import GIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Resident memory in cool colours, what a step adds in warm ones: Okabe and Ito's palette, safe for the colour-blind.
+COLOURS = {
+    "parameters": "#0072b2",
+    "buffers": "#003d66",
+    "optimizer": "#56b4e9",
+    "gradients": "#009e73",
+    "activations": "#e69f00",
+    "temporary": "#d55e00",
+    "communication": "#cc79a7",
+    "workspace": "#999999",
+}
+
+
+class Step(Protocol):
+    """Bytes by category at moments of one step, as Timeline has them.
+
+    marks: (moment, phase that begins there). peak: its moment. held: what held it, a line each. source: "measured" or
+    "predicted".
+    """
+
+    moments: list[int]
+    series: dict[str, list[int]]
+    marks: list[tuple[int, str]]
+    peak: int
+    source: str
+
+    @property
+    def held(self) -> list[str]: ...
+
+
+class Candidate(Protocol):
+    """A policy at a batch size, as a plan's rows are: bytes reserved, samples a second."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def reserved(self) -> int: ...
+    @property
+    def samples_per_second(self) -> float: ...
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_step(path: str | Path, step: Step, title: str = "") -> Path:
+    """Draw a step as stacked areas to `path`: PNG, SVG or PDF by its suffix.
+
+    Raises:
+        UserError: matplotlib is not installed, or the suffix is another.
+    """
+    figure, axes = _figure(10, 5.5)
+    peak = max(map(sum, zip(*step.series.values(), strict=True)), default=0)
+    unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
+    visible = {category: values for category, values in step.series.items() if max(values) > peak / 500}
+    stacks = [[nbytes / unit for nbytes in values] for values in visible.values()]
+    colours = [COLOURS[category] for category in visible]
+    axes.stackplot(step.moments, *stacks, labels=list(visible), colors=colours, step="post", linewidth=0)
+    axes.set(ylabel=f"{name} allocated ({step.source})", xlabel="allocations and frees of one step, in order")
+    axes.set_xlim(step.moments[0], step.moments[-1])
+    axes.set_ylim(0, peak / unit * 1.3)
+    axes.set_title(title, loc="left", fontsize=11)
+    _mark_phases(axes, step.marks, step.moments[-1])
+    right = step.peak > (step.moments[0] + step.moments[-1]) / 2
+    _label_peak(axes, step.peak, peak / unit, [f"peak {format_bytes(peak)}", *step.held[:4]], right)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return _save(figure, path)
+
+
+def draw_plan(
+    path: str | Path,
+    candidates: Sequence[Candidate],
+    frontier: Sequence[Candidate],
+    *,
+    limit: int,
+    title: str,
+    speed: str,
+) -> Path:
+    """Draw samples a second against GiB reserved, the frontier as a line, the limit as another, to `path`.
+
+    The first candidate is the pick; `speed` names its axis.
+
+    Raises:
+        UserError: as `draw_step`.
+    """
+    figure, axes = _figure(8, 5)
+    line = sorted(frontier, key=lambda row: row.reserved)
+    xs, ys = [row.reserved / GIB for row in line], [row.samples_per_second for row in line]
+    axes.step(xs, ys, where="post", color="tab:blue", lw=1)
+    for i, row in enumerate(candidates):
+        at = (row.reserved / GIB, row.samples_per_second)
+        axes.plot(*at, "o", color="tab:blue" if i else "tab:red")
+        axes.annotate(f"{row.policy}, batch {row.batch}", at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.axvline(limit / GIB, color="black", ls="--", lw=1)
+    axes.set_xlabel("predicted bytes reserved (GiB); dashed: budget less context and margin")
+    axes.set_ylabel(speed)
+    axes.set_title(title)
+    axes.margins(x=0.15, y=0.15)
+    return _save(figure, path)
+
+
+def _mark_phases(axes: Axes, marks: Sequence[tuple[int, str]], last: int) -> None:
+    ends = [at for at, _ in marks[1:]] + [last]
+    for (at, phase), end in zip(marks, ends, strict=True):
+        if at > 0.005 * last:
+            axes.axvline(at, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
+        if end - at >= 0.02 * last:  # else there is no room for its name
+            middle, upright = (at + end) / 2, 90 if end - at < 0.09 * last else 0
+            where = axes.get_xaxis_transform()
+            axes.text(middle, 0.985, phase, transform=where, ha="center", va="top", rotation=upright)
+
+
+def _label_peak(axes: Axes, x: int, y: float, lines: Sequence[str], right: bool) -> None:
+    short = [line if len(line) <= 72 else f"{line[:40]} … {line[-28:]}" for line in lines]
+    axes.plot([x], [y], marker="v", color="black", markersize=6)
+    axes.annotate(
+        "\n".join(short),
+        (x, y),
+        xytext=(-8 if right else 8, 10),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        multialignment="left",
+        va="bottom",
+        fontsize=8,
+        family="monospace",
+    )
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    try:
+        _import_matplotlib()
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("plots need matplotlib: pip install 'ckpt_ft[plot]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _import_matplotlib() -> None:
+    """Import it without $MPLBACKEND: a backend that is not installed here (Jupyter's, inherited) fails the import.
+
+    Where it is installed, the user's own plots still find it.
+    """
+    if "matplotlib" in sys.modules:
+        return
+    asked = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+    if asked:
+        with contextlib.suppress(ValueError):
+            matplotlib.rcParams["backend"] = asked
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    kinds: Mapping[str, str] = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise UserError(f"{path}: a plot is a PNG, SVG or PDF by its suffix")
+    return write(path, lambda partial: figure.savefig(partial, dpi=150))

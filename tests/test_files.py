@@ -1,0 +1,100 @@
+"""Files that are whole or not there, and where they are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import one_line
+from ckpt_ft.files import cache_root, make_directory, write
+
+
+def half(path: Path) -> None:
+    path.write_text("half of")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CKPT_FT_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"CKPT_FT_CACHE": "", "XDG_CACHE_HOME": "/b"}, "/b/ckpt_ft"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/ckpt_ft"),
+        ({"HOME": "/c"}, "/c/.cache/ckpt_ft"),
+    ],
+)
+def test_one_cache_root(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CKPT_FT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_root() == Path(expected)
+
+
+def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt_ft.planning.plan_file import cache_path
+    from ckpt_ft.training.text import sample
+
+    monkeypatch.setattr(sample, "_write", lambda directory: (directory / "model").mkdir())
+    model, _ = sample.make_sample()
+    assert Path(model).parents[1] == own_cache
+    assert cache_path({"budget": 1}).parents[1] == own_cache
+
+
+def test_write_makes_directories_and_takes_text_or_a_writer(tmp_path: Path) -> None:
+    assert write(tmp_path / "a" / "b.json", "{}\n").read_text() == "{}\n"
+    seen: list[str] = []
+
+    def writer(path: Path) -> None:
+        seen.append(path.suffix)
+        path.write_bytes(b"\x00\xff")
+
+    assert write(tmp_path / "a" / "b.png", writer).read_bytes() == b"\x00\xff"
+    assert seen == [".png"]  # by which a writer may choose its format
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b.json", "b.png"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.md", "before")
+    with pytest.raises(OSError, match="No space left"):
+        write(path, half)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["x.md"]
+
+
+def test_a_directory_is_filled_once_and_whole(tmp_path: Path) -> None:
+    filled: list[Path] = []
+
+    def fill(directory: Path) -> None:
+        filled.append(directory)
+        (directory / "file").write_text("whole")
+
+    target = tmp_path / "cache" / "sample-v1.2"
+    assert make_directory(target, fill) == make_directory(target, fill) == target
+    assert len(filled) == 1
+    assert filled[0] != target
+    assert os.listdir(target.parent) == ["sample-v1.2"]
+    with pytest.raises(OSError, match="No space left"):
+        make_directory(tmp_path / "cache" / "other", lambda directory: half(directory / "file"))
+    assert os.listdir(target.parent) == ["sample-v1.2"]
+
+
+def test_a_directory_that_another_process_made_meanwhile_is_taken(tmp_path: Path) -> None:
+    target = tmp_path / "sample"
+
+    def fill(directory: Path) -> None:
+        make_directory(target, lambda other: (other / "file").write_text("theirs"))
+        (directory / "file").write_text("ours")
+
+    assert (make_directory(target, fill) / "file").read_text() == "theirs"
+    assert os.listdir(tmp_path) == ["sample"]
+
+
+def test_one_line_of_an_error() -> None:
+    error = ValueError("first line\n   and the  second")
+    assert one_line(error) == "first line and the second"
+    assert one_line(error, 10) == "first line"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert one_line("a message\nof two lines") == "a message of two lines"

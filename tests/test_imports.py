@@ -1,0 +1,68 @@
+"""How the package imports itself: in no circle, downwards only, and matplotlib in one place.
+
+Counted are imports in functions and those for type checkers alone: they tie files together as the others do.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Each module of ckpt_ft and the modules of ckpt_ft that it imports, anywhere in it."""
+    graph = grimp.build_graph("ckpt_ft", cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle, if there is one."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle(imports: dict[str, set[str]]) -> None:
+    assert len(imports) > 100
+    assert circle(imports) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+def test_imports_for_type_checkers_and_in_functions_count(imports: dict[str, set[str]]) -> None:
+    assert "ckpt_ft.memory.gpus" in imports["ckpt_ft.memory.record.tracker"]  # if TYPE_CHECKING
+    assert "ckpt_ft.workloads.load" in imports["ckpt_ft.cli.app"]  # in a command
+
+
+def test_imports_point_one_way() -> None:
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    """A folder or file of ckpt_ft/ that the contract does not name may import anything."""
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[[tool.importlinter.contracts]]")[2]
+    rooms = [path.stem for path in (ROOT / "ckpt_ft").iterdir() if path.is_dir() or path.suffix == ".py"]
+    assert [room for room in rooms if f"ckpt_ft.{room}" not in contract and not room.startswith("__")] == []
+
+
+def test_one_file_imports_matplotlib() -> None:
+    importers = set()
+    for path in (ROOT / "ckpt_ft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "matplotlib" for name in named):
+                importers.add(path.relative_to(ROOT).as_posix())
+    assert importers == {"ckpt_ft/plots.py"}
