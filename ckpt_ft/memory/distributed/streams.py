@@ -14,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def streams_are_followed() -> Iterator[Streams]:
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)
         if propagator is not None:
             stack.enter_context(_shapes_are_asked_elsewhere(propagator))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
         for name in _ASKS:
             module = sys.modules.get(_FSDP + name)
             if module is not None and hasattr(module, "_get_device_handle"):
