@@ -223,6 +223,30 @@ def test_a_block_that_starts_with_an_in_place_relu(policy: str, named: bool) -> 
         assert_same(numbers(model, backwards=2), numbers(plain, backwards=2))
 
 
+@pytest.mark.parametrize("policy", ["full", "modules:mlp"])
+def test_a_router_that_writes_its_noise_into_its_input(policy: str) -> None:
+    """DBRX multiplies the hidden states by random numbers in place."""
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    config = DbrxConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
+    config.attn_config.kv_n_heads, config.attn_config.clip_qkv = 1, 8
+    config.attn_config.rope_theta = 1e4
+    for key, value in {"hidden_size": 16, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}.items():
+        setattr(config.ffn_config, key, value)
+    config.ffn_config.moe_jitter_eps = 0.1
+    torch.manual_seed(0)
+    model = DbrxForCausalLM(config).train()
+    ids = torch.tensor([[4, 5, 6, 7]])
+    found = []
+    for applied in ("none", policy):
+        apply_policy(model, applied)
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(found[1], found[0])
+
+
 class Late(Layer):
     writes = False
 
