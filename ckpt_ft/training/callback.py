@@ -83,7 +83,8 @@ class ACCallback(TrainerCallback):
                 if args.deepspeed_plugin is not None:
                     raise UserError(
                         "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to "
-                        f"compare; drop --ac_check, and run `ckpt-ft check MODEL --policy {self.policy}` in one process"
+                        "compare; drop --ac_check, and run "
+                        f"`ckpt-ft check MODEL --policy {self.policy}` in one process"
                     )
                 self._check(model, kwargs["train_dataloader"], args.train_batch_size)
             self.applied = apply_policy(model, self.policy)

@@ -191,8 +191,8 @@ def run_within(
 def _refuse_partitioned(model: nn.Module, flag: str) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UserError(
-            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find a policy "
-            "and a batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
+            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find "
+            "policy and batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
         )
 
 

@@ -1,5 +1,5 @@
 """Run a recipe under DeepSpeed on CPU ranks, once for each list of flags:
-`accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml deepspeed_on_cpu.py recipes/llm.py FLAGS -- FLAGS`.
+`accelerate launch --config_file ... deepspeed_on_cpu.py recipes/llm.py FLAGS -- FLAGS`.
 
 accelerate looks for an accelerator before it turns DeepSpeed on, although its engine runs on gloo.
 """
