@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -73,13 +74,12 @@ def compare(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    import deepspeed.comm.torch
     from language_models import differing
 
     from ckpt_ft import apply_policy
 
     # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     # norms of 16 elements are partitioned by ZeRO-3, or persist, as those of any model do by default
     for stage, variant, persistent, policies in [
         (2, "dropout", 0, POLICIES),

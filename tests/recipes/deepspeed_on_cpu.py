@@ -6,18 +6,18 @@ accelerate looks for an accelerator before it turns DeepSpeed on, although its e
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from itertools import groupby
 
-import deepspeed.comm.torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 if __name__ == "__main__":
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)  # type: ignore[method-assign]
     # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     script, *arguments = sys.argv[1:]
     for is_separator, flags in groupby(arguments, lambda argument: argument == "--"):
         if not is_separator:
