@@ -121,7 +121,8 @@ def under_deepspeed(root: Path, stage: int, *runs: list[str]) -> subprocess.Pope
     return start(root, command)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: Path, stage: int) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
     outs = {name: tmp_path / name for name in ("plain", "treated", "resumed")}
