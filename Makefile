@@ -9,7 +9,7 @@ DEMO_DIR ?= out/demo
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusion,vision,plot,test,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusion,vision,plot,deepspeed,test,dev,docs]'
 	touch $@
 
 # One thread: the model is too small to be shared between two.

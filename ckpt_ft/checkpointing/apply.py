@@ -120,8 +120,9 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
                 wrapper = SegmentMember(region.module, selection, segment, last=region is run[-1])
             applied.installed.append(wrapper)
             applied.regions.append(region)
-    for module in _outermost_pretrained(applied.model):
-        applied.hooks.append(module.register_forward_pre_hook(applied._before_pretrained, with_kwargs=True))
+    for module, inner in _caching_models(applied.model):
+        hook = applied._before_inner if inner else applied._before_pretrained
+        applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     if policy.save or policy.scope in ("segments", "sqrt"):
         applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
 
@@ -151,12 +152,13 @@ def _install_engines(applied: AppliedPolicy) -> None:
         applied.engines.append(offload.install(model, applied.found.blocks))
 
 
-def _outermost_pretrained(module: nn.Module) -> Iterable[nn.Module]:
-    """The outermost transformers models in `module` that can return a KV cache."""
+def _caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:
+    """The outermost transformers models in `module` with a KV cache, and whether another model calls them."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if kind is not None and isinstance(module, kind):
         if "use_cache" in inspect.signature(module.forward).parameters:
-            yield module
-        return
+            yield module, inner
+            return
+        inner = True
     for child in module.children():
-        yield from _outermost_pretrained(child)
+        yield from _caching_models(child, inner)

@@ -137,6 +137,17 @@ class AppliedPolicy:
         """Forward pre-hook of a transformers model."""
         return _without_kv_cache(module, args, kwargs) if self.standing else None
 
+    def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Forward pre-hook of a model inside a model: a KV cache that the outer one asks for, or hands on, is kept."""
+        if not (self.standing and module.training and torch.is_grad_enabled()):
+            return None
+        wanted = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+        inside = set(module.modules())
+        for region in self.installed:
+            if region.module in inside:
+                region.keeps_cache = wanted
+        return None if wanted else (args, {**kwargs, "use_cache": False})
+
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: after the first forward what was asked for should have happened."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.standing:

@@ -258,7 +258,13 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
             else f"a buffer ({what}) was written in forward and again in recomputation"
         )
     if loss.same and not gradients.same:
-        if model.training and rng.has_dropout(model):
+        generators = rng.own_generators(model)
+        if generators:
+            causes.append(
+                f"random numbers of one's own: recomputation draws from {', '.join(generators)} once more, which no "
+                "checkpointing sets back; draw from PyTorch's own generator, or outside of the blocks"
+            )
+        elif model.training and rng.has_dropout(model):
             causes.append(
                 "dropout without RNG: the loss is right and gradients are not, so recomputation drew other "
                 "random numbers than forward; preserve the random state"

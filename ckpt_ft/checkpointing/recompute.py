@@ -2,15 +2,14 @@
 
 `Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
 the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
-`torch.utils.checkpoint` without reentrant autograd; added are, in either run, the random state (kept only where the
-first run drew from it), the buffers (`buffers.py`), kept operator outputs (`selective.py`), and a KV cache that is
-never written twice.
+`torch.utils.checkpoint` without reentrant autograd; added are, in either run, the arguments as the first run found
+them (`arguments.py`), the random state (kept only where the first run drew from it), the buffers (`buffers.py`), the
+parameters and modes (`parameters.py`), and kept operator outputs (`selective.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,8 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from . import rng
+from . import parameters, rng
+from .arguments import Arguments, Call, Inputs, is_cache, leaves
 from .buffers import Buffers, swap_in, swap_out
+from .parameters import Found, modules_in
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
 
@@ -32,106 +33,111 @@ class Checkpointed(StandIn):
     def __init__(self, module: nn.Module, selection: Selection | None) -> None:
         super().__init__(module)
         self.selection = selection
-        self.buffers = Buffers(module)
+        self.buffers = Buffers()
+        self.inputs = Inputs(module)
+        self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if self.module.training:
-            args, kwargs = _without_cache(self.module, args, kwargs)
-        elif any(_is_cache(value) for value in (*args, *kwargs.values())):  # decoding with gradients
+            if not self.keeps_cache:
+                args, kwargs = _without_cache(args, kwargs)
+        elif any(is_cache(value) for value in (*args, *kwargs.values())):  # decoding with gradients
             return self.forward(*args, **kwargs)
         return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward = functools.partial(self.forward, **kwargs) if kwargs else self.forward
         if torch.compiler.is_compiling():  # the compiler sees to random state and buffers itself
+            forward = functools.partial(self.forward, **kwargs) if kwargs else self.forward
             if self.selection is None:
                 return checkpoint(forward, *args, use_reentrant=False)
             context_fn = functools.partial(compiled_contexts, self.selection)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn)
+        call = Call(self.forward, self.inputs, args, kwargs)
         return checkpoint(
-            forward,
-            *args,
+            call,
+            *call.saved,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=functools.partial(runs, self, _device(self.module, args, kwargs)),
+            context_fn=functools.partial(runs, self, args, kwargs),
         )
 
 
-def runs(region: Checkpointed, device: torch.device) -> tuple[FirstRun, SecondRun]:
-    """The contexts of a region's first and second run."""
-    first = FirstRun(region, device)
+def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun]:
+    """The contexts of a region's first and second run with these arguments."""
+    modules = modules_in(region.module)
+    first = FirstRun(region, modules, _accelerators(modules, args, kwargs))
     return first, SecondRun(first)
 
 
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    def __init__(self, region: Checkpointed, device: torch.device) -> None:
-        self.region, self.device = region, device
+    __slots__ = ("buffers", "devices", "found", "keeping", "modules", "random", "region", "replaying")
+
+    def __init__(self, region: Checkpointed, modules: dict[nn.Module, None], devices: set[torch.device]) -> None:
+        self.region, self.modules, self.devices = region, modules, devices
         self.keeping: AbstractContextManager[Any] = nullcontext()
         self.replaying: AbstractContextManager[Any] = nullcontext()
         if region.selection is not None:
             self.keeping, self.replaying = region.selection.contexts()
 
+    @property
+    def device_type(self) -> str:
+        return next((device.type for device in self.devices), "cpu")
+
     def __enter__(self) -> None:
-        self.buffers = self.region.buffers.before()
-        self.random: rng.Snapshot | None = rng.snapshot(self.device)
+        self.buffers = self.region.buffers.before(self.modules)
+        self.random = rng.snapshot(*self.devices, host=True)
         self.keeping.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
-        self.keeping.__exit__(*exception)
-        self.buffers = self.region.buffers.after(self.buffers)
-        if self.random == rng.snapshot(self.device):
-            self.random = None
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self.keeping.__exit__(kind, *exception)
+        if kind is not None:  # a run that failed, or was stopped inside of another region's second run
+            return
+        for buffer in self.buffers:
+            buffer.look()
+        self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
+        self.found = Found(self.modules)
 
 
 class SecondRun:
-    """Sets generators and buffers to where the first run found them, and back to where the second one did."""
+    """Sets generators, buffers and modules to where the first run found them, and back to where the second one did."""
+
+    __slots__ = ("buffers", "first", "random", "swapped")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
 
     def __enter__(self) -> None:
         first = self.first
-        self.current = swap_in(first.buffers)
-        if first.random is not None:
-            self.random = rng.snapshot(first.device)
-            first.random.restore()
+        self.swapped = first.found.swap_in()
+        self.buffers = swap_in(first.buffers)
+        self.random = first.random.now()
+        first.random.restore()
         first.replaying.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        first = self.first
-        first.replaying.__exit__(*exception)
-        if first.random is not None:
-            self.random.restore()
-        swap_out(first.buffers, self.current)
-        self.current = []
+        self.first.replaying.__exit__(*exception)
+        self.random.restore()
+        swap_out(self.buffers)
+        parameters.swap_out(self.swapped)
+        self.buffers = []
 
 
-def _device(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the region runs: the device of the first tensor it is given, else of its parameters."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+def _accelerators(modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+    """Where the region may draw random numbers besides the CPU: the devices of what it is given and of its weights."""
+    parameter = next((p for module in modules for p in module._parameters.values() if p is not None), None)
+    given = (parameter, *leaves(args), *leaves(kwargs))
+    return {x.device for x in given if isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta)}
 
 
-def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without a KV cache, which a second run would write again (as transformers' own layers drop it)."""
-    if getattr(module, "_can_checkpoint_with_cache", False):  # only reads it (transformers >= 5.23)
-        return args, kwargs
-    if any(_is_cache(value) for value in args):
-        args = tuple(None if _is_cache(value) else value for value in args)
-    dropped = {key: None for key, value in kwargs.items() if _is_cache(value) or key in _CACHE_ARGUMENTS}
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Arguments without a KV cache, which nobody reads in training and which holds memory."""
+    if any(is_cache(value) for value in args):
+        args = tuple(None if is_cache(value) else value for value in args)
+    dropped = {key: None for key, value in kwargs.items() if is_cache(value) or key in _CACHE_ARGUMENTS}
     if kwargs.get("use_cache"):
         dropped["use_cache"] = False  # type: ignore[assignment]
     return args, {**kwargs, **dropped} if dropped else kwargs
-
-
-def _is_cache(value: Any) -> bool:
-    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return kind is not None and isinstance(value, kind)

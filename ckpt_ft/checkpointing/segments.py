@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from .recompute import Checkpointed, FirstRun, SecondRun, _device, runs
+from .arguments import Arguments, changeable, leaves, rebuild
+from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
 
 
@@ -46,13 +46,13 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        given = [*leaves(args), *leaves(kwargs)]
         frame = self.segment.open()
-        if frame is None or not frame.feeds(leaves):
+        if frame is None or not frame.feeds(given):
             frame = _Frame()
         else:
             self.segment.joined += 1
-        out = frame.call(self, leaves, spec, _device(self.module, args, kwargs))
+        out = frame.call(self, given, args, kwargs)
         self.segment.open = _no_frame if self.last else weakref.ref(frame)
         return out
 
@@ -60,57 +60,108 @@ class SegmentMember(Checkpointed):
 class _Link:
     """An argument that is an output of an earlier call in the frame."""
 
-    __slots__ = ("call", "leaf")
+    __slots__ = ("call", "leaf", "ref", "version")
 
-    def __init__(self, call: int, leaf: int) -> None:
+    def __init__(self, tensor: torch.Tensor, call: int, leaf: int) -> None:
+        self.ref, self.version = weakref.ref(tensor), tensor._version
         self.call, self.leaf = call, leaf
+
+    def is_to(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is that output, as the call left it."""
+        return self.ref() is tensor and self.version == tensor._version
 
 
 class _Held:
     """A tensor argument from outside: detached, or the frame would hold the graph that holds the frame."""
 
-    __slots__ = ("requires_grad", "tensor", "version")
+    __slots__ = ("requires_grad", "tensor", "version", "written")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, tensor._version
+        self.hold(tensor, tensor.requires_grad, written=False)
+
+    def hold(self, tensor: torch.Tensor, requires_grad: bool, written: bool) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+        self.requires_grad, self.written = requires_grad, written
 
     def again(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "an input of a checkpointed segment was changed in place after its forward; clone it before"
             )
-        return self.tensor.detach().requires_grad_(self.requires_grad)
+        tensor = self.tensor.detach().requires_grad_(self.requires_grad)
+        return tensor.clone() if self.written else tensor  # no leaf: it is written into once more
+
+
+class _Call:
+    """One block's call: its arguments as it found them, tensors as `_Link` or `_Held`."""
+
+    def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
+        self.member, self.arguments, self.second = member, arguments, second
+        self.autocast = _Autocast(device)
+
+    def again(self, made: list[list[Any]]) -> list[Any]:
+        """Run it once more; `made` are the outputs of the calls before it. Returns its outputs, in `_leaves` order."""
+
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, _Link):
+                return made[leaf.call][leaf.leaf]
+            return leaf.again() if isinstance(leaf, _Held) else leaf
+
+        args, kwargs = rebuild(self.arguments, fill)
+        with self.autocast.context(), self.second:
+            return _outputs(self.member.forward(*args, **kwargs), args, kwargs)
+
+
+def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a block returned, and what lies in the containers that it was given and may have written into."""
+    written = [leaf for value in (*args, *kwargs.values()) if changeable(value) for leaf in leaves(value)]
+    return [*leaves(out), *written]
 
 
 class _Frame:
     """Calls of blocks, and the tensors that they save: dropped in forward, made again by re-running all calls."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[SegmentMember, list[Any], TreeSpec, SecondRun, _Autocast]] = []
-        self.outputs: dict[int, tuple[weakref.ref[torch.Tensor], _Link]] = {}
+        self.calls: list[_Call] = []
+        self.outputs: dict[int, _Link] = {}
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.recomputed: dict[int, torch.Tensor] = {}
 
-    def feeds(self, leaves: list[Any]) -> bool:
-        """Whether an output of the last call is among `leaves`."""
+    def feeds(self, given: list[Any]) -> bool:
+        """Whether an output of the last call is among the leaves of a block's arguments."""
         last = len(self.calls) - 1
-        return any((link := self.link(leaf)) is not None and link.call == last for leaf in leaves)
+        return any((link := self.link(leaf)) is not None and link.call == last for leaf in given)
 
     def link(self, leaf: Any) -> _Link | None:
-        ref, link = self.outputs.get(id(leaf), (None, None))
-        return link if ref is not None and ref() is leaf else None
+        link = self.outputs.get(id(leaf))
+        return link if link is not None and link.is_to(leaf) else None
 
-    def call(self, member: SegmentMember, leaves: list[Any], spec: TreeSpec, device: torch.device) -> Any:
-        held = [self.link(leaf) or (_Held(leaf) if _is_variable(leaf) else leaf) for leaf in leaves]
+    def call(self, member: SegmentMember, given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held: dict[int, _Held] = {}
+
+        def hold(leaf: Any) -> Any:
+            if not _is_variable(leaf):
+                return leaf
+            link = self.link(leaf)
+            if link is None and id(leaf) not in held:
+                held[id(leaf)] = _Held(leaf)
+            return link or held[id(leaf)]
+
+        arguments = rebuild((args, kwargs), hold)
+        inputs = member.inputs.before(args, kwargs)
         first: FirstRun
-        first, second = runs(member, device)
-        self.calls.append((member, held, spec, second, _Autocast(device.type)))
-        args, kwargs = tree_unflatten(leaves, spec)
+        first, second = runs(member, args, kwargs)
+        self.calls.append(_Call(member, arguments, second, first.device_type))
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), first:
             out = member.forward(*args, **kwargs)
-        for index, leaf in enumerate(tree_leaves(out)):
-            if isinstance(leaf, torch.Tensor):
-                self.outputs[id(leaf)] = weakref.ref(leaf), _Link(len(self.calls) - 1, index)
+        member.inputs.after(inputs)
+        for given_tensor in inputs:
+            if given_tensor.copy is not None and id(given_tensor.tensor) in held:
+                held[id(given_tensor.tensor)].hold(given_tensor.copy, requires_grad=True, written=True)
+        known, returned = {id(leaf) for leaf in given}, len([*leaves(out)])
+        for index, leaf in enumerate(_outputs(out, args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and (index < returned or id(leaf) not in known):
+                self.outputs[id(leaf)] = _Link(leaf, len(self.calls) - 1, index)
         return out
 
     def pack(self, tensor: torch.Tensor) -> int:
@@ -121,21 +172,23 @@ class _Frame:
         if slot not in self.recomputed:
             self.recomputed.clear()
             self.recompute()
+            if torch._C._current_graph_task_id() != -1:  # what this backward has no use for goes when it ends
+                torch.autograd.Variable._execution_engine.queue_callback(self.recomputed.clear)
         return self.recomputed.pop(slot)
 
     def recompute(self) -> None:
-        made = 0
+        made, saved, recomputed = 0, self.saved, self.recomputed
 
-        def pack(tensor: torch.Tensor) -> int:
+        def pack(tensor: torch.Tensor) -> int:  # does not hold the frame, which may hold what the second run returns
             nonlocal made
-            if (tensor.shape, tensor.dtype) != self.saved[made]:
+            if (tensor.shape, tensor.dtype) != saved[made]:
                 raise RuntimeError(
                     f"a segment's second run saved a tensor of {tuple(tensor.shape)} {tensor.dtype} where its first "
-                    f"saved {tuple(self.saved[made][0])} {self.saved[made][1]}: a block depends on state outside of it"
+                    f"saved {tuple(saved[made][0])} {saved[made][1]}: a block depends on state outside of it"
                 )
-            self.recomputed[made] = tensor.detach()
+            recomputed[made] = tensor.detach()
             made += 1
-            if made == len(self.saved):
+            if made == len(saved):
                 raise _Complete
             return made - 1
 
@@ -147,19 +200,9 @@ class _Frame:
         raise RuntimeError(f"a segment's second run saved {made} tensors where its first saved {len(self.saved)}")
 
     def rerun(self) -> None:
-        outputs: list[list[Any]] = []
-        for member, held, spec, second, autocast in self.calls:
-            leaves = [
-                outputs[leaf.call][leaf.leaf]
-                if isinstance(leaf, _Link)
-                else leaf.again()
-                if isinstance(leaf, _Held)
-                else leaf
-                for leaf in held
-            ]
-            args, kwargs = tree_unflatten(leaves, spec)
-            with autocast.context(), second:
-                outputs.append(tree_leaves(member.forward(*args, **kwargs)))
+        made: list[list[Any]] = []
+        for call in self.calls:
+            made.append(call.again(made))
 
 
 class _Complete(Exception):

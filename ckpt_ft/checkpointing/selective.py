@@ -122,6 +122,10 @@ class _Keeping(_Mode):
         self.seen: dict[str, int] = defaultdict(int)
         self.by_storage: dict[int, _KeptOutput] = {}
 
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.by_storage = {}  # or an output that was handed back would stay, and the second run's graph with it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         group = self.selection.rule(func)
         if group is None:

@@ -80,6 +80,12 @@ class ACCallback(TrainerCallback):
         check_conflicts(args, self.policy)
         if self.policy is not None:
             if self.settings.ac_check:
+                if args.deepspeed_plugin is not None:
+                    raise UserError(
+                        "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to "
+                        "compare; drop --ac_check, and run "
+                        f"`ckpt-ft check MODEL --policy {self.policy}` in one process"
+                    )
                 self._check(model, kwargs["train_dataloader"], args.train_batch_size)
             self.applied = apply_policy(model, self.policy)
         if self.settings.measures:

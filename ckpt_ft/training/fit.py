@@ -107,6 +107,7 @@ def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> N
         fitted.plan.check_model(model, f"--ac_policy {settings.ac_policy}")
     if settings.ac_policy != "auto" and not settings.find_max_batch_size:
         return
+    _refuse_partitioned(model, "--ac_policy auto" if settings.ac_policy == "auto" else "--find_max_batch_size")
     model.to(device)
     if settings.ac_policy == "auto":
         batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
@@ -185,6 +186,14 @@ def run_within(
         checkpoint = last_complete_checkpoint(args.output_dir)
         place = checkpoint or "the beginning"
         logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
+
+
+def _refuse_partitioned(model: nn.Module, flag: str) -> None:
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError(
+            f"{flag}: ZeRO-3 has partitioned the model as it was loaded, so no whole step can be traced; find "
+            "policy and batch with `ckpt-ft plan MODEL` and give them, or launch with zero3_init_flag: false"
+        )
 
 
 def _replans(settings: ACArguments) -> bool:

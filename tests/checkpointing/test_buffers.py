@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from vision_models import UNet, assert_same, batches
 
-from ckpt_ft import apply_policy
+from ckpt_ft import apply_policy, trace_step
+from ckpt_ft.errors import UserError
 
 Layer = Callable[[], nn.Module]
 POLICIES = ["full", "every:2", "segments:2", "save:conv", "save:aten.native_batch_norm"]
@@ -165,6 +166,138 @@ def test_a_module_of_ones_own(policy: str) -> None:
     apply_policy(model, policy)
     assert_same(after_steps(model), after_steps(plain))
     assert model.blocks[0].norm.calls == 3
+
+
+class Refreshed(nn.Module):
+    """A norm whose buffers are first written in the third call: one in place, one put in place anew."""
+
+    def __init__(self, columns: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(4, columns))
+        self.register_buffer("scale", torch.ones(()))
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.step % 3 == 2:
+            self.level += x.detach().mean((0, 2, 3)).abs()[:, None] + 1
+            self.scale = self.scale * 1.5
+        return (x * (1 + self.level[:, :1, None])).tanh() * self.scale
+
+
+def at_step(net: Net, step: int) -> dict[str, torch.Tensor]:
+    """`after_steps` of one step, the blocks' norms knowing which one it is."""
+    for block in net.blocks:
+        block.norm.step = step
+    return {f"{step}: {key}": value.clone() for key, value in after_steps(net, steps=1).items()}
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_buffer_that_is_first_written_in_a_later_call(policy: str) -> None:
+    plain, model = make(Refreshed), make(Refreshed)
+    apply_policy(model, policy)
+    for step in range(4):
+        assert_same(at_step(model, step), at_step(plain, step))
+    assert model.blocks[0].norm.scale == 1.5
+
+
+def test_a_large_buffer_that_is_first_written_in_a_later_call_is_an_error_once() -> None:
+    """Of more than 1 MiB no copy is kept for a write that may never come."""
+    model = make(lambda: Refreshed(columns=2**17))
+    apply_policy(model, "full")
+    at_step(model, 0)
+    with Clones() as clones:
+        at_step(model, 1)
+    assert clones.count["aten.clone.default"] == 6 + 13  # those of this file alone
+    with pytest.raises(UserError, match=r"Refreshed wrote its buffer 'level' \(2.0 MiB\) as it did not in its first"):
+        at_step(model, 2)
+    for block in model.blocks[1:]:  # not reached by the step that failed
+        block.norm.step = 0
+    at_step(model, 3)
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_momentum_that_is_zero_first(policy: str) -> None:
+    """The first call writes the statistics, but no other value."""
+    plain, model = (make(lambda: nn.BatchNorm2d(4, momentum=0.0)) for _ in range(2))
+    apply_policy(model, policy)
+    for net in (model, plain):
+        after_steps(net)
+        for block in net.blocks:
+            block.norm.momentum = 0.5
+    assert_same(after_steps(model), after_steps(plain))
+    assert model.blocks[0].norm.running_mean.abs().sum() > 0
+
+
+class OwnNorm(nn.Module):
+    """A BatchNorm of one's own: its kernel counts no version. The output depends on what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, self.level, self.spread, training=True) * (1 + self.level[:, None, None])
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def fail(*args: Any) -> None:
+    raise OutOfMemory
+
+
+@pytest.mark.parametrize("kind", [OwnNorm, lambda: nn.BatchNorm2d(4)])
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_first_call_that_failed_teaches_nothing(policy: str, kind: Layer) -> None:
+    plain, model = make(kind), make(kind)
+    apply_policy(model, policy)
+    for net in (model, plain):
+        for failing in ("conv", "norm"):  # before the buffers are written, and behind
+            hook = getattr(net.blocks[0], failing).register_forward_hook(fail)
+            with pytest.raises(OutOfMemory):
+                net(torch.ones(4, 4, 8, 8))
+            hook.remove()
+    assert_same(after_steps(model), after_steps(plain))
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_first_call_on_fake_tensors_teaches_nothing(policy: str) -> None:
+    plain, model = make(OwnNorm), make(OwnNorm)
+    apply_policy(model, policy)
+    x = torch.zeros(4, 4, 8, 8)
+    trace_step(model, lambda net, _: net(x).backward(), device="cpu")
+    assert_same(after_steps(model), after_steps(plain))
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_norms_and_buffers_that_are_replaced_after_the_policy(policy: str) -> None:
+    plain, model = make(lambda: nn.GroupNorm(2, 4)), make(lambda: nn.GroupNorm(2, 4))
+    apply_policy(model, policy)
+    for net in (model, plain):
+        after_steps(net)
+        for block in net.blocks:
+            block.norm = OwnNorm()
+    assert_same(after_steps(model), after_steps(plain))
+    for net in (model, plain):
+        for block in net.blocks:
+            block.norm.register_buffer("level", torch.full((4,), 0.5))
+    assert_same(after_steps(model), after_steps(plain))
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_buffers_that_others_write_between_forward_and_backward(policy: str) -> None:
+    plain, model = make(Refreshed), make(Refreshed)
+    apply_policy(model, policy)
+    for net in (plain, model):
+        loss = net(torch.ones(4, 4, 8, 8))
+        for block in net.blocks:
+            block.norm.level += 1
+            block.norm.scale = torch.full((), 3.0)
+        loss.backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 def test_the_buffers_stay_the_same_objects() -> None:

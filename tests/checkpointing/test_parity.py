@@ -175,3 +175,26 @@ def test_parity_agrees_with_the_numbers_themselves() -> None:
     model = make("gpt2", "dropout")
     before = numbers(model)
     assert check_parity(model, batch(), "full", seed=2).rows[0].plain == f"{before['loss']:.9g}"
+
+
+def test_a_generator_of_ones_own_is_named() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.noise = torch.Generator().manual_seed(0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * torch.rand(4, generator=self.noise)).tanh()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Noisy(), Noisy())
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            block.noise.manual_seed(0)
+        return model(x).square().sum()
+
+    result = check_parity(model, torch.ones(2, 4), "full", loss=loss)
+    assert not result.ok
+    assert any("random numbers of one's own" in cause and "0.noise, 1.noise" in cause for cause in result.causes)

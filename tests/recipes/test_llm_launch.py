@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
@@ -104,3 +105,34 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
     llm.main([*flags, str(whole)])
     assert len(losses(whole)) == 30
     assert losses(killed) == losses(whole)
+
+
+def under_deepspeed(root: Path, stage: int, *runs: list[str]) -> subprocess.Popen[str]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    config = f"accelerate_configs/deepspeed_zero{stage}.yaml"
+    command = [str(BIN / "accelerate"), "launch", "--config_file", config, "--num_processes", "2"]
+    command += ["--mixed_precision", "no", "--main_process_port", str(port)]
+    command += ["tests/recipes/deepspeed_on_cpu.py", "recipes/llm.py"]
+    flags = [*SMALL, "--max_steps", "4", "--disable_tqdm", "true", "--ac_report", "json"]
+    for run in runs:
+        command += [*flags, *run, "--"]
+    return start(root, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_and_resumes_to_the_same_weights(root: Path, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
+    outs = {name: tmp_path / name for name in ("plain", "treated", "resumed")}
+    policy = ["--ac_policy", "full,pointwise", "--save_steps", "2", "--output_dir"]
+    resume = ["--resume_from_checkpoint", str(outs["treated"] / "checkpoint-2")]
+    runs = [["--output_dir", str(outs["plain"])], [*policy, str(outs["treated"])]]
+    runs.append([*policy, str(outs["resumed"]), *resume])
+    finish(under_deepspeed(root, stage, *runs))
+    assert all(len(losses(out)) == 4 for out in outs.values())
+    plain, *others = (AutoModelForCausalLM.from_pretrained(out).state_dict() for out in outs.values())
+    assert len(plain) > 10
+    for other in others:
+        assert all(torch.equal(other[name], plain[name]) for name in plain)

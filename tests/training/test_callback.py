@@ -130,6 +130,15 @@ def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch
     assert trainer.state.global_step == 0
 
 
+def test_the_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    ACCallback(ACArguments(ac_policy="full", ac_check=True)).attach(trainer)
+    trainer.args.deepspeed_plugin = object()
+    with pytest.raises(UserError, match="drop --ac_check, and run `ckpt-ft check MODEL --policy full` in one process"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_a_policy_beside_the_trainers_own_checkpointing_is_refused(tmp_path: Path, flag: str) -> None:

@@ -120,6 +120,16 @@ def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
         within(fitted, Failing(1, at_step))
 
 
+@pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])
+def test_a_model_that_zero3_has_partitioned_is_refused(flags: dict[str, Any], tmp_path: Path) -> None:
+    partitioned = model()
+    for parameter in partitioned.parameters():  # what deepspeed.zero.Init leaves
+        parameter.ds_id, parameter.data = 0, torch.empty(0)  # type: ignore[attr-defined]
+    settings = ACArguments(ac_budget="3MiB", **flags)
+    with pytest.raises(UserError, match=r"ZeRO-3 has partitioned the model .* zero3_init_flag: false"):
+        fit_to_memory(partitioned, arguments(tmp_path), settings, Dataset.from_list(ROWS), PadCollator(0))
+
+
 def test_bad_flags() -> None:
     with pytest.raises(UserError, match="--ac_on_oom retry: choose one of replan, stop"):
         ACArguments(ac_on_oom="retry")

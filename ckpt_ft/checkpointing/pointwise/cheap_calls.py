@@ -38,6 +38,9 @@ _GATED = re.compile(
     r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
 )
 _CONVOLUTION = nn.modules.conv._ConvNd
+_ZERO3 = "ds_id"  # what DeepSpeed ZeRO-3 puts on every parameter that it partitions
+
+State = tuple[bool, list[Saved], dict[str, nn.Parameter | None] | None]
 
 
 class _Local(threading.local):
@@ -78,28 +81,30 @@ class ModuleRegion(StandIn):
             return False
         return bool(args) and running.is_free(args[0])
 
-    def state(self) -> tuple[bool, list[Saved]]:
-        """The mode, and the tensors that the output depends on with their versions."""
+    def state(self) -> State:
+        """The mode, the tensors that the output depends on with their versions, and what ZeRO-3 is about to free."""
         module = self.module
         tensors: list[Saved] = [(p, p._version) for p in module._parameters.values() if p is not None]
         if module._buffers and not module.training:  # in training BatchNorm's output does not read its statistics
             tensors += [(b, b._version) for b in module._buffers.values() if b is not None]
-        return module.training, tensors
+        gathered = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else None
+        return module.training, tensors, gathered
 
-    def again(self, state: tuple[bool, list[Saved]], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def again(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """The module's forward in its first mode, on copies of its buffers: statistics are updated once."""
-        module, (training, tensors) = self.module, state
+        module, (training, tensors, gathered) = self.module, state
         if tensors:
             self._check(tensors)
-        if module.training is training and not module._buffers:
+        if module.training is training and not module._buffers and gathered is None:
             return self.forward(*args, **kwargs)
-        mode, buffers = module.training, module._buffers
+        mode, buffers, parameters = module.training, module._buffers, module._parameters
         module.training = training
         module._buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
+        module._parameters = parameters if gathered is None else gathered
         try:
             return self.forward(*args, **kwargs)
         finally:
-            module.training, module._buffers = mode, buffers
+            module.training, module._buffers, module._parameters = mode, buffers, parameters
 
     def _check(self, tensors: list[Saved]) -> None:
         parameters = self.module._parameters
@@ -111,6 +116,16 @@ class ModuleRegion(StandIn):
                     f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
                     f"(version {tensor._version}, expected {version}); 'pointwise' cannot recompute its output"
                 )
+
+
+def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Parameters of a cheap module, whole: ZeRO-3 frees them after forward, and a later module's backward asks for the
+    output before this module's own backward has gathered them again. They are of the hidden size, not of the batch;
+    gathering here instead would interfere with the order of gathers that DeepSpeed has recorded."""
+    return {
+        name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
+        for name, p in module._parameters.items()
+    }
 
 
 def _gather(module: nn.Module, root: nn.Module) -> None:

@@ -361,7 +361,7 @@ def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
     if first is None:
         yield
         return
-    now = rng.snapshot(first.device)
+    now = first.now()
     first.restore()
     try:
         yield

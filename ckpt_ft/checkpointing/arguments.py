@@ -1,0 +1,193 @@
+"""What a region is given, kept for its second run as its first run found it.
+
+A block may write into a list or dict that it is given (HRNet's branches, DenseNet's growing list of features, a cache
+of frames), or in place into a tensor (a block that starts with an in-place ReLU). The first run is given the caller's
+own objects, for the caller reads what was written; the second run gets copies of the containers as they were, and of
+the tensors that were written to. A KV cache is a container: its layers hold tensors and are not written in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+
+_SEQUENCES = (list, tuple, deque)
+_ATOMS = (torch.Tensor, bool, int, float, str, type(None))
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether `value` is a KV cache of transformers."""
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether `value` is an object that holds tensors in its attributes: a KV cache, a layer of one, a UserDict."""
+    if isinstance(value, UserDict):
+        return True
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(
+        value, (module.Cache, module.CacheLayerMixin, module.LinearAttentionCacheLayerMixin)
+    )
+
+
+def changeable(value: Any) -> bool:
+    """Whether `value`, or a container in it, can be written into."""
+    if isinstance(value, _ATOMS):
+        return False
+    if isinstance(value, tuple):
+        return any(changeable(item) for item in value)
+    return isinstance(value, (list, dict, set, deque)) or _is_record(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no container, in the order in which `rebuild` meets it."""
+    if isinstance(value, _ATOMS):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, _SEQUENCES):
+        for item in value:
+            yield from leaves(item)
+    elif _is_record(value):
+        yield from leaves(vars(value))
+    elif not isinstance(value, set):
+        yield value
+
+
+def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+    """`value` with its containers made anew and `leaf` of everything else; what was one container stays one."""
+    if isinstance(value, _ATOMS):
+        return leaf(value)
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, tuple):
+        items = [rebuild(item, leaf, made) for item in value]
+        if all(item is old for item, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if not isinstance(value, (list, deque, dict, set)) and not _is_record(value):
+        return leaf(value)
+    new = made[id(value)] = copy.copy(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new[key] = rebuild(item, leaf, made)
+    elif isinstance(value, (list, deque)):
+        for index, item in enumerate(value):
+            new[index] = rebuild(item, leaf, made)
+    elif not isinstance(value, set):
+        new.__dict__ = {key: rebuild(item, leaf, made) for key, item in vars(value).items()}
+    return new
+
+
+class Inputs:
+    """Which tensors among its arguments a region writes into in place; learned in its first call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kind = type(module).__name__
+        self.written: set[int | str] | None = None
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
+        """To be called before the first run: the inputs with a gradient, with copies of those that it writes."""
+        named: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        inputs = [Input(key, value) for key, value in named if isinstance(value, torch.Tensor) and value.requires_grad]
+        if self.written is None or self.written:
+            for given in inputs:
+                if self.written is None or given.key in self.written:
+                    given.copy = given.tensor.detach().clone().requires_grad_()
+        return inputs
+
+    def after(self, inputs: list[Input]) -> None:
+        """To be called after the first run with what `before` gave; the copies of inputs left alone are dropped."""
+        for given in inputs:
+            if given.tensor._version == given.version:
+                given.copy = None
+            elif given.copy is None:
+                raise UserError(
+                    f"{self.kind} wrote in place into its {given} and had not in its first call; its second run "
+                    "would start from what it wrote: clone that input in the block's forward"
+                )
+        if self.written is None:
+            self.written = {given.key for given in inputs if given.copy is not None}
+
+
+class Input:
+    """A tensor that a region is given, and its value from before the first run where that one writes into it."""
+
+    __slots__ = ("copy", "key", "tensor", "version")
+
+    def __init__(self, key: int | str, tensor: torch.Tensor) -> None:
+        self.key, self.tensor, self.version = key, tensor, tensor._version
+        self.copy: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"argument {self.key!r}"
+
+    def again(self) -> torch.Tensor:
+        """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
+        if self.copy is not None:
+            return self.copy.clone()
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
+            )
+        return self.tensor
+
+
+class Call:
+    """One call of a region: the caller's own arguments in the first run, in the second what the first one found.
+
+    Attributes:
+        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run; None for
+            those that are kept here.
+    """
+
+    __slots__ = ("changeable", "forward", "given", "inputs", "kept", "kwargs", "saved", "tensors")
+
+    def __init__(
+        self, forward: Callable[..., Any], inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.forward, self.inputs = forward, inputs
+        self.given: Arguments | None = (args, kwargs)
+        self.tensors = inputs.before(args, kwargs)
+        self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
+        self.kwargs: dict[str, Any]
+        args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
+        self.kept = {x.key: x for x in self.tensors if x.copy is not None or isinstance(x.key, str)}
+        self.saved = tuple(None if key in self.kept else value for key, value in enumerate(args))
+
+    def __call__(self, *saved: Any) -> Any:
+        if self.given is None:
+            return self.again(saved)
+        (args, kwargs), self.given = self.given, None
+        out = self.forward(*args, **kwargs)
+        self.inputs.after(self.tensors)
+        self.tensors, self.saved = [], ()
+        return out
+
+    def again(self, saved: tuple[Any, ...]) -> Any:
+        """The second run."""
+        args: list[Any] = list(saved)
+        kwargs: dict[str, Any] = self.kwargs
+        if self.changeable:  # once more: backward may run again (retain_graph)
+            args, kwargs = rebuild((args, kwargs), _same)
+        named = {key: given.again() for key, given in self.kept.items() if isinstance(key, str)}
+        for key, given in self.kept.items():
+            if isinstance(key, int):
+                args[key] = given.again()
+        return self.forward(*args, **{**kwargs, **named})
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,104 @@
+"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks: a policy leaves loss, gradients and weights as they are to the bit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]' (see the Makefile)")
+
+POLICIES = ["full", "every:2", "save:attention+matmul", "segments:2", "pointwise", "head", "full,offload"]
+STEPS = 2  # ZeRO-3 records the order of its gathers in the first and prefetches by it from then on
+
+
+def build(variant: str) -> nn.Module:
+    """A Llama of four layers, with all its weights ("dropout") or adapters on a frozen base ("lora") to train."""
+    from language_models import make
+    from peft import LoraConfig, get_peft_model
+
+    model = make("llama", "dropout")
+    if variant == "dropout":
+        return model
+    adapters = LoraConfig(r=2, lora_dropout=0.1, init_lora_weights="gaussian", target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(model, adapters)
+    for name, parameter in model.named_parameters():  # adapters start at zero: half of them would get no gradient
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model.train()
+
+
+def train(model: nn.Module, stage: int, persistent: int) -> dict[str, torch.Tensor]:
+    """This rank's losses, and its shards of the gradients (as a momentum, each step's are in it) and of the weights.
+
+    persistent: parameters up to this many elements are never freed under ZeRO-3.
+    """
+    import deepspeed
+    from language_models import batch
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.5)
+    elements = sum(p.numel() for p in trained)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 10_000,
+            "stage3_param_persistence_threshold": persistent,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    numbers: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = engine(**batch()).loss
+        engine.backward(loss)
+        engine.step()
+        numbers[f"loss {step}"] = loss.detach()
+    for index, (weights, state) in enumerate(optimizer.state.items()):
+        numbers |= {f"weights {index}": weights.detach(), f"momentum {index}": state["momentum_buffer"]}
+    engine.destroy()
+    shard = sum(value.numel() for name, value in numbers.items() if name.startswith("momentum"))
+    assert elements / 2 <= shard < elements  # nothing that is trained goes uncompared
+    return numbers
+
+
+def compare(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    from language_models import differing
+
+    from ckpt_ft import apply_policy
+
+    # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    # norms of 16 elements are partitioned by ZeRO-3, or persist, as those of any model do by default
+    for stage, variant, persistent, policies in [
+        (2, "dropout", 0, POLICIES),
+        (2, "lora", 0, POLICIES),
+        (3, "dropout", 0, POLICIES),
+        (3, "lora", 0, POLICIES),
+        (3, "lora", 20, ["full"]),
+    ]:
+        plain = train(build(variant), stage, persistent)
+        assert all(value.abs().max() > 0 for value in plain.values())
+        for policy in policies:
+            model = build(variant)
+            apply_policy(model, policy)
+            wrong = differing(train(model, stage, persistent), plain)
+            assert not wrong, (stage, variant, persistent, policy, wrong)
+    dist.destroy_process_group()
+
+
+def test_two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    mp.spawn(compare, args=(str(tmp_path / "store"),), nprocs=2)
