@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -89,15 +89,15 @@ def trace_step(
         stack.enter_context(whole_again(model))
         stack.enter_context(faked_model(model))
         streams = stack.enter_context(streams_are_followed())
-        held = [] if launch is None or mesh is None else share(model, launch, mesh)
+        held = None if launch is None or mesh is None else share(model, launch, mesh)
         gc.collect()
         tracker = streams.tracker = FakeTracker(fake_mode, model, gpu)
-        tracker.add_resident(held, "communication")
+        tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         try:
             optimizer = make_optimizer(model) if make_optimizer else None
-            if any(type(parameter.data) is not FakeTensor for parameter in model.parameters()):  # sharded meanwhile
+            if held is None and any(map(is_traceable_wrapper_subclass, model.parameters())):  # sharded meanwhile
                 gc.collect()
                 tracker.restart()
                 tracker.add_model(model)

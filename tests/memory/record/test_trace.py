@@ -37,7 +37,7 @@ def test_peaks_are_the_measured_steps() -> None:
     assert trace.peaks == {"forward": 300, "backward": 1350, "optimizer": 350}
     assert trace.at_peak == {
         "parameters": 100, "buffers": 0, "gradients": 50, "optimizer": 0, "activations": 200, "temporary": 1000,
-        "workspace": 0,
+        "communication": 0, "workspace": 0,
     }  # fmt: skip
     assert trace.holders(1) == [Holder("b", "aten.mm.default", "temporary", 1000, 1)]
     assert trace.module_activations() == {"a": 200}

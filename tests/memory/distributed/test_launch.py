@@ -1,0 +1,134 @@
+"""Launches: what a configuration file says, what is refused, and what sharding changes in bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.links import bus_bandwidth
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.workload import Batch, Workload
+
+CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
+MIB = 2**20
+
+
+def test_our_own_files() -> None:
+    assert Launch.from_file(CONFIGS / "fsdp2.yaml") == Launch("fsdp2", 8, mixed_precision="bf16")
+    assert Launch.from_file(CONFIGS / "fsdp2.yaml", processes=2).processes == 2
+    assert Launch.from_file(CONFIGS / "multi_gpu.yaml").strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}",
+            "FSDP of version 1 is not modelled; set",
+        ),
+        ("distributed_type: DEEPSPEED", "distributed_type DEEPSPEED is not modelled"),
+        ("num_processes: many", "num_processes many: give a whole number of at least 1"),
+        ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
+        ("- a", "not an accelerate configuration"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        Launch.from_file(path)
+
+
+def test_unknown_strategy_and_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no strategy 'fsdp'; did you mean 'fsdp2'"):
+        Launch("fsdp", 2)
+    with pytest.raises(UserError, match="cannot be read"):
+        Launch.from_file(tmp_path / "missing.yaml")
+
+
+def llama(launch: Launch | None, accumulation: int = 1) -> Workload:
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        ids = torch.zeros(samples, 256, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return Workload(
+        model, make_batch, own_loss, lambda model: torch.optim.AdamW(model.parameters(), fused=True), "h100",
+        accumulation=accumulation, launch=launch,
+    )  # fmt: skip
+
+
+def resident(trace: StepTrace) -> int:
+    """Bytes of parameters and optimizer state at the peak."""
+    return trace.at_peak["parameters"] + trace.at_peak["optimizer"]
+
+
+def test_states_divide_and_the_model_is_left_whole() -> None:
+    asked = llama(None)
+    parameters = dict(asked.model.named_parameters())
+    kinds = [type(module) for module in asked.model.modules()]
+    alone = asked.trace(2)
+    for processes in (2, 4, 8):
+        trace = replace(asked, launch=Launch("fsdp2", processes)).trace(2)
+        assert resident(trace) == pytest.approx(resident(alone) / processes, rel=0.02)
+    assert dict(asked.model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in asked.model.named_parameters())
+    assert [type(module) for module in asked.model.modules()] == kinds
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in asked.model.modules())
+    assert asked.trace(2).events == alone.events
+
+
+def test_ddp_holds_buckets_of_all_gradients() -> None:
+    alone, shared = llama(None).trace(2), llama(Launch("ddp", 4)).trace(2)
+    gradients = sum(p.nbytes for p in llama(None).model.parameters())
+    assert shared.at_peak["communication"] == pytest.approx(gradients, rel=0.01)
+    viewed = llama(Launch("ddp", 4, gradient_as_bucket_view=True)).trace(2)
+    assert shared.peaks["optimizer"] - viewed.peaks["optimizer"] == pytest.approx(gradients, rel=0.02)
+    assert resident(shared) == resident(alone)
+
+
+def test_kept_parameters_cost_bytes_and_save_communication() -> None:
+    dropped, kept = (llama(Launch("fsdp2", 8, reshard_after_forward=r)).trace(2) for r in (True, False))
+    assert kept.peaks["forward"] > dropped.peaks["forward"]
+    assert sum(op.wire for op in kept.ops) < sum(op.wire for op in dropped.ops)
+
+
+def test_only_the_last_micro_batch_synchronises() -> None:
+    for strategy in ("ddp", "fsdp2"):
+        one, eight = (llama(Launch(strategy, 8), n).trace(2) for n in (1, 8))
+        measured = [[op for op in t.ops if op.at >= t.start] for t in (one, eight)]
+        reduced = [sum(op.wire for op in ops if "reduce" in op.name) for ops in measured]
+        assert reduced[0] == reduced[1] > 0
+        assert eight.seconds > 4 * one.seconds / 2
+
+
+def test_the_link_counts() -> None:
+    h100, t4 = find_gpu("h100"), find_gpu("t4")
+    assert bus_bandwidth(Launch("ddp", 8), h100) == 0.8 * 450e9
+    assert bus_bandwidth(Launch("ddp", 16, machines=2), h100) == 0.8 * 400e9
+    assert bus_bandwidth(Launch("ddp", 2), t4) < 10e9
+    slow, fast = (llama(Launch("ddp", 8, link=rate)).trace(2).seconds for rate in (1e9, 100e9))
+    assert slow > fast + 0.02
+
+
+def test_a_trace_with_a_launch_is_json() -> None:
+    trace = llama(Launch("fsdp2", 4)).trace(1)
+    again = StepTrace.from_json(trace.to_json())
+    assert again == trace
+    assert again.seconds == trace.seconds
+    assert again.peak_reserved == trace.peak_reserved
