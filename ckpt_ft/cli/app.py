@@ -152,7 +152,7 @@ def explain(
 
 
 @app.command()
-@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False}, seq_length=32)
+@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False}, seq_length=32)
 def check(
     model: Model,
     policy: PolicyOption = "full",

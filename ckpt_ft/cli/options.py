@@ -33,6 +33,16 @@ Attention = Annotated[
     str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
+PrepareKbit = Annotated[
+    bool,
+    typer.Option(
+        "--prepare-kbit", help="with 4 bits: peft's k-bit preparation, embeddings, norms and head in float32"
+    ),
+]
+LoraDropout = Annotated[
+    float | None,
+    typer.Option("--lora-dropout", help="by default what the recipes take: 0.05, and 0 in diffusion models"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -74,6 +84,8 @@ def _settings(
     lora_targets: LoraTargets = "",
     attn_implementation: Attention = "",
     load_in_4bit: FourBit = False,
+    prepare_kbit: PrepareKbit = False,
+    lora_dropout: LoraDropout = None,
 ) -> Settings:
     return Settings(
         dtype=dtype,
@@ -85,6 +97,8 @@ def _settings(
         resolution=resolution,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
+        prepare_kbit=prepare_kbit,
+        lora_dropout=lora_dropout,
     )
 
 

@@ -60,11 +60,9 @@ def plan(
         "target": target,
         "margin": margin or None,
     }
-    config = read_config(model)
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
-    cached = cache_path(
-        {**asked, "config": config, "settings": vars(settings), "lengths": vars(lengths) if lengths else None}
-    )
+    subject = {"model": model, "config": read_config(model), "settings": vars(settings)}
+    cached = cache_path({**asked, **subject, "lengths": vars(lengths) if lengths else None})
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)

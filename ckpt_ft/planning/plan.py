@@ -112,7 +112,7 @@ class Plan:
         if fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
-                "or dtypes); make a plan for it, or use --ac_policy auto"
+                "or dtypes); make a plan for it, or let 'auto' make one"
             )
 
     @property
@@ -238,6 +238,6 @@ def _too_small(search: Search, model: nn.Module) -> str:
         )
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
-        f"--budget {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that works "
-        f"is {format_bytes(needed)}, under '{leanest}'{blocks}"
+        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
+        f"works is {format_bytes(needed)}, under '{leanest}'{blocks}"
     )

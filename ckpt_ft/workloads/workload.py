@@ -109,6 +109,7 @@ class Workload:
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         lengths: of the rows, where they differ: the longest sets the peak, usual batches the speed.
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
+        notes: what is assumed of model and batches, one sentence each; a trace has them too.
         name, kind, shape: for people: what was asked for, "language model" and the like, what a sample is.
     """
 
@@ -123,6 +124,7 @@ class Workload:
     max_grad_norm: float = 0.0
     lengths: Lengths | None = None
     loop: Callable[[int, int | None], Step] | None = None
+    notes: tuple[str, ...] = ()
     name: str = ""
     kind: str = ""
     shape: dict[str, int] = field(default_factory=dict)
@@ -161,7 +163,7 @@ class Workload:
             UserError: `samples` is below 1.
         """
         if samples < 1:
-            raise UserError(f"--batch-size {samples}: a batch has at least 1 sample")
+            raise UserError(f"batch size {samples}: a batch has at least 1 sample")
         if length is None and self.lengths is not None:
             length = self.lengths.longest
         if self.loop is not None:
@@ -190,8 +192,9 @@ class Workload:
         return self.whole(trace)
 
     def whole(self, trace: StepTrace) -> StepTrace:
-        """A trace of this workload's step that knows of how many micro-batches, beside those it ran, the step is."""
-        return replace(trace, micro_batches=self.accumulation) if self.accumulation > RECORDED else trace
+        """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""
+        steps = self.accumulation if self.accumulation > RECORDED else 1
+        return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
 
     def _precise(self, model: nn.Module) -> Forward:
         from accelerate.utils import convert_outputs_to_fp32

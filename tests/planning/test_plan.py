@@ -130,7 +130,7 @@ def test_bad_budgets() -> None:
         make_room("24GiB", find_gpu("t4"))
     with pytest.raises(UserError, match="the CPU needs a budget"):
         make_room(None, None)
-    with pytest.raises(UserError, match="--target speed: choose one of throughput"):
+    with pytest.raises(UserError, match="target 'speed': choose one of throughput"):
         better("speed")
 
 
