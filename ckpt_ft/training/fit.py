@@ -33,7 +33,8 @@ from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.run.resume import last_complete_checkpoint
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.workload import Loss, Workload
 
 from .arguments import ACArguments
 from .oom import is_oom
@@ -80,18 +81,24 @@ class Fitted:
 
 
 def fit_to_memory(
-    model: nn.Module, args: TrainingArguments, settings: ACArguments, rows: Any, collate: Collate
+    model: nn.Module,
+    args: TrainingArguments,
+    settings: ACArguments,
+    rows: Any,
+    collate: Collate,
+    compute_loss: Loss = own_loss,
 ) -> Fitted:
     """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
 
     Args:
         model: on any device; it is moved to that of training.
         rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest sets the peak.
+        compute_loss: the trainer's, where it has one of its own.
 
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
     """
-    fitted = Fitted(trainer_workload(model, args, rows, collate), args, settings)
+    fitted = Fitted(trainer_workload(model, args, rows, collate, compute_loss), args, settings)
     settle(fitted, args.device)
     return fitted
 
