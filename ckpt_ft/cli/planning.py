@@ -161,6 +161,8 @@ def print_plan(plan: Plan) -> None:
     console.print(f"pick: {plan.why}", markup=False)
     if plan.data:
         console.print(plan.data, markup=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
     print_table(holders_table(plan.holders, plan.best.peak), console)
     for fix in plan.fixes:
         cost = f"{abs(fix.slower):.1%} {'slower' if fix.slower > 0 else 'faster'} a sample"

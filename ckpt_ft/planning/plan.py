@@ -41,6 +41,7 @@ class Plan:
         room: budget, context and margin in bytes.
         fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
         data: how long the dataset's rows are, in words; "" for batches that are all alike.
+        notes: what the traces assume, one sentence each.
         holders: the largest holders of the peak of `best`.
         rejected: policies that are no candidates for this model, and why.
         model, device, target: what the plan is for; `fingerprint` is the model's.
@@ -57,6 +58,7 @@ class Plan:
     holders: list[Holder] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     data: str = ""
+    notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -211,6 +213,7 @@ def plan(
         fixes=fixes,
         holders=holders,
         rejected=search.rejected,
+        notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
 

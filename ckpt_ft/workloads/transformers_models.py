@@ -84,6 +84,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
             )
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    model.config.use_cache = False  # as Trainer sets it
     return model.train()
 
 

@@ -53,6 +53,32 @@ def test_plan_then_the_same_from_the_cache(
     assert capsys.readouterr().out == shown
 
 
+def test_a_plan_of_another_name_is_not_taken_from_the_cache(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models with one configuration: a plan says which it is for."""
+    other = tmp_path / "other.json"
+    other.write_text(Path(config).read_text())
+    words = [
+        "--device",
+        "t4",
+        "--budget",
+        "300MiB",
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "1",
+        "--jobs",
+        "1",
+        "--json",
+    ]
+    make = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args, **kwargs: make(*args, **kwargs, policies=["none"]))
+    for name in (config, str(other)):
+        assert typed(monkeypatch, "plan", name, *words) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == name
+
+
 def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--budget", "200MiB"]
     assert typed(monkeypatch, *words, "--policy", "full", "--json") == 0

@@ -12,6 +12,7 @@ import torch
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.standins.nf4 import NF4Linear, to_nf4
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
@@ -69,6 +70,7 @@ def test_what_is_not_packed_stays_as_loaded_unless_it_is_prepared(config: str) -
     assert "in bfloat16, as loaded" in loaded.trace(1).notes[0]
     assert "in float32, as peft" in prepared.trace(1).notes[0]
     assert loaded.trace(1).peak_allocated < prepared.trace(1).peak_allocated
+    assert plan(loaded, batch_size=1, policies=["none"]).notes == loaded.trace(1).notes
 
 
 def test_the_compute_type_is_the_recipes() -> None:

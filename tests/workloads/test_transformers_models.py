@@ -26,7 +26,7 @@ FFN = {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 3
 BART = {"model_type": "bart", "max_position_embeddings": 64, **DECODER, **FFN}
 T5 = {
     "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64,
-    "decoder_start_token_id": 0, "use_cache": False,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
 WHISPER = {
     "model_type": "whisper", "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40,
