@@ -39,8 +39,9 @@ def trainer_workload(
         compute_loss: the trainer's, where it has one of its own.
     """
     of_length, lengths = _by_length(args, rows)
-    if getattr(model, "config", None) is not None:
-        model.config.use_cache = args.use_cache  # as the Trainer does when it is made
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = args.use_cache  # as the Trainer does when it is made
 
     def make_batch(samples: int, length: int | None) -> Batch:
         chosen = [rows[0]] * samples if length is None else of_length(samples, length)
