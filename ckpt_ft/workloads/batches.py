@@ -120,11 +120,10 @@ def class_for(model_type: str) -> str:
 def check_fields(model: Any, fields: Fields) -> None:
     """Raises UserError where the forward of `model` does not take `fields`, or needs more than them."""
     parameters = inspect.signature(model.forward).parameters.values()
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    foreign = set() if open_ended else set(fields) - {p.name for p in parameters}
-    if foreign or needed - set(fields):
-        wants = ", ".join(sorted(needed - set(fields))) or f"no {', '.join(sorted(foreign))}"
+    missing = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - set(fields)
+    foreign = set(fields) - {p.name for p in parameters}
+    if missing or foreign:
+        wants = ", ".join(sorted(missing)) or f"no {', '.join(sorted(foreign))}"
         raise UserError(f"no batch is known for {type(model).__name__}, which takes {wants}")
 
 

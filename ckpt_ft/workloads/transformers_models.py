@@ -46,13 +46,22 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     sized = "resolution" if task.table == "IMAGE_CLASSIFICATION" else "seq_length"
     shape = {sized: getattr(settings, sized)}
     notes = batches.notes_on(built, task)
-    return Workload(adapt(built, settings), make_batch, own_loss, kind=task.kind, shape=shape, notes=notes)
+    return Workload(adapt(built, settings), make_batch, _loss, kind=task.kind, shape=shape, notes=notes)
 
 
 def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """The loss that a transformers model computes itself."""
     loss: torch.Tensor = model(**batch).loss
     return loss
+
+
+def _loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """`own_loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
+    try:
+        return own_loss(model, batch)
+    except (AttributeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {reason}") from error
 
 
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:

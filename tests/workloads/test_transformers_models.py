@@ -127,6 +127,13 @@ def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
     assert workload.trace(1).notes[0] == workload.notes[0]
 
 
+def test_what_a_forward_asks_for_besides_is_one_line(tmp_path: Path) -> None:
+    cross = {"model_type": "encoder-decoder", "encoder": BERT, "decoder": {**BERT, "is_decoder": True}}
+    workload = load(written(tmp_path, cross, "EncoderDecoderModel"), Settings(seq_length=24), "cpu")
+    with pytest.raises(UserError, match="its forward refuses a batch of input_ids, labels: .*decoder_start_token_id"):
+        workload.trace(1)
+
+
 def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
     def labels(**more: Any) -> torch.Tensor:
         file = written(tmp_path, {**BERT, **more}, "BertForSequenceClassification")
