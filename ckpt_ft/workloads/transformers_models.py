@@ -60,8 +60,7 @@ def _loss(model: Forward, batch: Batch) -> torch.Tensor:
     try:
         return own_loss(model, batch)
     except (AttributeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {reason}") from error
+        raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {one_line(error, 200)}") from error
 
 
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
