@@ -20,6 +20,7 @@ TEXT = {
 }  # fmt: skip
 BERT = {"model_type": "bert", "num_labels": 3, **TEXT}
 ANSWERS = {**BERT, "num_labels": 2}
+XLNET = {"model_type": "xlnet", "vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
 LLAMA = {"model_type": "llama", "num_key_value_heads": 1, **TEXT}
 DECODER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64}
 FFN = {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -47,6 +48,7 @@ CLIP = {"model_type": "clip", "projection_dim": 16}
 IDS = {"input_ids": (2, 24)}
 LABELS = {"labels": (2, 24)}
 CLASSES = {
+    "XLNetForTokenClassification": (XLNET, "token classifier", {**IDS, **LABELS}),
     "BertForMaskedLM": (BERT, "language model", {**IDS, **LABELS}),
     "BertForSequenceClassification": (BERT, "text classifier", {**IDS, "labels": (2,)}),
     "LlamaForSequenceClassification": (LLAMA, "text classifier", {**IDS, "labels": (2,)}),
