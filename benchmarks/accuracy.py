@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ckpt_ft.errors import run
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.standins.nf4 import to_nf4
+from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
 from ckpt_ft.units import MIB
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def build(row: dict[str, str]) -> nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation=row["attention"])
         if row["quantization"] == "nf4":
-            model = to_nf4(model)
+            model = prepare_kbit(to_nf4(model))  # as the published runs did
         model = get_peft_model(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -31,11 +31,11 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
-HALF = {"dtype": "bfloat16"}
+LORA = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0}
 TABLE = {
     "SD 2.1 U-Net": ("stabilityai/stable-diffusion-2-1", Settings(mixed_precision="bf16")),
     "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", Settings(mixed_precision="bf16")),
-    "Llama-2-7B, LoRA 16, 1024 tokens": ("meta-llama/Llama-2-7b-hf", Settings(**HALF, lora_r=16)),  # type: ignore[arg-type]
+    "Llama-2-7B, LoRA 16, 1024 tokens": ("meta-llama/Llama-2-7b-hf", Settings(**LORA)),  # type: ignore[arg-type]
     "ViT-L/16": ("google/vit-large-patch16-224", Settings(mixed_precision="bf16")),
 }
 MOST = 2048  # the largest batch that the table looks at

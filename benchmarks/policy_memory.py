@@ -26,10 +26,11 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
 
 BF16 = {"dtype": "bfloat16"}
+LORA = {"dtype": "float16", "lora_r": 16, "lora_dropout": 0.0}
 # name -> (Hub id, batch size, settings)
 WORKLOADS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Llama-7B": ("meta-llama/Llama-2-7b-hf", 1, {**BF16, "seq_length": 2048}),
-    "Qwen-1.5B LoRA": ("Qwen/Qwen2.5-1.5B", 2, {"dtype": "float16", "lora_r": 16, "seq_length": 1024}),
+    "Qwen-1.5B LoRA": ("Qwen/Qwen2.5-1.5B", 2, {**LORA, "seq_length": 1024}),
     "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", 1, BF16),
     "SD 1.5 U-Net": ("stable-diffusion-v1-5/stable-diffusion-v1-5", 4, {"mixed_precision": "fp16"}),
     "ViT-L": ("google/vit-large-patch16-224", 32, {"mixed_precision": "bf16"}),

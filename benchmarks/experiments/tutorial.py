@@ -23,11 +23,12 @@ STRATEGIES = {
     "attention only": ("modules:attention", 40, 15),
     "sqrt(L)": ("sqrt", 60, 25),
 }
+_LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0}
 # name -> (model, our settings, batch without, with, saved %) as the tutorial gives them; it gives no settings
 BATCHES: dict[str, tuple[str, dict[str, Any], int, int, int]] = {
     "SD 2.1 U-Net": ("stabilityai/stable-diffusion-2-1", {"mixed_precision": "bf16"}, 4, 12, 62),
     "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", {"mixed_precision": "bf16"}, 1, 4, 68),
-    "Llama-7B": ("meta-llama/Llama-2-7b-hf", {"dtype": "bfloat16", "lora_r": 16, "seq_length": 2048}, 1, 4, 71),
+    "Llama-7B": ("meta-llama/Llama-2-7b-hf", {**_LORA, "seq_length": 2048}, 1, 4, 71),
     "ViT-L": ("google/vit-large-patch16-224", {"mixed_precision": "bf16"}, 32, 96, 58),
 }
 
@@ -41,7 +42,7 @@ def strategies(images: Path, quick: bool) -> Section:
         'tutorial names neither model nor sizes nor what its memory is; "kept" is what forward leaves for backward,',
         '"peak" the whole step\'s.',
     )
-    workload = load(name, Settings(dtype="bfloat16", lora_r=16, seq_length=length))
+    workload = load(name, Settings(**_LORA, seq_length=length))
     job = Case(lambda: workload.model, workload.step(batch), workload.make_optimizer)
     base = predict(job, "none", GPU)
     rows = [["none", *_sizes(base), "", "", "", "", ""]]

@@ -61,7 +61,7 @@ class Spec:
 
 
 _SD15, _SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0"
-_LORA = {"dtype": "bfloat16", "lora_r": 16, "seq_length": 2048}
+_LORA = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0, "seq_length": 2048}
 _AMP = {"mixed_precision": "bf16"}
 
 SPECS = (
@@ -109,7 +109,7 @@ _TINY_UNET = {
     "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
 }
-_TINY_LORA = {"lora_r": 2, "seq_length": 32}
+_TINY_LORA = {"lora_r": 2, "lora_dropout": 0.0, "seq_length": 32}
 
 DRY_SPECS = (
     Spec("Llama-1B LoRA", _TINY_LLAMA, 2, ("none", "full", "pointwise"), _TINY_LORA),

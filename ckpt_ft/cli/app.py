@@ -153,7 +153,10 @@ def explain(
 
 
 @app.command()
-@takes_settings({"optimizer": "none", "dtype": "float32", "load_in_4bit": False, **ONE_PROCESS}, seq_length=32)
+@takes_settings(
+    {"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False, **ONE_PROCESS},
+    seq_length=32,
+)
 def check(
     model: Model,
     policy: PolicyOption = "full",

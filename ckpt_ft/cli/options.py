@@ -47,7 +47,18 @@ Link = Annotated[
     str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")
 ]
 AllocConf = Annotated[str, typer.Option("--alloc-conf", help="as in PYTORCH_CUDA_ALLOC_CONF")]
+PLAIN = {"load_in_4bit": False, "prepare_kbit": False}  # weights that a CPU can train
 ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": ""}
+PrepareKbit = Annotated[
+    bool,
+    typer.Option(
+        "--prepare-kbit", help="with 4 bits: peft's k-bit preparation, embeddings, norms and head in float32"
+    ),
+]
+LoraDropout = Annotated[
+    float | None,
+    typer.Option("--lora-dropout", help="by default what the recipes take: 0.05, and 0 in diffusion models"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -94,6 +105,8 @@ def _settings(
     machines: Machines = 0,
     link: Link = "",
     alloc_conf: AllocConf = "",
+    prepare_kbit: PrepareKbit = False,
+    lora_dropout: LoraDropout = None,
 ) -> Settings:
     launched = _launch(launch, processes, machines, link, mixed_precision)
     if launched is not None and mixed_precision == "no":
@@ -110,6 +123,8 @@ def _settings(
         resolution=resolution,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
+        prepare_kbit=prepare_kbit,
+        lora_dropout=lora_dropout,
     )
 
 

@@ -60,11 +60,9 @@ def plan(
         "target": target,
         "margin": margin or None,
     }
-    config = read_config(model)
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
-    cached = cache_path(
-        {**asked, "config": config, "settings": vars(settings), "lengths": vars(lengths) if lengths else None}
-    )
+    subject = {"model": model, "config": read_config(model), "settings": vars(settings)}
+    cached = cache_path({**asked, **subject, "lengths": vars(lengths) if lengths else None})
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)
@@ -163,6 +161,8 @@ def print_plan(plan: Plan) -> None:
     console.print(f"pick: {plan.why}", markup=False)
     if plan.data:
         console.print(plan.data, markup=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
     print_table(holders_table(plan.holders, plan.best.peak), console)
     for fix in plan.fixes:
         cost = f"{abs(fix.slower):.1%} {'slower' if fix.slower > 0 else 'faster'} a sample"

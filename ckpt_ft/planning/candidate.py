@@ -57,7 +57,7 @@ def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:
     faster. Between predicted speeds that agree to three digits the smaller footprint decides.
     """
     if target not in TARGETS:
-        raise UserError(f"--target {target}: choose one of {', '.join(TARGETS)}")
+        raise UserError(f"target '{target}': choose one of {', '.join(TARGETS)}")
     if target == "memory":
         return lambda row: (-row.reserved, row.samples_per_second)
     if target == "effective_batch":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 _TIMESTEPS = 1000  # of a noise schedule
 
@@ -33,8 +36,7 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     workload = load(name, settings, current_gpu() or "cpu")
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
-    batch = _random(workload.make_batch(batch_size, None), model, device)
-
+    batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
     parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
     return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
@@ -78,20 +80,16 @@ def _of_diffusers(model: nn.Module) -> bool:
     return type(model).__module__.startswith("diffusers.")
 
 
-def _random(batch: dict[str, Any], model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The batch with random content: token ids within the vocabulary, labels within the classes."""
-    config: Any = model.config
-    classes = getattr(config, "num_labels", _TIMESTEPS)
-    top = config.get_text_config().vocab_size if "input_ids" in batch else classes
+def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str, Any]:
+    """A batch of random content: token ids within the vocabulary, labels within the classes."""
+    model: Any = workload.model
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    task = task_of(type(base).__name__)
+    fields = task.fields(base, settings) if task is not None else {}
 
-    def fill(x: torch.Tensor) -> torch.Tensor:
-        return (
-            torch.randn(x.shape, device=device)
-            if x.is_floating_point()
-            else torch.randint(top, x.shape, device=device)
-        )
+    def fill(name: str, x: torch.Tensor) -> torch.Tensor:
+        top = fields[name].top if name in fields else _TIMESTEPS
+        return torch.randn(x.shape) if x.is_floating_point() else torch.randint(top, x.shape)
 
-    filled: dict[str, Any] = tree_map_only(torch.Tensor, fill, batch)
-    if "input_ids" in filled:
-        filled["labels"] = filled["input_ids"].clone()
-    return filled
+    batch = workload.make_batch(batch_size, None)
+    return {name: tree_map_only(torch.Tensor, partial(fill, name), value) for name, value in batch.items()}

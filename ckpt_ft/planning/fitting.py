@@ -47,14 +47,12 @@ def make_room(
     """
     if gpu is None:
         if budget is None:
-            raise UserError(
-                "a plan for the CPU needs a budget, as in --budget 600MiB: its memory is shared with all else"
-            )
+            raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
         return Room(parse_bytes(budget), 0, parse_bytes(margin) if margin else 0)
     given = gpu.memory if budget is None else parse_bytes(budget)
     if given > gpu.memory:
         raise UserError(
-            f"--budget {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
+            f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
             "give at most that, or a larger device"
         )
     kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0

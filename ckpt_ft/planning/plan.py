@@ -41,6 +41,7 @@ class Plan:
         room: budget, context and margin in bytes.
         fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
         data: how long the dataset's rows are, in words; "" for batches that are all alike.
+        notes: what the traces assume, one sentence each.
         holders: the largest holders of the peak of `best`.
         rejected: policies that are no candidates for this model, and why.
         model, device, target: what the plan is for; `fingerprint` is the model's.
@@ -57,6 +58,7 @@ class Plan:
     holders: list[Holder] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     data: str = ""
+    notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -112,7 +114,7 @@ class Plan:
         if fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
-                "or dtypes); make a plan for it, or use --ac_policy auto"
+                "or dtypes); make a plan for it, or let 'auto' make one"
             )
 
     @property
@@ -211,6 +213,7 @@ def plan(
         fixes=fixes,
         holders=holders,
         rejected=search.rejected,
+        notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
 
@@ -238,6 +241,6 @@ def _too_small(search: Search, model: nn.Module) -> str:
         )
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
-        f"--budget {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that works "
-        f"is {format_bytes(needed)}, under '{leanest}'{blocks}"
+        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
+        f"works is {format_bytes(needed)}, under '{leanest}'{blocks}"
     )

@@ -80,16 +80,20 @@ class NF4Linear(nn.Linear):
 def to_nf4(
     model: nn.Module, compute_dtype: torch.dtype = torch.float16, skip: tuple[str, ...] = ("lm_head",)
 ) -> nn.Module:
-    """Hold every linear layer of `model` in NF4, but for modules named in `skip`; the rest goes to float32, frozen.
+    """Hold every linear layer of `model` in NF4, but for modules named in `skip`, and freeze all of it.
 
-    As bitsandbytes' 4-bit loading and peft.prepare_model_for_kbit_training leave it. Works on "meta" too.
+    The rest stays in its dtype, as transformers loads a model in 4 bits. Works on "meta" too.
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype))
+    return model.requires_grad_(False)
+
+
+def prepare_kbit(model: nn.Module) -> nn.Module:
+    """What of `model` is not packed (embeddings, norms, head) to float32: peft.prepare_model_for_kbit_training."""
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
     return model

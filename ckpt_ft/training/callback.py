@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -24,8 +25,9 @@ from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
+from .fit import fit_to_memory
 from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
-from .trainer_workload import measured_workload
+from .trainer_workload import loss_of, measured_workload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,11 +65,17 @@ class ACCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> ACCallback:
         """Add this callback to `trainer`, before its trackers' callbacks, so that these get the `memory/...` scalars.
 
-        When `trainer.train()` raises, it stops measuring and takes the policy off. Given as `Trainer(callbacks=[...])`
-        it would come after the trackers' and would not be told of an error: a script that goes on after one then
-        calls `close()`. Everything else works the same.
+        Policy "auto" is planned here, from the trainer's model, arguments, data and loss. When `trainer.train()`
+        raises, the callback stops measuring and takes the policy off. Given as `Trainer(callbacks=[...])` it would
+        come after the trackers', could not plan and would not be told of an error: a script that goes on after one
+        then calls `close()`. Everything else works the same.
+
+        Raises:
+            UserError: (under "auto") nothing fits, or no budget on a CPU.
         """
         self._accelerator = trainer.accelerator
+        if self.settings.ac_policy == "auto":
+            self._plan(trainer)
         trainer.callback_handler.callbacks.insert(0, self)
         trainer.train = self._stopped_by_errors(trainer.train)
         return self
@@ -79,6 +87,11 @@ class ACCallback(TrainerCallback):
         model = kwargs["model"]
         check_conflicts(args, self.policy)
         if self.policy is not None:
+            if self.policy.auto:
+                raise UserError(
+                    "ACCallback('auto') plans from the trainer that it is attached to: make the trainer without it, "
+                    "then ACCallback('auto').attach(trainer)"
+                )
             if self.settings.ac_check:
                 if args.deepspeed_plugin is not None:
                     raise UserError(
@@ -160,6 +173,17 @@ class ACCallback(TrainerCallback):
                 raise
 
         return watched
+
+    def _plan(self, trainer: Trainer) -> None:
+        """Choose what `auto` leaves open; random state, and with it the order of the data, stays as it is."""
+        if self.settings.find_max_batch_size:
+            raise UserError("find_max_batch_size sets what a trainer is made with: call fit_to_memory before that")
+        check_conflicts(trainer.args, self.policy)
+        with torch.random.fork_rng(devices=[]):
+            loader = trainer.get_train_dataloader()
+        loss = loss_of(trainer)
+        fitted = fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss)
+        self.policy, self.add_to_report = self.settings.policy, fitted.describe
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Put the prediction of the largest measured step into the report."""

@@ -16,7 +16,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import PartialState
@@ -33,7 +33,8 @@ from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.run.resume import last_complete_checkpoint
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.workload import Loss, Workload
 
 from .arguments import ACArguments
 from .oom import is_oom
@@ -42,11 +43,19 @@ from .trainer_workload import Collate, trainer_workload
 if TYPE_CHECKING:
     from ckpt_ft.training.diffusion.arguments import LoopArguments
 
-    from .callback import ACCallback
-
 logger = logging.getLogger(__name__)
 _LOOP = 0.05  # of a CPU's budget, kept free for what the loop holds beside the step (batches fetched ahead, logging)
 _LEANER = 0.9  # of the budget: what is planned for after memory ran out
+
+
+class Measuring(Protocol):
+    """What of ACCallback training again needs."""
+
+    policy: Policy | None
+    add_to_report: Callable[[MemoryReport], None] | None
+
+    def close(self) -> None:
+        """Stop measuring and take the policy off."""
 
 
 @dataclass
@@ -80,18 +89,24 @@ class Fitted:
 
 
 def fit_to_memory(
-    model: nn.Module, args: TrainingArguments, settings: ACArguments, rows: Any, collate: Collate
+    model: nn.Module,
+    args: TrainingArguments,
+    settings: ACArguments,
+    rows: Any,
+    collate: Collate,
+    compute_loss: Loss = own_loss,
 ) -> Fitted:
     """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; writes it to `settings` and `args`.
 
     Args:
         model: on any device; it is moved to that of training.
         rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest sets the peak.
+        compute_loss: the trainer's, where it has one of its own.
 
     Raises:
         UserError: nothing fits, a plan for another model, or no budget on a CPU.
     """
-    fitted = Fitted(trainer_workload(model, args, rows, collate), args, settings)
+    fitted = Fitted(trainer_workload(model, args, rows, collate, compute_loss), args, settings)
     settle(fitted, args.device)
     return fitted
 
@@ -118,7 +133,7 @@ def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> N
         fitted.largest = _largest(fitted)
 
 
-def train_within(trainer: Trainer, memory: ACCallback, fitted: Fitted) -> Any:
+def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted) -> Any:
     """`trainer.train()`; under `auto`, when memory runs out, again under a leaner plan from the last checkpoint.
 
     Without a checkpoint it starts again only if not one step had been made. Raises what training raised where there is

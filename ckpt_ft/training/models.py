@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.workloads.settings import LORA_DROPOUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ class ModelArguments:
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of the weights."})
     lora_r: int = field(default=16, metadata={"help": "LoRA rank."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "LoRA dropout."})
+    lora_dropout: float = field(default=LORA_DROPOUT, metadata={"help": "LoRA dropout."})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules that get an adapter; all-linear for every linear layer but the head."}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from transformers import Trainer
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.transformers_models import own_loss
-from ckpt_ft.workloads.workload import Batch, Forward, Workload
+from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
 
 from .text.dataset_lengths import row_lengths
 
@@ -27,14 +28,20 @@ if TYPE_CHECKING:
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 
-def trainer_workload(model: nn.Module, args: TrainingArguments, rows: Any, collate: Collate) -> Workload:
+def trainer_workload(
+    model: nn.Module, args: TrainingArguments, rows: Any, collate: Collate, compute_loss: Loss = own_loss
+) -> Workload:
     """What a Trainer with `args` will do with `model` on `rows`, on the device at hand.
 
     Args:
         rows: the training data, a map-style dataset of dicts; those of a `datasets.Dataset` with "input_ids" have
             lengths.
+        compute_loss: the trainer's, where it has one of its own.
     """
     of_length, lengths = _by_length(args, rows)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = args.use_cache  # as the Trainer does when it is made
 
     def make_batch(samples: int, length: int | None) -> Batch:
         chosen = [rows[0]] * samples if length is None else of_length(samples, length)
@@ -44,7 +51,7 @@ def trainer_workload(model: nn.Module, args: TrainingArguments, rows: Any, colla
     return Workload(
         model,
         make_batch,
-        own_loss,
+        compute_loss,
         make_optimizer=lambda model: _optimizer(args, model),
         device=current_gpu() or "cpu",
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
@@ -53,6 +60,14 @@ def trainer_workload(model: nn.Module, args: TrainingArguments, rows: Any, colla
         lengths=lengths,
         name=type(model).__name__,
     )
+
+
+def loss_of(trainer: Trainer) -> Loss:
+    """The loss that `trainer` computes, a subclass's own included; the trainer stays as it is."""
+    twin: Any = copy.copy(trainer)
+    if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
+        twin._metrics = copy.deepcopy(trainer._metrics)
+    return lambda model, batch: twin.compute_loss(model, batch)
 
 
 def measured_workload(

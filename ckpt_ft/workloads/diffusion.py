@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .workload import Batch, Forward, Workload
 _ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
 _PROMPT_TOKENS = {"SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512, "PixArtTransformer2DModel": 120}
 _CLIP_TOKENS = 77
+_SAMPLE_SIZE = 128  # of a latent: 1024 pixels
 
 
 def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
@@ -41,13 +43,14 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     scale = 1 if kind == "UNet2DModel" else 8  # pixels of an image for one of a latent
-    side = settings.resolution // scale if settings.resolution else int(model.config.sample_size or 128)
+    own = model.config.get("sample_size") or _SAMPLE_SIZE  # Flux names none
+    side = settings.resolution // scale if settings.resolution else int(own)
     if settings.resolution % 8:
         raise UserError(
-            f"--resolution {settings.resolution}: a latent holds 8 x 8 pixels, so it must be a multiple of 8"
+            f"resolution {settings.resolution}: a latent holds 8 x 8 pixels, so it must be a multiple of 8"
         )
-    if settings.lora_r and not settings.lora_targets:
-        settings = Settings(**{**settings.__dict__, "lora_targets": _ATTENTION_PROJECTIONS})
+    targets = settings.lora_targets or _ATTENTION_PROJECTIONS
+    settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
 
     def make_batch(samples: int, length: int | None) -> Batch:

@@ -1,7 +1,8 @@
 """A model by name as a Workload: built from its configuration on the meta device, in the order that it is trained in.
 
-`load(name, ...)` takes a Hub id, a local directory or a config file, of a causal or masked language model, a diffusers
-pipeline (its U-Net or transformer) or an image classifier. No weight is ever allocated.
+`load(name, ...)` takes a Hub id, a local directory or a config file, of a transformers model (the class that it names,
+where batches.py knows what that is trained on) or a diffusers pipeline (its U-Net or transformer). No weight is ever
+allocated.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
 
+from .adapters import notes_on
 from .lengths import Lengths
 from .model_config import read_config
 from .optimizers import optimizer_maker
@@ -36,7 +38,9 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         settings = replace(settings, seq_length=max(lengths.longest, 2))
     workload = _by_kind(name, read_config(name), settings)
     if lengths is not None and workload.kind != "language model":
-        raise UserError(f"--dataset: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out")
+        raise UserError(
+            f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
+        )
     return replace(
         workload,
         name=name,
@@ -47,6 +51,7 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         lengths=lengths,
         launch=settings.launch,
         alloc_conf=settings.alloc_conf,
+        notes=(*workload.notes, *notes_on(settings)),
     )
 
 
@@ -58,6 +63,6 @@ def _by_kind(name: str, config: Mapping[str, Any], settings: Settings) -> Worklo
         return diffusion_model(name, config, settings)
     if "model_type" not in config:
         raise UserError(f"{name}: its config has neither model_type (transformers) nor _class_name (diffusers)")
-    from .transformers_models import image_classifier, is_image_classifier, language_model
+    from .transformers_models import transformers_model
 
-    return (image_classifier if is_image_classifier(config) else language_model)(name, config, settings)
+    return transformers_model(name, config, settings)

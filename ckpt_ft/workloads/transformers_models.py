@@ -1,89 +1,52 @@
-"""Language models and image classifiers of transformers as workloads: the model on meta, its batches, its own loss."""
+"""A model of transformers as a workload: the class that its config names, on meta, its batches, its own loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ckpt_ft.errors import UserError, one_line
 
+from . import batches
 from .adapters import adapt
 from .settings import DTYPES, Settings
 from .workload import Batch, Forward, Workload
 
 
-def language_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
-    """A causal or masked language model on rows of `seq_length` tokens.
+def transformers_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+    """The workload of a transformers config (the one with `model_type`): of `architectures[0]`, or of its type.
 
     Raises:
-        UserError: its type is neither, it has fewer positions, or its config makes no model.
+        UserError: no training step is known for the class, it has fewer positions, or its config makes no model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-
-    kind = config["model_type"]
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        raise UserError(
-            f"{name}: model type '{kind}' is neither a causal or masked language model nor an image classifier"
-        )
-    masked = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "MaskedLM" in _architecture(config)
-    built = _build(name, AutoModelForMaskedLM if masked else AutoModelForCausalLM, config, settings)
+    kind, task = _class(name, config)
+    if task.table == "IMAGE_CLASSIFICATION":
+        settings = replace(settings, resolution=settings.resolution or _image_size(config))
+        config = {**config, **({"image_size": settings.resolution} if "image_size" in config else {})}
+    built = _build(name, kind, config, settings)
     text = built.config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit and settings.seq_length > limit:
-        raise UserError(f"--seq-length {settings.seq_length}: {name} has {limit} positions")
+    if task.kind == "text classifier" and text.pad_token_id is None:
+        text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
+    fields = task.fields(built, settings)
+    batches.check_fields(built, fields)
+    if "input_ids" in fields or task.table == "SPEECH_SEQ_2_SEQ":
+        _check_positions(name, text, settings.seq_length)
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        ids = torch.zeros(samples, length or settings.seq_length, dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        if length is not None:  # of one row; the others are padded
-            batch["attention_mask"] = torch.ones_like(ids)
-            batch["attention_mask"][1:, -1:] = 0
+        if length is None:
+            return batches.zeros(fields, samples, settings)
+        batch = batches.zeros(task.fields(built, replace(settings, seq_length=length)), samples, settings)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
+        batch["attention_mask"][1:, -1:] = 0
         return batch
 
-    shape = {"seq_length": settings.seq_length}
-    return Workload(adapt(built, settings), make_batch, own_loss, kind="language model", shape=shape)
-
-
-def image_classifier(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
-    """An image classifier on square images.
-
-    Raises:
-        UserError: its config makes no model.
-    """
-    from transformers import AutoModelForImageClassification
-
-    side = settings.resolution or _image_size(config)
-    sized = {**config, **({"image_size": side} if "image_size" in config else {})}
-    built = _build(name, AutoModelForImageClassification, sized, settings)
-    channels = int(getattr(built.config, "num_channels", 3))
-    dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
-
-    def make_batch(samples: int, length: int | None) -> Batch:
-        pixels = torch.zeros(samples, channels, side, side, dtype=dtype)
-        return {"pixel_values": pixels, "labels": torch.zeros(samples, dtype=torch.long)}
-
-    shape = {"resolution": side}
-    return Workload(adapt(built, settings), make_batch, own_loss, kind="image classifier", shape=shape)
-
-
-def is_image_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a transformers config is an image classifier's."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    kind = config["model_type"]
-    named = _architecture(config).endswith("ForImageClassification")
-    return named or (
-        kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
+    sized = "resolution" if task.table == "IMAGE_CLASSIFICATION" else "seq_length"
+    shape = {sized: getattr(settings, sized)}
+    notes = batches.notes_on(built, task)
+    return Workload(adapt(built, settings), make_batch, _loss, kind=task.kind, shape=shape, notes=notes)
 
 
 def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -92,7 +55,31 @@ def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) -> Any:
+def _loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """`own_loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
+    try:
+        return own_loss(model, batch)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {one_line(error, 200)}") from error
+
+
+def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
+    """The class to build, and its task."""
+    import transformers
+
+    named: str = (config.get("architectures") or [""])[0] or batches.class_for(config["model_type"])
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        wanted = f"class {named}" if named else f"model of type '{config['model_type']}' whose training step is known"
+        raise UserError(f"{name}: transformers {transformers.__version__} has no {wanted}")
+    task = batches.task_of(named)
+    if task is None:
+        kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
+        raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
+    return kind, task
+
+
+def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) -> Any:
     """The model on meta, in the settings' dtype, from its config alone."""
     from transformers import AutoConfig
 
@@ -100,18 +87,21 @@ def _build(name: str, auto: Any, config: Mapping[str, Any], settings: Settings) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
-            model = auto.from_config(
+            model = kind._from_config(
                 parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None
             )
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    model.config.use_cache = False  # as Trainer sets it
     return model.train()
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    return (config.get("architectures") or [""])[0]
+def _check_positions(name: str, text: Any, length: int) -> None:
+    limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None)
+    if limit and 0 < limit < length:  # XLNet's is -1: as many as one likes
+        raise UserError(f"sequence length {length}: {name} has {limit} positions")
 
 
 def _image_size(config: Mapping[str, Any]) -> int:
-    size = config.get("image_size", 224)
+    size = config.get("image_size") or config.get("vision_config", {}).get("image_size") or 224
     return int(size[0] if isinstance(size, (list, tuple)) else size)

@@ -126,6 +126,7 @@ class Workload:
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
         launch: on how many processes it runs; None for one. Everything else is what one process does.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
+        notes: what is assumed of model and batches, one sentence each; a trace has them too.
         name, kind, shape: for people: what was asked for, "language model" and the like, what a sample is.
     """
 
@@ -142,6 +143,7 @@ class Workload:
     loop: Callable[[int, int | None], Step] | None = None
     launch: Launch | None = None
     alloc_conf: str = ""
+    notes: tuple[str, ...] = ()
     name: str = ""
     kind: str = ""
     shape: dict[str, int] = field(default_factory=dict)
@@ -180,7 +182,7 @@ class Workload:
             UserError: `samples` is below 1.
         """
         if samples < 1:
-            raise UserError(f"--batch-size {samples}: a batch has at least 1 sample")
+            raise UserError(f"batch size {samples}: a batch has at least 1 sample")
         if length is None and self.lengths is not None:
             length = self.lengths.longest
         if self.loop is not None:
@@ -221,8 +223,9 @@ class Workload:
         )
 
     def whole(self, trace: StepTrace) -> StepTrace:
-        """A trace of this workload's step that knows of how many micro-batches, beside those it ran, the step is."""
-        return replace(trace, micro_batches=self.accumulation) if self.accumulation > self._recorded else trace
+        """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""
+        steps = self.accumulation if self.accumulation > self._recorded else 1
+        return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
 
     @property
     def _recorded(self) -> int:

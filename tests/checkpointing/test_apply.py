@@ -196,6 +196,29 @@ def test_eval_mode_with_gradients_is_checkpointed_too() -> None:
     assert calls(model)[ATTENTION] == 2 * LAYERS
 
 
+def test_eval_mode_of_a_decoder() -> None:
+    """With gradients: a block that is given a KV cache is not re-run, `head` does not act, `pointwise` does."""
+    plain = make("llama").eval()
+    expected, uncached = numbers(plain), {**batch(), "use_cache": False}
+    seen = {}
+    for policy in ("none", "full", "head", "pointwise"):
+        model = make("llama").eval()
+        apply_policy(model, policy)
+        assert differing(numbers(model), expected) == []
+        assert model(**batch()).logits is not None
+        counted = []
+        for given in (batch(), uncached):
+            with Count() as count:
+                model(**given).loss.backward()
+            counted.append((count.calls[ATTENTION], count.calls["aten.rsqrt.default"]))
+        seen[policy] = counted
+    norms = 2 * LAYERS + 1
+    once = (LAYERS, norms)
+    assert seen["none"] == seen["head"] == [once, once]
+    assert seen["full"] == [once, (2 * LAYERS, norms + 2 * LAYERS)]
+    assert seen["pointwise"] == [(LAYERS, 2 * norms)] * 2
+
+
 def test_nothing_is_paid_without_gradients() -> None:
     model = make("llama").eval()
     apply_policy(model, "save:attention+matmul")

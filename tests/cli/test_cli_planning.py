@@ -53,6 +53,32 @@ def test_plan_then_the_same_from_the_cache(
     assert capsys.readouterr().out == shown
 
 
+def test_a_plan_of_another_name_is_not_taken_from_the_cache(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models with one configuration: a plan says which it is for."""
+    other = tmp_path / "other.json"
+    other.write_text(Path(config).read_text())
+    words = [
+        "--device",
+        "t4",
+        "--budget",
+        "300MiB",
+        "--seq-length",
+        "16",
+        "--batch-size",
+        "1",
+        "--jobs",
+        "1",
+        "--json",
+    ]
+    make = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args, **kwargs: make(*args, **kwargs, policies=["none"]))
+    for name in (config, str(other)):
+        assert typed(monkeypatch, "plan", name, *words) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == name
+
+
 def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--budget", "200MiB"]
     assert typed(monkeypatch, *words, "--policy", "full", "--json") == 0
@@ -64,12 +90,12 @@ def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "t4", "--budget", "100GiB"], r"--budget 100\.00 GiB: t4 has 14\.56 GiB"),
+        (["--device", "t4", "--budget", "100GiB"], r"a budget of 100\.00 GiB: t4 has 14\.56 GiB"),
         (["--device", "t5"], "no GPU 't5'"),
         (["--budget", "many"], "'many' is not an amount of memory"),
         (["--batch-size", "few"], "--batch-size few: give a whole number"),
         (["--device", "cpu"], "the CPU needs a budget"),
-        (["--target", "speed", "--budget", "1GiB"], "--target speed: choose one of"),
+        (["--target", "speed", "--budget", "1GiB"], "target 'speed': choose one of"),
     ],
 )
 def test_wrong_input(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +157,7 @@ def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"input_ids": [1, 2]}))
     with pytest.raises(
-        UserError, match="--dataset: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike"
+        UserError,
+        match="a dataset's lengths: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike",
     ):
         typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))

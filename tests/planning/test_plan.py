@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_bad_budgets() -> None:
         make_room("24GiB", find_gpu("t4"))
     with pytest.raises(UserError, match="the CPU needs a budget"):
         make_room(None, None)
-    with pytest.raises(UserError, match="--target speed: choose one of throughput"):
+    with pytest.raises(UserError, match="target 'speed': choose one of throughput"):
         better("speed")
 
 
@@ -192,6 +193,20 @@ def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
     workload = small.workload(gpu)
     for row in found.rows:
         assert Candidate.of(row.policy, 6, trace_policies(workload, [row.policy], workload.step(6))[0]) == row  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arch", "rate"), [((6, 1), 15.75e9), ((7, 5), 15.75e9), ((8, 9), 31.5e9), ((11, 0), 63e9)])
+def test_a_card_of_any_compute_capability_has_a_plan(arch: tuple[int, int], rate: float) -> None:
+    """`offload` is priced by the slot of its generation, though no card of these is in the table."""
+    gpu = replace(find_gpu("t4"), name="another", arch=arch)
+    assert gpu.host_bandwidth == 0.8 * rate
+    small = MODELS["llama"]()
+    found = plan(
+        small.model, small.step_for_batch, "1GiB", gpu, make_optimizer=small.make_optimizer, batch_size=64,
+        policies=["none", "offload"],
+    )  # fmt: skip
+    assert {row.policy for row in found.rows} == {"none", "offload"}
+    assert found.device == "another"
 
 
 def test_forked_processes_trace_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.loop_memory import LoopMemory
@@ -261,6 +263,37 @@ def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_pat
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_auto_plans_from_the_trainer_it_is_attached_to(tmp_path: Path) -> None:
+    """The plan's bytes are those that training then takes, and its data come in the order of plain training."""
+    plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
+    plain.train()
+    peaks, policies = {}, set()
+    for budget in ("4MiB", "260KiB"):
+        settings = ACArguments(ac_policy="auto", ac_budget=budget, ac_report="json")
+        trainer = Trainer(model=tiny(), args=arguments(tmp_path / budget), train_dataset=ROWS)
+        callback = ACCallback(settings).attach(trainer)
+        trainer.train()
+        assert losses(trainer) == pytest.approx(losses(plain), rel=1e-6)
+        assert callback.report is not None
+        assert callback.report.next_policies
+        peaks[budget] = max(p["allocated"] for p in callback.report.ranks[0].peaks.values())
+        policies.add(str(callback.policy))
+    assert peaks["260KiB"] <= 260 * 1024 < peaks["4MiB"]
+    assert len(policies) == 2
+
+
+def test_auto_says_what_it_needs(tmp_path: Path) -> None:
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    with pytest.raises(UserError, match="a plan for the CPU needs a budget, such as 600MiB"):
+        ACCallback("auto").attach(trainer)
+    given = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS, callbacks=[ACCallback("auto")])
+    with pytest.raises(UserError, match=r"plans from the trainer .* then ACCallback\('auto'\)\.attach\(trainer\)"):
+        given.train()
+    settings = ACArguments(ac_policy="auto", ac_budget="1GiB", find_max_batch_size=True)
+    with pytest.raises(UserError, match="call fit_to_memory before"):
+        ACCallback(settings).attach(trainer)
+
+
 def test_cheaper_policies_keep_less() -> None:
     assert cheaper_policies(None) == list(LADDER[1:])
     assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]
@@ -298,3 +331,26 @@ def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple
     plain = train("plain", None)
     assert len(plain) == 2
     assert train("policy", "save:attention+matmul") == plain
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_auto_plans_for_the_loss_of_trls_trainers(
+    kind: str, tmp_path: Path, sample: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trl = pytest.importorskip("trl")
+    monkeypatch.setattr("ckpt_ft.training.fit.plan", partial(plan, policies=["none", "full"]))
+    question = "What is a list? "
+    rows = {
+        "SFT": {"prompt": question, "completion": "A sequence."},
+        "DPO": {"prompt": question, "chosen": "A sequence.", "rejected": "A number."},
+    }
+    fields = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    args = getattr(trl, f"{kind}Config")(str(tmp_path), activation_checkpointing=False, bf16=False, **fields)
+    make = getattr(trl, f"{kind}Trainer")
+    trainer = make(str(sample[0]), args=args, train_dataset=Dataset.from_list([rows[kind]] * 8))
+    callback = ACCallback(ACArguments(ac_policy="auto", ac_budget="4GiB", ac_report="json")).attach(trainer)
+    assert not any(trainer._metrics["train"].values())
+    assert callback.policy is not None
+    assert not callback.policy.auto
+    trainer.train()
+    assert len(losses(trainer)) == 1

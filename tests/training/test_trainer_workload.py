@@ -18,6 +18,8 @@ from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.training.trainer_workload import trainer_workload
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
 
 LENGTHS = [8, 32, 16, 24, 9]
 ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])
@@ -42,6 +44,34 @@ def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
     for phase in ("forward", "backward", "optimizer"):
         assert predicted[phase] == pytest.approx(measured[phase], rel=1e-3), phase
     assert report["provenance"]["shapes"] == {"input_ids": [2, 64], "labels": [2, 64]}
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "head"])
+def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, tmp_path: Path) -> None:
+    """`ckpt-ft estimate CONFIG --mixed-precision bf16` beside the highest step that ACCallback measured."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
+    )
+    config.save_pretrained(tmp_path)
+    workload = load(str(tmp_path), Settings(mixed_precision="bf16", seq_length=48), "cpu")
+    apply_policy(workload.model, policy)
+    estimated = workload.trace(4).peak_allocated
+
+    ids = [torch.randint(0, 512, (48,)) for _ in range(16)]
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, report_to=[], bf16=True, use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
+    callback = ACCallback(policy).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    measured = max(phase["allocated"] for phase in callback.report.ranks[0].peaks.values())
+    assert estimated == pytest.approx(measured, rel=1e-4)
+    real = LlamaForCausalLM(config)
+    planned = trainer_workload(real, args, [{"input_ids": x, "labels": x} for x in ids], trainer.data_collator)
+    apply_policy(real, policy)
+    assert planned.trace(4).peak_allocated == pytest.approx(measured, rel=1e-3)  # and a row of the data
 
 
 def test_the_largest_batch_is_kept_in_outline() -> None:

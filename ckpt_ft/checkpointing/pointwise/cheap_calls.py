@@ -38,6 +38,7 @@ _GATED = re.compile(
     r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
 )
 _CONVOLUTION = nn.modules.conv._ConvNd
+_CASTED = (nn.Linear, _CONVOLUTION)
 _ZERO3 = "ds_id"  # what DeepSpeed ZeRO-3 puts on every parameter that it partitions
 
 State = tuple[bool, list[Saved], dict[str, nn.Parameter | None] | None]
@@ -313,8 +314,12 @@ def has_products(module: nn.Module) -> bool:
 
 
 def takes_casts(module: nn.Module) -> bool:
-    """A layer that autocast runs in half precision: linear, convolution, GPT-2's Conv1D."""
-    return isinstance(module, (nn.Linear, _CONVOLUTION)) or type(module).__name__ == "Conv1D"
+    """A layer that autocast runs in half precision and no more: torch's linear or convolution, GPT-2's Conv1D.
+
+    A subclass with a forward of its own may go by its input's dtype, or compute with its weight in fp32 first.
+    """
+    own = type(module).forward.__module__
+    return own.startswith("torch.nn.modules") if isinstance(module, _CASTED) else type(module).__name__ == "Conv1D"
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:

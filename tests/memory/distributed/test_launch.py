@@ -98,7 +98,7 @@ def test_ddp_holds_buckets_of_all_gradients() -> None:
     gradients = sum(p.nbytes for p in llama(None).model.parameters())
     assert shared.at_peak["communication"] == pytest.approx(gradients, rel=0.01)
     viewed = llama(Launch("ddp", 4, gradient_as_bucket_view=True)).trace(2)
-    assert shared.peaks["optimizer"] - viewed.peaks["optimizer"] == pytest.approx(gradients, rel=0.02)
+    assert shared.peaks["optimizer"] - viewed.peaks["optimizer"] == pytest.approx(gradients, rel=0.05)
     assert resident(shared) == resident(alone)
 
 

@@ -1,0 +1,147 @@
+"""The class that a configuration names is the one that is estimated, on a batch of its own task, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning.check import check_model
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+BERT = {"model_type": "bert", "num_labels": 3, **TEXT}
+ANSWERS = {**BERT, "num_labels": 2}
+XLNET = {"model_type": "xlnet", "vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 1, **TEXT}
+DECODER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64}
+FFN = {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+BART = {"model_type": "bart", "max_position_embeddings": 64, **DECODER, **FFN}
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+WHISPER = {
+    "model_type": "whisper", "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40,
+    **DECODER, **FFN, "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SIGHT = {
+    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 8, **TEXT},
+    "vision_config": SIGHT,
+    "mm_tokens_per_image": 4,
+}
+VIT = {"model_type": "vit", "num_labels": 3, **{k: v for k, v in SIGHT.items() if k != "model_type"}}
+CLIP = {"model_type": "clip", "projection_dim": 16}
+IDS = {"input_ids": (2, 24)}
+LABELS = {"labels": (2, 24)}
+CLASSES = {
+    "XLNetForTokenClassification": (XLNET, "token classifier", {**IDS, **LABELS}),
+    "BertForMaskedLM": (BERT, "language model", {**IDS, **LABELS}),
+    "BertForSequenceClassification": (BERT, "text classifier", {**IDS, "labels": (2,)}),
+    "LlamaForSequenceClassification": (LLAMA, "text classifier", {**IDS, "labels": (2,)}),
+    "BertForTokenClassification": (BERT, "token classifier", {**IDS, **LABELS}),
+    "BertForQuestionAnswering": (
+        ANSWERS,
+        "question answerer",
+        {**IDS, "start_positions": (2,), "end_positions": (2,)},
+    ),
+    "BartForConditionalGeneration": (BART, "sequence-to-sequence model", {**IDS, **LABELS}),
+    "T5ForConditionalGeneration": (T5, "sequence-to-sequence model", {**IDS, **LABELS}),
+    "WhisperForConditionalGeneration": (WHISPER, "speech recogniser", {"input_features": (2, 8, 40), **LABELS}),
+    "Gemma3ForConditionalGeneration": (GEMMA, "language model", {**IDS, **LABELS}),
+    "ViTForImageClassification": (VIT, "image classifier", {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
+}
+
+
+def written(path: Path, config: dict[str, Any], *architectures: str) -> str:
+    file = path / "config.json"
+    file.write_text(json.dumps({**config, **({"architectures": architectures} if architectures else {})}))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Path) -> None:
+    """The estimate's weights are that class's, its step runs, and a policy keeps its numbers."""
+    import transformers
+
+    config, kind, shapes = CLASSES[name]
+    file = written(tmp_path, config, name)
+    settings = Settings(seq_length=24)
+    workload = load(file, settings, "cpu")
+    assert type(workload.model).__name__ == name
+    assert workload.kind == kind
+    assert {key: tuple(x.shape) for key, x in workload.make_batch(2, None).items()} == shapes
+    real = getattr(transformers, name)(workload.model.config)
+    assert workload.trace(2).at_peak["parameters"] == sum(p.nbytes for p in real.parameters())
+    assert check_model(file, "full", settings, 2, 0).ok
+
+
+@pytest.mark.parametrize(
+    ("config", "architectures", "says"),
+    [
+        (CLIP, ["CLIPModel"], r"no training step is known for CLIPModel \(known: speech recognisers, .*image classif"),
+        (LLAMA, ["LlamaModel"], "no training step is known for LlamaModel"),
+        (BERT, ["BertForPreTraining"], "no training step is known for BertForPreTraining"),
+        (BERT, ["BertForNothing"], r"transformers [\d.]+ has no class BertForNothing"),
+        (
+            {"model_type": "speech_to_text"},
+            ["Speech2TextForConditionalGeneration"],
+            "no batch is known for Speech2TextForConditionalGeneration: of speech, Whisper's log-mel windows are",
+        ),
+        (WHISPER, ["WhisperForConditionalGeneration"], "sequence length 50: .* has 40 positions"),
+    ],
+)
+def test_what_has_no_known_step_is_refused_by_name(
+    config: dict[str, Any], architectures: list[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        load(written(tmp_path, config, *architectures), Settings(seq_length=50), "cpu")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LLAMA, "LlamaForCausalLM"), (T5, "T5ForConditionalGeneration"), (WHISPER, "WhisperForConditionalGeneration"),
+        (VIT, "ViTForImageClassification"), (GEMMA, "Gemma3ForConditionalGeneration"),
+    ],
+)  # fmt: skip
+def test_without_a_name_the_model_type_decides(config: dict[str, Any], named: str, tmp_path: Path) -> None:
+    assert type(load(written(tmp_path, config), Settings(seq_length=24), "cpu").model).__name__ == named
+
+
+def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
+    workload = load(written(tmp_path, GEMMA, "Gemma3ForConditionalGeneration"), Settings(seq_length=24), "cpu")
+    assert workload.notes == ("rows are text alone: what takes pixel_values is resident and does not run",)
+    assert workload.trace(1).notes[0] == workload.notes[0]
+
+
+def test_what_a_forward_asks_for_besides_is_one_line(tmp_path: Path) -> None:
+    cross = {"model_type": "encoder-decoder", "encoder": BERT, "decoder": {**BERT, "is_decoder": True}}
+    workload = load(written(tmp_path, cross, "EncoderDecoderModel"), Settings(seq_length=24), "cpu")
+    with pytest.raises(UserError, match="its forward refuses a batch of input_ids, labels: .*decoder_start_token_id"):
+        workload.trace(1)
+
+
+def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
+    def labels(**more: Any) -> torch.Tensor:
+        file = written(tmp_path, {**BERT, **more}, "BertForSequenceClassification")
+        found: torch.Tensor = load(file, Settings(seq_length=24), "cpu").make_batch(2, None)["labels"]
+        return found
+
+    assert (labels(num_labels=1).dtype, labels(num_labels=1).shape) == (torch.float32, (2,))
+    several = labels(problem_type="multi_label_classification")
+    assert (several.dtype, several.shape) == (torch.float32, (2, 3))
