@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import UserError
 
@@ -92,7 +93,10 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
 
 
 class Inputs:
-    """Which tensors among its arguments a region writes into in place; learned in its first call."""
+    """Which tensors among its arguments a region writes into in place; learned in its first call.
+
+    That call copies all of them, but for fake ones, which have no value to keep: a trace's first step is like others.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.kind = type(module).__name__
@@ -104,31 +108,35 @@ class Inputs:
         inputs = [Input(key, value) for key, value in named if isinstance(value, torch.Tensor) and value.requires_grad]
         if self.written is None or self.written:
             for given in inputs:
-                if self.written is None or given.key in self.written:
+                if not given.fake if self.written is None else given.key in self.written:
                     given.copy = given.tensor.detach().clone().requires_grad_()
         return inputs
 
     def after(self, inputs: list[Input]) -> None:
         """To be called after the first run with what `before` gave; the copies of inputs left alone are dropped."""
+        written = set()
         for given in inputs:
             if given.tensor._version == given.version:
                 given.copy = None
-            elif given.copy is None:
+                continue
+            written.add(given.key)
+            if given.copy is None and not given.fake:
                 raise UserError(
                     f"{self.kind} wrote in place into its {given} and had not in its first call; its second run "
                     "would start from what it wrote: clone that input in the block's forward"
                 )
         if self.written is None:
-            self.written = {given.key for given in inputs if given.copy is not None}
+            self.written = written
 
 
 class Input:
     """A tensor that a region is given, and its value from before the first run where that one writes into it."""
 
-    __slots__ = ("copy", "key", "tensor", "version")
+    __slots__ = ("copy", "fake", "key", "tensor", "version")
 
     def __init__(self, key: int | str, tensor: torch.Tensor) -> None:
         self.key, self.tensor, self.version = key, tensor, tensor._version
+        self.fake = isinstance(tensor, FakeTensor)
         self.copy: torch.Tensor | None = None
 
     def __str__(self) -> str:
@@ -138,7 +146,7 @@ class Input:
         """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
         if self.copy is not None:
             return self.copy.clone()
-        if self.tensor._version != self.version:
+        if self.tensor._version != self.version and not self.fake:
             raise RuntimeError(
                 f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
             )
