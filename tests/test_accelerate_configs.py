@@ -14,6 +14,7 @@ EXPECTED = {
     "single_gpu": (DistributedType.NO, False),
     "multi_gpu": (DistributedType.MULTI_GPU, False),
     "fsdp2": (DistributedType.FSDP, False),
+    "fsdp2_two_nodes": (DistributedType.FSDP, False),
     "deepspeed_zero2": (DistributedType.DEEPSPEED, False),
     "deepspeed_zero3": (DistributedType.DEEPSPEED, False),
 }
@@ -27,7 +28,7 @@ def test_there_are_exactly_these() -> None:
 def test_accelerate_reads_it(name: str) -> None:
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
     assert (config.distributed_type, config.use_cpu) == EXPECTED[name]
-    assert config.num_machines == 1
+    assert config.num_machines == (2 if name == "fsdp2_two_nodes" else 1)
 
 
 def test_sharding_is_as_named_and_leaves_checkpointing_to_the_policy() -> None:
