@@ -109,7 +109,12 @@ class OutputLayer(StandIn):
         return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """`function(hidden)` in place of the forward in one call of the layer: FSDP's hooks gather for it."""
+        """`function(hidden)` in place of the forward in one call of the layer: FSDP's hooks gather for it.
+
+        Where FSDP gathered it for the call that deferred the logits and keeps it until backward, no hook runs.
+        """
+        if _is_grouped(self.module):
+            return function(hidden)
         local.instead = function
         try:
             return self.module(hidden)
@@ -221,10 +226,11 @@ def _width(layer: nn.Module) -> int:
 def _hooked(layer: nn.Module) -> str:
     """What must see the logits once, and all: hooks on `layer` or in it, but for those of FSDP and DeepSpeed.
 
-    Those of an FSDP2 group do as well: where a part of the group runs again, it does not gather for its backward.
+    Those of an FSDP2 group do as well, unless the group stays gathered until backward, as accelerate has it: where a
+    part of the group runs again, it does not gather for its backward.
     """
-    if _is_fsdp2(layer) and len(layer._get_fsdp_state()._modules) > 1:  # type: ignore[operator]
-        return "FSDP gathers it together with other modules"
+    if _is_grouped(layer) and any(group.post_forward_mesh_info for group in _fsdp_state(layer)._fsdp_param_groups):
+        return "FSDP gathers it together with other modules, and drops it after forward"
     for module in layer.modules():
         for kind in _HOOKS:
             for hook in module.__dict__[kind].values():
@@ -238,9 +244,18 @@ def _is_fsdp2(layer: nn.Module) -> bool:
     return kind is not None and isinstance(layer, kind)
 
 
+def _is_grouped(layer: nn.Module) -> bool:
+    """Whether FSDP2 gathers `layer` together with other modules (`fully_shard([norm, lm_head])`)."""
+    return _is_fsdp2(layer) and len(_fsdp_state(layer)._modules) > 1
+
+
+def _fsdp_state(layer: nn.Module) -> Any:
+    return layer._get_fsdp_state()  # type: ignore[operator]
+
+
 def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
     """The cast that FSDP2 does behind `layer`, as a step of a `Projection`."""
-    dtype = layer._get_fsdp_state()._mp_policy.output_dtype if _is_fsdp2(layer) else None  # type: ignore[operator]
+    dtype = _fsdp_state(layer)._mp_policy.output_dtype if _is_fsdp2(layer) else None
     return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
 
 

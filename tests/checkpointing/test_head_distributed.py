@@ -46,6 +46,14 @@ def norm_and_head(model: Any, **kwargs: Any) -> Any:
     return fully_shard(model, **kwargs)
 
 
+def as_accelerate_does(model: Any, **kwargs: Any) -> Any:
+    for block in model.model.layers:
+        fully_shard(block, **kwargs)
+    fully_shard(model.model.embed_tokens, **kwargs)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
 def step(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     from language_models import batch
 
@@ -55,9 +63,9 @@ def step(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, seen.count  # type: ignore[union-attr]
 
 
-def check(wrap: Any, half: bool) -> tuple[int, int]:
+def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
     """Collectives of a step beyond those of the plain model: gathers, reductions."""
-    from language_models import VOCABULARY, make
+    from language_models import VOCABULARY, batch, make
 
     from ckpt_ft.checkpointing import chunks, head
 
@@ -72,6 +80,7 @@ def check(wrap: Any, half: bool) -> tuple[int, int]:
     bound = 2**-7 if half else 1e-6
     for name, gradient in plain.items():
         assert (mine[name] - gradient).norm() <= bound * gradient.norm(), name
+    assert isinstance(model(**batch()).logits, head.NoLogits) == chunked
     gathers, reductions = (after[name] - before[name] for name in before)
     return gathers, reductions
 
@@ -82,7 +91,12 @@ def work(rank: int, store: str) -> None:
     assert check(root_only, half=True) == (0, 0)
     for half in (False, True):  # one more gather, for the call in which the layer is asked for logits and gives none
         assert check(head_of_its_own, half) == (1, 0)
-    assert check(norm_and_head, half=False) == (0, 0)  # whole: FSDP knows no group of which a part runs twice
+    for half in (False, True):
+        assert check(as_accelerate_does, half) == (0, 0)
+    assert check(norm_and_head, half=False, chunked=False) == (
+        0,
+        0,
+    )  # whole: FSDP knows no group of which a part runs twice
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

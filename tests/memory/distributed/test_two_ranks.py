@@ -14,7 +14,6 @@ from two_ranks import PROCESSES, cases, workload
 HERE = Path(__file__).parent
 
 
-@pytest.mark.filterwarnings("ignore:policy 'head'. the logits of FSDP:UserWarning")  # gathered with the last norm
 def test_a_fake_rank_needs_what_real_ones_need(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
