@@ -109,16 +109,16 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
     for run in regions(policy, applied.found, type(applied.model).__name__):
         segment = Segment() if policy.scope in ("segments", "sqrt") and len(run) > 1 else None
         for region in run:
-            if any(part.module is region.module for part in applied.installed):
+            if any(stand_in.module is region.module for stand_in in applied.installed):
                 continue  # one module under two names
             selection = _selection(policy, region.module)
             if selection is not None:
                 applied.selections.append(selection)
             if segment is None:
-                wrapper = Checkpointed(region.module, selection)
+                stand_in = Checkpointed(region.module, selection)
             else:
-                wrapper = SegmentMember(region.module, selection, segment, last=region is run[-1])
-            applied.installed.append(wrapper)
+                stand_in = SegmentMember(region.module, selection, segment, last=region is run[-1])
+            applied.installed.append(stand_in)
             applied.regions.append(region)
     for module, inner in _caching_models(applied.model):
         hook = applied._before_inner if inner else applied._before_pretrained

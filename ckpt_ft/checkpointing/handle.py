@@ -78,8 +78,8 @@ class AppliedPolicy:
                 blocks=self.found.blocks,
                 uncovered=self.uncovered,
                 rerun=[region.module for region in self.regions],
-                segments=len({id(part.segment) for part in self.installed if isinstance(part, SegmentMember)}),
-                alone=sum(not isinstance(part, SegmentMember) for part in self.installed),
+                segments=len({id(member.segment) for member in self._members()}),
+                alone=len(self.installed) - len(self._members()),
                 engines=self.engines,
             )
         )
@@ -100,8 +100,8 @@ class AppliedPolicy:
             self.guard.remove()
         for engine in reversed(self.engines):
             engine.pause()
-        for region in reversed(self.installed):
-            region.remove()
+        for stand_in in reversed(self.installed):
+            stand_in.remove()
         for module in self.switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
         if self.one_device is not None:
@@ -115,8 +115,8 @@ class AppliedPolicy:
         setattr(self.model, MARK, self)
         for module in self.switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        for region in self.installed:
-            region.put_back()
+        for stand_in in self.installed:
+            stand_in.put_back()
         for engine in self.engines:
             engine.resume()
         if self.guard is not None:
@@ -131,6 +131,9 @@ class AppliedPolicy:
         fired = {group for selection in self.selections for group in selection.fired}
         return [group for group in self.policy.save if group.partition("/")[0] not in fired]
 
+    def _members(self) -> list[SegmentMember]:
+        return [stand_in for stand_in in self.installed if isinstance(stand_in, SegmentMember)]
+
     def _before_pretrained(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -143,9 +146,9 @@ class AppliedPolicy:
             return None
         wanted = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
         inside = set(module.modules())
-        for region in self.installed:
-            if region.module in inside:
-                region.keeps_cache = wanted
+        for stand_in in self.installed:
+            if stand_in.module in inside:
+                stand_in.keeps_cache = wanted
         return None if wanted else (args, {**kwargs, "use_cache": False})
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -161,7 +164,7 @@ class AppliedPolicy:
                 f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}",
                 stacklevel=2,
             )
-        segments = {id(part.segment): part.segment for part in self.installed if isinstance(part, SegmentMember)}
+        segments = {id(member.segment): member.segment for member in self._members()}
         if segments and not any(segment.joined for segment in segments.values()):
             warnings.warn(
                 f"policy '{self.policy}': no block was given the output of the one before it (under FSDP?), so each "

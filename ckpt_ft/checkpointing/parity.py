@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
 from .apply import apply_policy
+from .outcome import Outcome, default_loss, device_of, outcome_of
 from .standing import suspended
 
 REORDERED_TOLERANCE = 1e-6  # relative, in fp32; sums in another order differ by rounding
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Parity:
-    """The outcome of `check_parity`; `ok` when nothing differs."""
+    """What `check_parity` found; `ok` when nothing differs."""
 
     policy: str
     rows: list[Row]
@@ -99,12 +99,12 @@ def check_parity(
         UserError: the policy is malformed or matches nothing; the step's loss needs no gradient.
     """
     loss = loss or default_loss
-    started = rng.snapshot(_device(model))
+    started = rng.snapshot(device_of(model))
     try:
         with suspended(model):
             apply_policy(model, "none")
-            plain = _step(model, batch, loss, seed)
-            noise = _step(model, batch, loss, seed)
+            plain = outcome_of(model, batch, loss, seed)
+            noise = outcome_of(model, batch, loss, seed)
             if callable(policy):
                 name, tolerance = getattr(policy, "__name__", "given"), 0.0
                 other = copy.deepcopy(model)
@@ -114,81 +114,17 @@ def check_parity(
                 name, tolerance = str(parsed), _reordered(plain) if parsed.pointwise or parsed.head else 0.0
                 other = model
                 apply_policy(model, parsed)
-            with_policy = _step(other, batch, loss, seed)
+            with_policy = outcome_of(other, batch, loss, seed)
     finally:
         started.restore()
     return _compare(model, name, plain, noise, with_policy, tolerance)
 
 
-def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The output's `loss`, or the mean square of its first floating-point tensor."""
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    given = getattr(out, "loss", None)
-    if isinstance(given, torch.Tensor):
-        return given
-    leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
-    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().square().mean()
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    random: rng.Snapshot
-    half: bool
-
-
-def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> _Outcome:
-    """One forward and backward from `seed`; the model's own gradients and buffers are put back."""
-    own = {name: p.grad for name, p in model.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    for p in model.parameters():
-        p.grad = None
-    torch.manual_seed(seed)
-    try:
-        value = loss(model, batch)
-        if not value.requires_grad:
-            raise UserError(
-                "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
-            )
-        half = _in_half_precision(value)
-        value.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        after = {name: b.detach().clone() for name, b in model.named_buffers()}
-        return _Outcome(value.detach(), gradients, after, rng.snapshot(_device(model)), half)
-    finally:
-        for name, p in model.named_parameters():
-            p.grad = own[name]
-        with torch.no_grad():
-            for name, b in model.named_buffers():
-                b.copy_(buffers[name])
-
-
-def _in_half_precision(loss: torch.Tensor) -> bool:
-    """Whether any gradient on the way from `loss` is half precision, under autocast or in such weights."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in node._input_metadata):
-            return True
-        nodes += [following for following, _ in node.next_functions]
-    return False
-
-
-def _reordered(plain: _Outcome) -> float:
+def _reordered(plain: Outcome) -> float:
     return REORDERED_TOLERANCE_HALF if plain.half else REORDERED_TOLERANCE
 
 
-def _compare(
-    model: nn.Module, name: str, plain: _Outcome, noise: _Outcome, other: _Outcome, tolerance: float
-) -> Parity:
+def _compare(model: nn.Module, name: str, plain: Outcome, noise: Outcome, other: Outcome, tolerance: float) -> Parity:
     shared = plain.gradients.keys() & other.gradients.keys()
 
     largest = max((float(g.abs().max()) for g in plain.gradients.values() if g.numel()), default=0.0)
@@ -232,7 +168,7 @@ def _compare(
     return Parity(name, rows, _causes(model, rows, plain, other), _notes(model, plain, noise))
 
 
-def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome) -> list[str]:
+def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -> list[str]:
     """The classic trap behind each difference."""
     loss, _, gradients, buffers, random = rows
     causes = []
@@ -283,7 +219,7 @@ def _causes(model: nn.Module, rows: list[Row], plain: _Outcome, other: _Outcome)
     return causes
 
 
-def _notes(model: nn.Module, plain: _Outcome, noise: _Outcome) -> list[str]:
+def _notes(model: nn.Module, plain: Outcome, noise: Outcome) -> list[str]:
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in plain.gradients]
     notes = []
     if idle:
@@ -304,7 +240,3 @@ def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
         return float("inf")
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return float((a - b).abs().max() / a.abs().max().clamp_min(max(scale, torch.finfo(torch.float64).tiny)))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_ft import apply_policy, check_parity
 from ckpt_ft.checkpointing import offload
-from ckpt_ft.checkpointing.offload import Parked, Usage
+from ckpt_ft.checkpointing.parking import Parked, Parking, Usage
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.recompute import Checkpointed
 from ckpt_ft.errors import UserError
@@ -318,7 +318,7 @@ def test_a_fetched_buffer_is_recorded_on_the_side_stream(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
-    parking = offload.Parking(Usage(None), 1, set())
+    parking = Parking(Usage(None), 1, set())
     side = parking.side_stream = Mock()
     parked = Parked(torch.randn(4), 0, parking)
     recorded.clear()

@@ -19,7 +19,8 @@ from torch import nn
 
 from ckpt_ft.checkpointing import standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
-from ckpt_ft.checkpointing.pointwise.discard import MAX_CHAIN, Discarded, Pass, Reader, claim_on
+from ckpt_ft.checkpointing.pointwise.discard import MAX_CHAIN, Pass
+from ckpt_ft.checkpointing.pointwise.rebuild import Discarded, Reader, claim_on
 from ckpt_ft.errors import UserError
 
 
@@ -423,7 +424,7 @@ def test_autocast_copies_share_one() -> None:
     assert all(grads[0][name].equal(grads[1][name]) for name in grads[0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = treated(x)
-    casts = {h.source for h in handles() if type(h.source.region).__name__ == "_Cast"}
+    casts = {h.source for h in handles() if type(h.source.call).__name__ == "_Cast"}
     of_weights = {frame for frame in casts if type(frame.args[0].held) is tuple}
     assert (len(casts), len(of_weights)) == (4, 3)
     del output
@@ -546,6 +547,6 @@ def test_rotary_embedding_behind_a_norm(name: str, treated: bool) -> None:
     rows = [row for row in treat(model).describe() if row.dropped == "rotated queries and keys"]
     assert [row.count for row in rows] == ([2] if treated else [])
     output = model(**inputs)
-    rotations = {h.source for h in handles() if str(h.source.region) == "apply_rotary_pos_emb"}
+    rotations = {h.source for h in handles() if str(h.source.call) == "apply_rotary_pos_emb"}
     assert len(rotations) == (2 if treated else 0)
     del output

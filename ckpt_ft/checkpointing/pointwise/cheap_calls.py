@@ -1,19 +1,17 @@
-"""Which modules are cheap regions for `pointwise`, told by class and structure; no list of architectures.
+"""How a module's forward, or an operator in it, becomes a cheap call of `pointwise`.
 
-Five kinds of stand-in are put in place of `module.forward`:
+Five kinds of stand-in are put in place of `module.forward`; structure.py tells which module gets which:
 
-- `ModuleRegion`: a norm, an activation or a dropout, as one region;
-- `GatedProduct`: a gated MLP in the form that most have, with activation and product as one region;
+- `ModuleCall`: a norm, an activation or a dropout, as one cheap call;
+- `GatedProduct`: a gated MLP in the form that most have, with activation and product as one cheap call;
 - `Products`: a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of diffusers)
-  or adds a residual right behind a BatchNorm (a ResNet block): those operators become regions of their own;
+  or adds a residual right behind a BatchNorm (a ResNet block): those operators become cheap calls of their own;
 - `CastInput`: a linear or convolution layer, whose half-precision copies of input and weight autocast would keep;
-- `Watched` (in pointwise.py): the whole model, around which the hooks are.
+- `Watched` (in install.py): the whole model, around which the hooks are.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,19 +24,11 @@ from torch.overrides import TorchFunctionMode
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.views import is_dtensor
 
-from .discard import Pass, Saved, claim_on
+from .discard import Pass
+from .rebuild import Saved, claim_on
 
-_ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
 # Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
-_NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
-_NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch)Norm")
-# down(activation(gate(x)) * up(x)), the whole of the forward; the names are each model's own
-_GATED = re.compile(
-    r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
-)
-_CONVOLUTION = nn.modules.conv._ConvNd
-_CASTED = (nn.Linear, _CONVOLUTION)
 _ZERO3 = "ds_id"  # what DeepSpeed ZeRO-3 puts on every parameter that it partitions
 
 State = tuple[bool, list[Saved], dict[str, nn.Parameter | None] | None]
@@ -52,7 +42,7 @@ local = _Local()
 
 
 def running_pass() -> Pass | None:
-    """The pass to act in; None where nothing is to be discarded: no gradients, inside of a region, compiled."""
+    """The pass to act in; None where nothing is to be discarded: no gradients, inside of a cheap call, compiled."""
     if torch.compiler.is_compiling():
         return None
     running = local.running
@@ -61,8 +51,8 @@ def running_pass() -> Pass | None:
     return running
 
 
-class ModuleRegion(StandIn):
-    """A norm, activation or dropout as a region."""
+class ModuleCall(StandIn):
+    """A norm, activation or dropout as a cheap call."""
 
     def __init__(self, module: nn.Module, root: nn.Module) -> None:
         super().__init__(module)
@@ -130,7 +120,7 @@ def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def _gather(module: nn.Module, root: nn.Module) -> None:
-    """FSDP2 has resharded the parameters of a region whose output a later block's backward asks for: gather them."""
+    """FSDP2 has resharded the parameters of `module`, whose output a later block's backward asks for: gather them."""
     from torch.distributed.fsdp import FSDPModule
 
     owners = [m for m in root.modules() if isinstance(m, FSDPModule) and any(module is child for child in m.modules())]
@@ -163,8 +153,8 @@ class CastInput(StandIn):
             parameters["weight"] = weight
 
 
-class OperatorRegion:
-    """One operator call as a region."""
+class OperatorCall:
+    """One operator as a cheap call."""
 
     random = False
 
@@ -199,13 +189,13 @@ def _activation_gains(running: Pass, a: Any, *_: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.requires_grad  # autograd keeps the input
 
 
-_OPERATORS: dict[Callable[..., Any], tuple[OperatorRegion, Callable[..., bool]]] = {
-    torch.Tensor.mul: (OperatorRegion(torch.Tensor.mul), _product_gains),
-    torch.mul: (OperatorRegion(torch.mul), _product_gains),
-    torch.Tensor.add: (OperatorRegion(torch.Tensor.add), _sum_gains),
-    torch.Tensor.add_: (OperatorRegion(torch.Tensor.add_, inplace=True), _sum_gains),
-    F.gelu: (OperatorRegion(F.gelu), _activation_gains),
-    F.silu: (OperatorRegion(F.silu), _activation_gains),
+_OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, Callable[..., bool]]] = {
+    torch.Tensor.mul: (OperatorCall(torch.Tensor.mul), _product_gains),
+    torch.mul: (OperatorCall(torch.mul), _product_gains),
+    torch.Tensor.add: (OperatorCall(torch.Tensor.add), _sum_gains),
+    torch.Tensor.add_: (OperatorCall(torch.Tensor.add_, inplace=True), _sum_gains),
+    F.gelu: (OperatorCall(F.gelu), _activation_gains),
+    F.silu: (OperatorCall(F.silu), _activation_gains),
 }
 
 
@@ -229,7 +219,7 @@ def _gate(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.
     return activation(gate) * up
 
 
-_GATE = OperatorRegion(_gate)
+_GATE = OperatorCall(_gate)
 
 
 class _Mode(TorchFunctionMode):
@@ -245,12 +235,12 @@ class _Mode(TorchFunctionMode):
         running = self.running
         if entry is None or running.frame is not None or kwargs.get("inplace") or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        region, gains = entry
-        return running.run(region, args, kwargs) if gains(running, *args) else func(*args, **kwargs)
+        call, gains = entry
+        return running.run(call, args, kwargs) if gains(running, *args) else func(*args, **kwargs)
 
 
 class Products(StandIn):
-    """A module some of whose own operators are regions; the mode that finds them is on in its forward only."""
+    """A module some of whose own operators are cheap calls; the mode that finds them is on in its forward only."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
@@ -258,71 +248,3 @@ class Products(StandIn):
             return self.forward(*args, **kwargs)
         with _Mode(running):
             return self.forward(*args, **kwargs)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """A normalisation layer without children: torch's own, or a class that is named as one (LlamaRMSNorm)."""
-    if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
-        return False  # SyncBatchNorm communicates: a second run in backward would need every rank to agree
-    return isinstance(module, nn.modules.batchnorm._NormBase) or bool(_NORM_CLASS.search(type(module).__name__))
-
-
-def is_activation(module: nn.Module) -> bool:
-    """An elementwise activation module of torch, transformers or diffusers."""
-    if isinstance(module, _NOT_ELEMENTWISE) or next(module.children(), None) is not None:
-        return False
-    return type(module).__module__ in _ACTIVATION_FILES
-
-
-def is_dropout(module: nn.Module) -> bool:
-    """torch's dropout layers that drop something."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-
-
-def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """(down, activation, gate, up) where the source of the module's forward says `GatedProduct` and no more."""
-    if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
-        return None
-    try:
-        source = inspect.getsource(type(module).forward)
-    except (OSError, TypeError):
-        return None
-    _, _, body = source.partition(":\n")
-    found = _GATED.fullmatch(" ".join(body.split()))
-    if found is None:
-        return None
-    names: tuple[str, str, str, str] = found.group(2, 3, 4, 6)  # type: ignore[assignment]
-    return names if all(isinstance(module._modules.get(name), nn.Module) for name in names) else None
-
-
-def has_products(module: nn.Module) -> bool:
-    """A gated MLP, or a convolutional residual block that ends in BatchNorm, sum and activation."""
-    children = list(module.children())
-    if type(module).__module__ == "diffusers.models.activations":
-        return any(_widths(child) for child in children)  # GEGLU, SwiGLU: the activation may be a method
-    if not any(is_activation(child) for child in children):
-        return False
-    widths = [w for child in children if (w := _widths(child))]
-    if any(out == 2 * other for _, out in widths for other, _ in widths):  # gate and value in one projection
-        return True
-    if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and the one back
-        return True
-    below = list(module.modules())
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in below) and (
-        sum(isinstance(m, _CONVOLUTION) for m in below) >= 2
-    )
-
-
-def takes_casts(module: nn.Module) -> bool:
-    """A layer that autocast runs in half precision and no more: torch's linear or convolution, GPT-2's Conv1D.
-
-    A subclass with a forward of its own may go by its input's dtype, or compute with its weight in fp32 first.
-    """
-    own = type(module).forward.__module__
-    return own.startswith("torch.nn.modules") if isinstance(module, _CASTED) else type(module).__name__ == "Conv1D"
-
-
-def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) features of a linear layer, also one that PEFT or a quantiser stands in for."""
-    inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None

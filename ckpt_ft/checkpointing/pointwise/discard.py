@@ -1,11 +1,11 @@
-"""The engine of `pointwise`: outputs of cheap regions are discarded after forward and rebuilt once when backward asks.
+"""The engine of `pointwise`: outputs of cheap calls are discarded after forward and rebuilt once when backward asks.
 
-A *region* is a cheap call (a norm, an activation, a product). While it runs, a saved-tensor hook puts a `Discarded`
-handle in place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a
-later node (a matmul, a convolution, another region) saves a tensor on that storage, it gets a handle as well. What is
-kept is the region's inputs, which are handles themselves where another region made them. The first handle that
-backward opens re-runs the region once and fills all of them; autograd drops a handle, and so the tensor, when its node
-is done.
+A *cheap call* is a norm, an activation, a product. While it runs, a saved-tensor hook puts a `Discarded` handle in
+place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a later node (a
+matmul, a convolution, another cheap call) saves a tensor on that storage, it gets a handle as well. What is kept is
+the call's inputs, which are handles themselves where another cheap call made them. The first handle that backward
+opens makes the call again, once, and fills all of them; autograd drops a handle, and so the tensor, when its node is
+done. rebuild.py has the handles and the second run.
 
 The graph stays the one that the plain forward builds, so gradients come from the same kernels in the same order: there
 is no custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in
@@ -17,192 +17,23 @@ Every tensor that a model saves comes through here, so what runs per tensor is w
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.views import View, is_dtensor, looked_at, view_of, written_to
+from ckpt_ft.checkpointing.views import is_dtensor, view_of
 
-_CLAIM = "_ckpt_ft_claim"
+from .rebuild import CLAIM, CheapCall, Claim, Discarded, Frame, Handed, Input, Saved, claim_on
+
 # A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
 # short in Python's stack and in the memory that the chain fills at once; beyond it the output is kept.
 MAX_CHAIN = 32
-_rebuilding = threading.RLock()  # backward has one thread per device
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_set_grad = torch._C._set_grad_enabled
-
-Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
-
-
-class Region(Protocol):
-    """A cheap call."""
-
-    random: bool  # draws random numbers
-    inplace: bool  # writes its output over its first argument
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The call as it is first made."""
-
-    def state(self) -> Any:
-        """What `again` needs to know of the moment of the first call: parameters, mode."""
-
-    def again(self, state: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Build the same graph on the same inputs as `forward` did, without its side effects.
-
-        Raises RuntimeError when what `state` tells of has changed since.
-        """
-
-
-class Discarded:
-    """Stands for a tensor that one of a region's own nodes saved."""
-
-    __slots__ = ("__weakref__", "source")
-
-    def __init__(self, source: Frame) -> None:
-        self.source: Frame | torch.Tensor = source
-
-    def get(self) -> torch.Tensor:
-        """The tensor, rebuilt with all others of its region at the first call."""
-        if type(self.source) is Frame:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
-                    "train this model without 'pointwise'"
-                )
-            with _rebuilding:
-                if type(self.source) is Frame:
-                    self.source.rebuild()
-        return self.source  # type: ignore[return-value]
-
-
-class Reader(Discarded):
-    """Stands for a tensor on the storage of a region's `index`-th output that a node outside of the region saved."""
-
-    __slots__ = ("index", "view")
-
-    def __init__(self, source: Frame, index: int, view: View) -> None:
-        self.source, self.index, self.view = source, index, view
-
-
-class Handed:
-    """A tensor handed on to the saved-tensor hooks that were active around the model (offload, `save_on_cpu`)."""
-
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.packed, self.unpack = packed, unpack
-
-    def get(self) -> torch.Tensor:
-        """What the outer hook gives back."""
-        return self.unpack(self.packed)
-
-
-class Claim:
-    """Says that a storage holds a region's output and can be rebuilt, as long as nobody writes into it."""
-
-    __slots__ = ("casts", "frame", "index", "version")
-
-    def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
-        self.frame, self.index = frame, index
-        self.version = output._version  # views and detached aliases count together
-        self.casts: dict[Any, Frame] | None = None
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether what `tensor`, an alias of the storage, holds is still the region's output."""
-        return tensor._version == self.version and self.frame.args is not None
-
-    def discard(self, tensor: torch.Tensor) -> Reader:
-        """A handle in place of `tensor`, which the claim covers."""
-        handle = Reader(self.frame, self.index, view_of(tensor))
-        self.frame.readers.append(weakref.ref(handle))
-        return handle
-
-
-class Input:
-    """A tensor that a region was given."""
-
-    __slots__ = ("held", "requires_grad")
-
-    def __init__(self, held: Discarded | Handed | Saved, requires_grad: bool) -> None:
-        self.held, self.requires_grad = held, requires_grad
-
-    def get(self) -> torch.Tensor:
-        """A leaf with the input's value."""
-        tensor = unpack(self.held).detach()
-        return tensor.requires_grad_() if self.requires_grad else tensor
-
-
-class Frame:
-    """One call of a region in one forward pass, and the handles that depend on it."""
-
-    __slots__ = ("args", "autocast", "depth", "internals", "kwargs", "random", "readers", "region", "state")
-
-    def __init__(
-        self, region: Region, args: list[Any], kwargs: dict[str, Any], depth: int, device: torch.device
-    ) -> None:
-        self.region, self.depth = region, depth
-        self.args: list[Any] | None = args  # None once rebuilt
-        self.kwargs = kwargs
-        self.internals: list[weakref.ref[Discarded] | None] = []
-        self.readers: list[weakref.ref[Reader]] = []
-        self.state = region.state()
-        self.random = rng.snapshot(device) if region.random else None
-        self.autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
-
-    def rebuild(self) -> None:
-        """Re-run the region, fill every handle that is still wanted, let go of the inputs."""
-        if self.args is None:
-            return
-        args = [value.get() if type(value) is Input else value for value in self.args]
-        kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
-        saved: list[torch.Tensor] = []
-        grad = torch.is_grad_enabled()
-        _set_grad(True)
-        _push_hooks(saved.append, _never)
-        try:
-            if self.region.inplace:  # the rebuilt input may have other readers
-                args[0] = args[0].clone()
-            if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
-                output = self.region.again(self.state, args, kwargs)
-            else:
-                with _autocast_as(self.autocast), _random_as(self.random):
-                    output = self.region.again(self.state, args, kwargs)
-        finally:
-            _pop_hooks()
-            _set_grad(grad)
-        if len(saved) != len(self.internals):
-            raise RuntimeError(
-                f"{self.region} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
-                "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
-            )
-        for internal, tensor in zip(self.internals, saved, strict=True):
-            if internal is not None and (handle := internal()) is not None:
-                handle.source = tensor if tensor.grad_fn is None else tensor.detach()
-        saved.clear()  # its tensors' nodes hold the hook, which holds the list
-        self._fill_readers(output if isinstance(output, tuple) else (output,))
-        self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
-
-    def _fill_readers(self, outputs: tuple[Any, ...]) -> None:
-        shared: dict[tuple[int, View], torch.Tensor] = {}
-        for reference in self.readers:
-            if (handle := reference()) is not None:
-                key = (handle.index, handle.view)
-                tensor = shared.get(key)
-                if tensor is None:
-                    tensor = shared[key] = looked_at(outputs[handle.index], handle.view)
-                handle.source = tensor
 
 
 class Pass:
-    """One forward pass of a model: the hooks that what its nodes save goes through, and the region that is running."""
+    """One forward pass of a model: the hooks that what its nodes save goes through, and the cheap call that runs."""
 
     def __init__(self, notes_kept: bool) -> None:
         self.frame: Frame | None = None
@@ -222,7 +53,7 @@ class Pass:
             frame.internals.append(weakref.ref(handle))
             return handle
         storage = tensor.untyped_storage()
-        claim: Claim | None = getattr(storage, _CLAIM, None)
+        claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
         if self.kept is not None:
@@ -241,8 +72,8 @@ class Pass:
         storage = tensor.untyped_storage()
         return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
 
-    def run(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a region; what it saves for backward is discarded and its outputs are claimed."""
+    def run(self, call: CheapCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a cheap call; what it saves for backward is discarded and its outputs are claimed."""
         device, depth, storages = None, 0, []
         held: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -251,31 +82,31 @@ class Pass:
                 continue
             device = value.device
             storages.append(storage := value.untyped_storage())
-            claim: Claim | None = getattr(storage, _CLAIM, None)
+            claim: Claim | None = getattr(storage, CLAIM, None)
             if claim is not None and claim.frame.depth < MAX_CHAIN and claim.covers(value):
                 depth = max(depth, claim.frame.depth + 1)
                 held.append(Input(claim.discard(value), value.requires_grad))
-            elif region.inplace and not held:  # about to be overwritten, and cannot be rebuilt
-                return region.forward(*args, **kwargs)
+            elif call.inplace and not held:  # about to be overwritten, and cannot be rebuilt
+                return call.forward(*args, **kwargs)
             else:
                 alias = value.detach()
                 kept = (alias, alias._version) if self.outer is None else self._hand_on(alias)
                 held.append(Input(kept, value.requires_grad))
         if device is None:
-            return region.forward(*args, **kwargs)
+            return call.forward(*args, **kwargs)
         named = dict(zip(kwargs, held[len(args) :], strict=True)) if kwargs else kwargs
-        self.frame = frame = Frame(region, held[: len(args)] if kwargs else held, named, depth, device)
+        self.frame = frame = Frame(call, held[: len(args)] if kwargs else held, named, depth, device)
         try:
-            output = region.forward(*args, **kwargs)
+            output = call.forward(*args, **kwargs)
         finally:
             self.frame = None
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                # one that aliases an input (Identity, a conversion to the same dtype) is not this region's to rebuild;
+                # one that aliases an input (Identity, a conversion to the same dtype) is not this call's to rebuild;
                 # a view of a DTensor cannot be made again from its storage
-                if (region.inplace or not any(storage is other for other in storages)) and not is_dtensor(value):
-                    setattr(storage, _CLAIM, Claim(frame, index, value))
+                if (call.inplace or not any(storage is other for other in storages)) and not is_dtensor(value):
+                    setattr(storage, CLAIM, Claim(frame, index, value))
         return output
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -288,7 +119,7 @@ class Pass:
             frame = Frame(_Cast(dtype), [held], {}, claim.frame.depth + 1, tensor.device)
             claim.casts[key] = frame
         copy = tensor.to(dtype)  # its node saves nothing
-        setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
+        setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
         return copy
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -296,12 +127,12 @@ class Pass:
         held = Input((parameter, parameter._version), parameter.requires_grad)
         frame = Frame(_Cast(dtype), [held], {}, 0, parameter.device)
         copy = parameter.to(dtype)
-        setattr(copy.untyped_storage(), _CLAIM, Claim(frame, 0, copy))
+        setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
         return copy
 
 
 class _Cast:
-    """The conversion of a tensor to another dtype, as a region."""
+    """The conversion of a tensor to another dtype, as a cheap call."""
 
     random = inplace = False
 
@@ -318,56 +149,3 @@ class _Cast:
     def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """The copy again."""
         return args[0].to(self.dtype)
-
-
-def claim_on(tensor: torch.Tensor) -> Claim | None:
-    """The claim that covers `tensor`, if any."""
-    claim: Claim | None = getattr(tensor.untyped_storage(), _CLAIM, None)
-    return claim if claim is not None and claim.covers(tensor) else None
-
-
-def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
-    """The other saved-tensor hook."""
-    kind = type(packed)
-    if kind is not tuple:
-        if kind is not Handed and type(packed.source) is not Frame:  # type: ignore[union-attr]
-            return packed.source  # type: ignore[union-attr,return-value]
-        return packed.get()  # type: ignore[union-attr]
-    tensor, version = packed  # type: ignore[misc]
-    if tensor._version != version:
-        raise written_to(tensor, version, view_of(tensor))
-    return tensor
-
-
-def _autocast(device_type: str) -> tuple[str, torch.dtype] | None:
-    return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
-
-
-@contextmanager
-def _autocast_as(first: tuple[str, torch.dtype] | None) -> Iterator[None]:
-    """Autocast as it was in the first run: backward usually runs without."""
-    if first is not None:
-        with torch.autocast(first[0], dtype=first[1]):
-            yield
-        return
-    device_types = [kind for kind in ("cpu", torch._C._get_accelerator().type) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(device_types[0] if device_types else "cpu", enabled=False):
-        yield
-
-
-@contextmanager
-def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
-    """The generators as they were before the first run."""
-    if first is None:
-        yield
-        return
-    now = first.now()
-    first.restore()
-    try:
-        yield
-    finally:
-        now.restore()
-
-
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a recompute is never run backward")

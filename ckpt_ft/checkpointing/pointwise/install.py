@@ -2,7 +2,7 @@
 
 No block is run twice and no dispatch mode is active. What stands in memory between forward and backward is what the
 dear operators (matmuls, attention, convolutions) made and the residual stream; see discard.py for how and
-cheap_calls.py for what.
+structure.py for what.
 """
 
 from __future__ import annotations
@@ -17,21 +17,11 @@ from torch import nn
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
 from ckpt_ft.errors import UserError
 
-from .cheap_calls import (
-    CastInput,
-    GatedProduct,
-    ModuleRegion,
-    Products,
-    gated_names,
-    has_products,
-    is_activation,
-    is_dropout,
-    is_norm,
-    local,
-    takes_casts,
-)
-from .discard import Pass, unpack
+from .cheap_calls import CastInput, GatedProduct, ModuleCall, Products, local
+from .discard import Pass
+from .rebuild import unpack
 from .rotary import RotaryAttention, is_rotary_attention
+from .structure import gated_names, has_products, is_activation, is_dropout, is_norm, takes_casts
 
 
 class Watched(StandIn):
@@ -57,10 +47,10 @@ class Watched(StandIn):
 
 
 def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[nn.Module] = ()) -> Installed:
-    """Discard the outputs of the cheap regions in `modules`, which lie inside of `model`, in every forward of `model`.
+    """Discard the outputs of the cheap calls in `modules`, which lie inside of `model`, in every forward of `model`.
 
     `skip` names modules, with all that is in them, to leave alone: those that are re-run as a whole. Raises UserError
-    when there is no such region. Under torch.compile the model runs as it is: the compiler's own partitioner
+    when there is no such call. Under torch.compile the model runs as it is: the compiler's own partitioner
     recomputes such outputs already.
     """
     skipped = {id(inner) for module in skip for inner in module.modules()}
@@ -70,7 +60,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     stand_in: StandIn
     for module in chosen.values():
         if is_norm(module) or is_activation(module) or is_dropout(module):
-            stand_in, dropped, kept = ModuleRegion(module, model), "output", "input"
+            stand_in, dropped, kept = ModuleCall(module, model), "output", "input"
         elif (names := gated_names(module)) is not None:
             stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
         elif is_rotary_attention(module):
@@ -87,7 +77,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
             "outside of its checkpoints; leave 'pointwise' out of the policy"
         )
     stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
-    notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleRegion))
+    notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))
     stand_ins.append(Watched(model, notes_kept))
     described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]
     return Installed("pointwise", stand_ins, described)

@@ -1,0 +1,82 @@
+"""One step of a model from a given seed, and all that it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+
+from . import rng
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The output's `loss`, or the mean square of its first floating-point tensor."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    given = getattr(out, "loss", None)
+    if isinstance(given, torch.Tensor):
+        return given
+    leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
+    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().square().mean()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind; `half`: whether any of its gradients was in half precision."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random: rng.Snapshot
+    half: bool
+
+
+def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> Outcome:
+    """One forward and backward from `seed`; the model's own gradients and buffers are put back."""
+    own = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(seed)
+    try:
+        value = loss(model, batch)
+        if not value.requires_grad:
+            raise UserError(
+                "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
+            )
+        half = _in_half_precision(value)
+        value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        after = {name: b.detach().clone() for name, b in model.named_buffers()}
+        return Outcome(value.detach(), gradients, after, rng.snapshot(device_of(model)), half)
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = own[name]
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(buffers[name])
+
+
+def _in_half_precision(loss: torch.Tensor) -> bool:
+    """Whether any gradient on the way from `loss` is half precision, under autocast or in such weights."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(metadata.dtype in (torch.bfloat16, torch.float16) for metadata in node._input_metadata):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
