@@ -33,6 +33,7 @@ class StepTrace:
     micro_batches: of the step, where it has more than were run; the last one run stands for all after the first.
     notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
     gpu: the GPU it was traced for where that is not one of gpus.py's names.
+    source: "measured" on real tensors or "predicted" on fake ones.
     """
 
     device: str
@@ -43,6 +44,7 @@ class StepTrace:
     notes: list[str] = field(default_factory=list)
     gpu: GPU | None = None
     micro_batches: int = 1
+    source: str = "measured"
 
     @cached_property
     def replay(self) -> Replay:
@@ -161,8 +163,7 @@ class StepTrace:
         Raises:
             UserError: matplotlib is not installed, or the suffix is another.
         """
-        source = "measured" if self.device == "cpu" else "predicted"
-        return Timeline.from_trace(self, source).draw(path, f"one training step on {self.device}")
+        return Timeline.from_trace(self).draw(path, f"one training step on {self.device}")
 
     def to_json(self) -> str:
         """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
@@ -181,6 +182,7 @@ class StepTrace:
             "marks": self.marks,
             "micro_batches": self.micro_batches,
             "notes": self.notes,
+            "source": self.source,
             "texts": texts,  # insertion order is index order
         }
         return json.dumps({**document, "texts": list(texts)}, separators=(",", ":"))
@@ -197,5 +199,7 @@ class StepTrace:
         ]
         gpu = GPU(**document["gpu"]) if document["gpu"] else None
         marks = [(at, name) for at, name in document["marks"]]
-        steps = document["micro_batches"]
-        return cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu, steps)
+        return cls(
+            document["device"], storages, document["events"], ops, marks, document["notes"], gpu,
+            document["micro_batches"], document["source"],
+        )  # fmt: skip

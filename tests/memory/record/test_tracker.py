@@ -98,6 +98,27 @@ def test_phases_follow_autograd_and_the_optimizer() -> None:
     assert trace.peaks["backward"] == trace.peak_allocated > trace.peaks["forward"] > trace.peaks["optimizer"] > 0
 
 
+def test_between_backward_and_the_optimizer_it_is_the_optimizers() -> None:
+    """A loss that is read and gradients clipped by hand, with gradients on. A forward without modules is still one."""
+    model = nn.Linear(4, 4)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        (model.weight * 2).sum().backward()
+        loss.item()
+        for parameter in model.parameters():
+            parameter.grad.detach().mul_(0.5)
+        optimizer.step()
+
+    trace = tracked(model, step, steps=1)
+    assert [name for _, name in trace.marks] == ["step", "forward", "backward", "forward", "backward", "optimizer"]
+    phases = {
+        (op.name, op.phase) for op in trace.ops if op.name in ("aten.mul_.Tensor", "aten._local_scalar_dense.default")
+    }
+    assert {phase for _, phase in phases} == {"optimizer"}
+
+
 def test_recomputation_belongs_to_backward_and_to_its_module() -> None:
     model, loss = language_model()
     model.activation_checkpointing_enable({"use_reentrant": False})
