@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,16 +27,18 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.memory.rules import cuda, fake_kernels
+from ckpt_ft.memory.rules import cpu, cuda, fake_kernels
 
 from .balanced import Balanced
-from .memo import CPU, Memo
+from .interrupts import Interrupts
+from .memo import CPU, Memo, call_key
 from .values import Values
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
 aten = torch.ops.aten
+_ALONE = threading.RLock()  # a trace changes what torch does in the whole process
 
 
 def trace_step(
@@ -58,11 +61,14 @@ def trace_step(
         device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
         warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
 
+    One trace runs at a time; another thread's waits. While it runs the model holds fakes, and other threads find torch
+    changed: train elsewhere. Ctrl-C takes effect at the step's next op, a second one at once; all is left as it was.
+
     Raises:
         UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
     """
     name, gpu = _resolve(device)
-    with ExitStack() as stack:
+    with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(_quiet())
         stack.enter_context(cuda.fakes_are_tensors())
@@ -72,10 +78,11 @@ def trace_step(
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
         stack.enter_context(faked_model(model))
-        tracker = FakeTracker(fake_mode, model, gpu)
+        tracker = FakeTracker(fake_mode, model, gpu, interrupts)
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         try:
+            interrupts.passing = True
             optimizer = make_optimizer(model) if make_optimizer else None
             for _ in range(warmup_steps + 1):
                 gc.collect()
@@ -87,6 +94,8 @@ def trace_step(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "
                 "compute it outside the step and close over it"
             ) from error
+        finally:
+            interrupts.passing = False
 
 
 def sm(gpu: GPU) -> int:
@@ -113,9 +122,11 @@ class FakeTracker(Tracker):
     tensors made from Python numbers (Adam's step counts) are the host's and left out.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
-        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
-        self.fake_mode, self.gpu = fake_mode, gpu
+    source = "predicted"
+
+    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts) -> None:
+        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu.AFTER)
+        self.fake_mode, self.gpu, self.interrupts = fake_mode, gpu, interrupts
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
@@ -125,6 +136,8 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
+        if self.interrupts.waiting:
+            self.interrupts.deliver()
         kwargs = kwargs or {}
         if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
             args = self._faked(args)
@@ -137,7 +150,7 @@ class FakeTracker(Tracker):
         pinned = kwargs.pop("pin_memory", False)
         if func in self.balanced.answers:
             return super()._call(func, args, kwargs)
-        key = self._memo.key(func, args, kwargs)
+        key = call_key(func, args, kwargs)
         known = self._memo.get(key, args) if key is not None else None
         if known is None:
             known = super()._call(func, args, kwargs)
