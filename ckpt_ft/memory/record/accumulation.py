@@ -28,7 +28,8 @@ def adds_in_place(args: tuple[Any, ...]) -> bool:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    """Whether a strided tensor is all of its memory, and has some."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize > 0
 
 
 def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:

@@ -43,9 +43,8 @@ VIT_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 7
     [
         (lambda: language_model(shape=(4, 128)), 1e-3),
         (lambda: unet(48, 32), 1e-3),
-        # Convolutions of the CPU hold scratch that no allocation of an op shows.
-        (lambda: resnet(8, **RESNET_50), 3e-2),
-        (lambda: vit(8, **VIT_TINY), 3e-2),
+        (lambda: resnet(8, **RESNET_50), 1e-3),
+        (lambda: vit(8, **VIT_TINY), 3e-2),  # oneDNN's bfloat16 matmuls copy their operands
     ],
     ids=["lm", "unet", "resnet", "vit"],
 )
