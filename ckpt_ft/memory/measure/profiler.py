@@ -189,7 +189,7 @@ class MemoryProfiler:
         if trace is None:
             return record, None
         record.at_peak, record.holders = trace.at_peak, trace.grouped_holders()
-        return record, Timeline.from_trace(trace, "measured")
+        return record, Timeline.from_trace(trace)
 
     def _cancel(self) -> None:
         if self._open:

@@ -43,7 +43,7 @@ class MemoryReport(RunMemory):
     def predict(self, trace: StepTrace) -> None:
         """Put the figures of `trace` beside the measured ones; its timeline too, where none was measured."""
         self.predicted = Prediction.from_trace(trace)
-        self.timeline = self.timeline or Timeline.from_trace(trace, "predicted")
+        self.timeline = self.timeline or Timeline.from_trace(trace)
 
     def print(self, console: Console | None = None) -> None:
         """Print the tables, on the main process only."""

@@ -22,6 +22,7 @@ class Trace(Protocol):
     """What a timeline is made from: StepTrace, which draws itself by one."""
 
     marks: list[tuple[int, str]]
+    source: str
 
     @property
     def start(self) -> int: ...
@@ -48,7 +49,7 @@ class Timeline:
     source: str
 
     @classmethod
-    def from_trace(cls, trace: Trace, source: str) -> Timeline:
+    def from_trace(cls, trace: Trace) -> Timeline:
         """The measured step of `trace`."""
         rows = trace.timeline()
         first = max(trace.start - 1, 0)  # the event after which rows[0] holds
@@ -59,7 +60,7 @@ class Timeline:
         used = [name for name in CATEGORIES if any(rows[at][name] for at in moments)]
         series = {name: [rows[at][name] for at in moments] for name in used}
         marks = [(max(at - first, 0), name) for at, name in trace.marks if at >= trace.start and name in PHASES]
-        return cls(moments, series, marks, trace.peak_at - first, trace.grouped_holders(), source)
+        return cls(moments, series, marks, trace.peak_at - first, trace.grouped_holders(), trace.source)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Timeline:

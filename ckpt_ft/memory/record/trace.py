@@ -37,6 +37,7 @@ class StepTrace:
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
     notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
     gpu: the GPU it was traced for where that is not one of gpus.py's names.
+    source: "measured" on real tensors or "predicted" on fake ones.
     """
 
     device: str
@@ -49,6 +50,7 @@ class StepTrace:
     micro_batches: int = 1
     launch: Launch | None = None
     alloc_conf: str = ""
+    source: str = "measured"
 
     @cached_property
     def replay(self) -> Replay:
@@ -168,8 +170,7 @@ class StepTrace:
         Raises:
             UserError: matplotlib is not installed, or the suffix is another.
         """
-        source = "measured" if self.device == "cpu" else "predicted"
-        return Timeline.from_trace(self, source).draw(path, f"one training step on {self.device}")
+        return Timeline.from_trace(self).draw(path, f"one training step on {self.device}")
 
     def to_json(self) -> str:
         """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
@@ -190,6 +191,7 @@ class StepTrace:
             "launch": asdict(self.launch) if self.launch else None,
             "alloc_conf": self.alloc_conf,
             "notes": self.notes,
+            "source": self.source,
             "texts": texts,  # insertion order is index order
         }
         return json.dumps({**document, "texts": list(texts)}, separators=(",", ":"))
@@ -210,5 +212,9 @@ class StepTrace:
         launch = Launch(**{**given, "wrap": tuple(given["wrap"])}) if given else None
         record = cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)
         return replace(
-            record, micro_batches=document["micro_batches"], launch=launch, alloc_conf=document["alloc_conf"]
+            record,
+            micro_batches=document["micro_batches"],
+            launch=launch,
+            alloc_conf=document["alloc_conf"],
+            source=document["source"],
         )

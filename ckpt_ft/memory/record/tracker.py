@@ -5,7 +5,8 @@ reference until it dies. Nothing is hooked onto tensors or gradients, so that wh
 it is without the tracker: the phase is read from autograd's graph task, and a backward op belongs to the module whose
 forward made its node, found by the node's sequence number (torch/csrc/autograd/function.h).
 
-What dispatch cannot see it does not count: scratch that a kernel allocates inside, and sparse tensors.
+What dispatch cannot see it does not count: scratch that a kernel allocates inside (but for scratch.KERNELS), sparse
+tensors, and the states of random generators that a checkpoint keeps (5,056 bytes each on the CPU).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -27,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ckpt_ft.units import format_bytes
 
+from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import Op, Storage
 from .opinfo import collective_bytes, describe, measure, plain, tensors
+from .scratch import measured
 from .trace import StepTrace
 
 if TYPE_CHECKING:
@@ -57,11 +61,12 @@ class Tracker(TorchDispatchMode):
         model: names the modules and marks parameters, buffers and gradients; a module outside it counts as its caller.
         optimizer: marks state that exists already; new state of any torch optimizer is found when it steps.
         limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError, as a card of that size would.
-        rules: what to call instead of an op, by overload (rules/cuda.py).
+        rules: what to call instead of an op, by overload (rules/cuda.py); real kernels are asked for their scratch.
         after: what to call once an op's results are recorded, by overload (rules/cuda.py).
         ops: record `Op`s too; a long real run has no use for them.
     """
 
+    source = "measured"  # what the record is called
     fake_mode: FakeTensorMode | None = None  # the one that the step runs under, if it does
     stream = ""  # CUDA stream that is issued to, "" for the one that computes
 
@@ -76,7 +81,11 @@ class Tracker(TorchDispatchMode):
         ops: bool = True,
     ) -> None:
         super().__init__()
-        self.limit, self.rules, self.after, self.record_ops = limit, rules or {}, after or {}, ops
+        owners_of_a_sum()
+        kernels, scratch = measured()
+        self.limit, self.record_ops = limit, ops
+        self.rules = kernels if rules is None else rules
+        self.after = scratch if after is None else after
         self.allocated = 0  # bytes, unrounded, right now
         self.peak = 0  # the most that `allocated` has been since `restart`
         self.notes: list[str] = []
@@ -87,6 +96,7 @@ class Tracker(TorchDispatchMode):
         self._kept_nodes = 0
         self._phase, self._recompute, self._stepping = "forward", False, False
         self._zone = 0  # counts changes of phase: what dies in the zone it was made in was only temporary
+        self._between: tuple[int, int, int, int] | None = None  # where what may be the optimizer's begins
         self._clear()
         self._names: dict[int, str] = {}
         self._model: nn.Module | None = None
@@ -119,7 +129,7 @@ class Tracker(TorchDispatchMode):
         """Open a step: the views of a trace are of the last one opened."""
         self._end_backward()
         self._marks.append((len(self._events), "step"))
-        self._phase, self._recompute = "forward", False
+        self._phase, self._recompute, self._between = "forward", False, None
         self._marks.append((len(self._events), "forward"))
 
     def restart(self) -> None:
@@ -140,7 +150,8 @@ class Tracker(TorchDispatchMode):
         ops = [replace(op, at=op.at + late) for op in self._ops] if late else list(self._ops)
         marks = [(at + late, name) for at, name in self._marks]
         storages = [replace(storage) for storage in self._storages]
-        return StepTrace(device, storages, self._residents + self._events, ops, marks, list(self.notes), gpu)
+        events = self._residents + self._events
+        return StepTrace(device, storages, events, ops, marks, list(self.notes), gpu, source=self.source)
 
     def allocate(self, nbytes: int, category: str, op: str) -> int:
         """Record memory that no tensor holds (a library's workspace); returns the index to `free` it by."""
@@ -212,6 +223,7 @@ class Tracker(TorchDispatchMode):
         self._residents: list[int] = []
         self._ops: list[Op] = []
         self._marks: list[tuple[int, str]] = []
+        self._between = None
 
     def _record(self, nbytes: int, category: str, op: str) -> int:
         if self.limit is not None and self.allocated + nbytes > self.limit:
@@ -246,6 +258,12 @@ class Tracker(TorchDispatchMode):
         seen = self._live[storage._cdata] = _Seen(storage, self._freed)
         seen.address, seen.index, seen.zone = storage._cdata, index, self._zone
         events.append(index)
+
+    def _reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """`new` is what `old` would have become in place."""
+        seen, storage = self._live.pop(old.untyped_storage()._cdata), new.untyped_storage()
+        again = self._live[storage._cdata] = _Seen(storage, self._freed)
+        again.address, again.index, again.zone = storage._cdata, seen.index, seen.zone
 
     def _freed(self, seen: _Seen) -> None:
         if self._live.get(seen.address) is not seen:
@@ -302,9 +320,30 @@ class Tracker(TorchDispatchMode):
             if self._phase == "backward" and phase != "backward":
                 self._mark_gradients()
             if phase != self._phase:
-                self._marks.append((len(self._events), phase))
+                self._begin(phase)
             self._phase, self._recompute = phase, recompute
             self._zone += 1
+
+    def _begin(self, phase: str) -> None:
+        """Mark where a phase begins.
+
+        What comes between a backward and an optimizer step, with no module called (a loss read, gradients scaled or
+        clipped by hand), looks like a forward until the optimizer steps: then it has been the optimizer's all along.
+        """
+        at = len(self._node_starts), len(self._marks), len(self._storages), len(self._ops)
+        if phase == "optimizer" and self._between is not None and self._between[0] == at[0]:
+            _, mark, storage, op = self._between
+            self._marks[mark] = self._marks[mark][0], phase
+            for made in self._storages[storage:]:
+                if made.phase == "forward":
+                    made.phase = phase
+                    made.category = "temporary" if made.category == "activations" else made.category
+            for done in self._ops[op:]:
+                done.phase = phase
+        else:
+            self._marks.append((len(self._events), phase))
+        outside = phase == "forward" and self._phase == "backward" and not self._stack
+        self._between = at if outside else None
 
     def _end_backward(self) -> None:
         """Tell gradients from what was temporary where no optimizer comes after backward."""
@@ -325,12 +364,18 @@ class Tracker(TorchDispatchMode):
             return ""
         return self._node_modules[max(bisect_right(self._node_starts, number) - 1, 0)]
 
+    # Module and optimizer hooks are the whole process's: those of other threads are not this record's.
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if get_ident() != self._thread:
+            return
         name = self._names.get(id(module))
         self._stack.append(self._module() if name is None else name)
         self._note_node()
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._stack.pop()
         self._note_node()
 
@@ -339,12 +384,16 @@ class Tracker(TorchDispatchMode):
         self._node_modules.append(self._stack[-1] if self._stack else "")
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._locate()
         self._mark_gradients(p for group in optimizer.param_groups for p in group["params"])
         self._stepping = True
         self._locate()
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._mark_state(optimizer)
         self._stepping = False
         # Nodes from before the last optimizer step are dead: forget whose they were.
@@ -354,6 +403,7 @@ class Tracker(TorchDispatchMode):
     # -- the mode ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tracker:
+        self._thread = get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -386,6 +436,8 @@ class Tracker(TorchDispatchMode):
                 self._meet(tensor)
         at = len(self._events)
         out, (flops, nbytes, dtype, kernels) = self._call(func, args, kwargs)
+        if func is ADD and self._phase == "backward" and adds_in_place(args):
+            self._reuse(args[0], out)
         name = describe(func)[0]
         category = "activations" if self._phase == "forward" or self._recompute else "temporary"
         if isinstance(out, torch.Tensor):

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp import GradScaler
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
@@ -224,20 +223,15 @@ def behave_like(arch: int) -> Iterator[None]:
 
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
-    """foreach kernels for fake tensors as for plain ones, and a GradScaler that finds no infinity."""
+    """foreach kernels for fake tensors as for plain ones."""
     lists = [
         function.__globals__["_foreach_supported_types"]
         for function in (_default_to_fused_or_foreach, _has_foreach_support)
     ]
     for types in lists:
         types.append(FakeTensor)
-
-    def step(self: GradScaler, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
     try:
-        with patch.object(GradScaler, "_maybe_opt_step", step):
-            yield
+        yield
     finally:
         for types in lists:
             types.remove(FakeTensor)

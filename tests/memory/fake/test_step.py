@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import sys
+from threading import Thread
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +18,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.record.trace import StepTrace
 
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
 
@@ -201,3 +209,136 @@ def test_traces_are_deterministic() -> None:
     model, loss = language_model()
     traces = [trace_step(model, training_step(loss, autocast), make_optimizer=adamw) for autocast in (False, False)]
     assert traces[0].to_json() == traces[1].to_json()
+
+
+def test_the_default_dtype_is_the_steps() -> None:
+    """Ops without a dtype take the default one: what a trace remembers of them may not be another trace's."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        torch.ones(1000) + torch.arange(1000) / 2
+
+    def nbytes() -> int:
+        model = nn.Linear(4, 4)
+        return max(s.nbytes for s in trace_step(model, step, device="cpu").storages if s.op == "aten.ones.default")
+
+    before = nbytes()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (before, nbytes()) == (4000, 8000)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_equal_is_a_stated_case() -> None:
+    def step(model: nn.Module, optimizer: object) -> None:
+        assert torch.equal(torch.rand(3), torch.rand(3))
+        assert not torch.equal(torch.rand(3), torch.rand(4))
+
+    assert trace_step(nn.Linear(2, 2), step).notes == ["torch.equal() is taken to find tensors of one shape equal"]
+
+
+def test_two_threads_trace_one_model_one_after_the_other() -> None:
+    model, loss = language_model()
+    alone = trace_step(model, training_step(loss), make_optimizer=adamw).to_json()
+    traces: list[StepTrace] = []
+
+    def trace() -> None:
+        traces.append(trace_step(model, training_step(loss), make_optimizer=adamw))
+
+    threads = [Thread(target=trace) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [trace.to_json() for trace in traces] == [alone] * 3
+    assert_all_is_as_it_was(model)
+
+
+def test_another_threads_training_is_not_in_the_record() -> None:
+    """Its modules and optimizers are hooked too, and its GradScaler goes on finding infinities."""
+    model, other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    scaler_step = torch.amp.GradScaler._maybe_opt_step
+
+    def train() -> None:
+        assert torch.amp.GradScaler._maybe_opt_step is scaler_step
+        optimizer = torch.optim.SGD(other.parameters())
+        other(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    def step(model: nn.Module, optimizer: object, beside: bool = True) -> None:
+        if beside:
+            thread = Thread(target=train)
+            thread.start()
+            thread.join()
+        model(torch.ones(2, 4)).sum().backward()
+
+    def tell(trace: StepTrace) -> list[Any]:
+        return [story(trace), [name for _, name in trace.marks]]
+
+    assert tell(trace_step(model, step)) == tell(trace_step(model, lambda model, _: step(model, _, beside=False)))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("find_torch_dispatch_rule", 40),  # torch's C++ lets no exception out of this one: the process aborted
+        ("_freed", 40),  # a weak reference's callback: the exception was lost
+        ("faked_model", 1),
+        ("fake_like", 3),
+        ("behave_like", 1),
+        ("_note_node", 60),
+        ("__exit__", 3),
+        ("let_go", 1),
+        ("_destroy", 1),
+    ],
+    ids=lambda where: where[0],
+)
+def test_ctrl_c_at_any_moment_leaves_all_as_it_was(where: tuple[str, int]) -> None:
+    model, loss = language_model()
+    name, left = where
+
+    def watch(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_name == name:
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    previous = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trace_step(model, training_step(loss), make_optimizer=adamw)
+    finally:
+        sys.setprofile(previous)
+    assert_all_is_as_it_was(model)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_an_op() -> None:
+    model = nn.Linear(2, 2)
+    seen: list[int] = []
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        for i in range(3):
+            signal.raise_signal(signal.SIGINT)
+            seen.append(i)
+
+    with pytest.raises(KeyboardInterrupt):
+        trace_step(model, step)
+    assert seen == [0]
+    assert_all_is_as_it_was(model)
+
+
+MAKE_TENSOR = torch.tensor
+
+
+def assert_all_is_as_it_was(model: nn.Module) -> None:
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.tensor is MAKE_TENSOR
+    assert type(torch.ones(1)) is torch.Tensor
+    assert torch.nn.functional.dropout(torch.ones(4), 1.0).sum() == 0  # the CPU's own kernel
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert gc.isenabled()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

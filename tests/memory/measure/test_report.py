@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -43,7 +44,7 @@ def cpu_report() -> MemoryReport:
     trace = small_trace()
     peaks = {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items()}
     rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25)
-    report = MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace, "measured"))
+    report = MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace))
     report.predicted = Prediction("cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB})
     return report
 
@@ -146,7 +147,7 @@ def test_only_the_main_process_speaks(tmp_path):
 
 def test_predict_brings_the_timeline():
     report = gpu_report()
-    report.predict(small_trace())
+    report.predict(replace(small_trace(), source="predicted"))
     assert report.predicted == Prediction(
         "cpu", 14 * MIB, {"forward": 11 * MIB, "backward": 14 * MIB, "optimizer": 8 * MIB}
     )
@@ -157,7 +158,7 @@ def test_predict_brings_the_timeline():
 
 
 def test_timeline_of_a_trace():
-    timeline = Timeline.from_trace(small_trace(), "measured")
+    timeline = Timeline.from_trace(small_trace())
     assert timeline.moments == [0, 1, 2, 3, 4, 5]
     totals = [sum(values) for values in zip(*timeline.series.values(), strict=True)]
     assert totals == [n * MIB for n in (4, 10, 11, 10, 14, 8)]
@@ -173,9 +174,7 @@ def test_a_long_timeline_keeps_its_peak():
     storages = [Storage(MIB, "activations", "aten.mm.default", f"layers.{i}.mlp", "forward") for i in range(count)]
     spike = Storage(512 * MIB, "temporary", "aten.add.Tensor", "", "forward")
     events = [*range(1000), count, ~count, *range(1000, count)]
-    timeline = Timeline.from_trace(
-        StepTrace("cpu", [*storages, spike], events, marks=[(0, "step"), (0, "forward")]), "measured"
-    )
+    timeline = Timeline.from_trace(StepTrace("cpu", [*storages, spike], events, marks=[(0, "step"), (0, "forward")]))
     totals = [sum(values) for values in zip(*timeline.series.values(), strict=True)]
     assert len(totals) <= POINTS
     assert totals[timeline.moments.index(1000)] == 1512 * MIB

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Holder, Op, Storage
+from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
 
 
 def record(device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
@@ -68,6 +73,19 @@ def test_the_cpus_speed_is_not_modelled() -> None:
 def test_an_empty_record_has_no_peak() -> None:
     trace = StepTrace("cpu", [], [])
     assert (trace.peak_allocated, trace.holders(), trace.timeline(), sum(trace.at_peak.values())) == (0, [], [], 0)
+
+
+def test_a_trace_of_fakes_is_predicted_on_the_cpu_too(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    with Tracker(model) as tracker:
+        step(model, None)
+    fake = trace_step(model, step, device="cpu")
+    assert (fake.source, tracker.trace().source) == ("predicted", "measured")
+    assert StepTrace.from_json(fake.to_json()).source == Timeline.from_trace(fake).source == "predicted"
 
 
 def test_plot(tmp_path: Path) -> None:

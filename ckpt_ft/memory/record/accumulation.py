@@ -1,0 +1,60 @@
+"""Where autograd adds gradients up in place, but not under a dispatch mode.
+
+A tensor that several ops used gets the sum of their gradients. The engine adds into the first one when nobody else
+holds it, except under a dispatch mode: there every tensor counts as a subclass, and the sum is a new tensor
+[torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; aten/src/ATen/TensorSubclassLikeUtils.h]. The record
+tells what happens without the mode.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def adds_in_place(args: tuple[Any, ...]) -> bool:
+    """Whether this call of ADD in backward is the engine's, and its first argument its own.
+
+    Call it from a mode's `__torch_dispatch__`, which may hold `args` but not the tensors in them.
+    """
+    return not torch.is_grad_enabled() and _is_whole(args[0]) and _owners(args) == owners_of_a_sum()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a strided tensor is all of its memory, and has some."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize > 0
+
+
+def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """How many hold the first argument: its C++ object, its storage, its Python object."""
+    storage = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+    return args[0]._use_count(), storage, sys.getrefcount(args[0])
+
+
+@cache
+def owners_of_a_sum() -> tuple[int, int, int]:
+    """What adds_in_place counts where nobody but the engine holds the gradient, which depends on PyTorch's version.
+
+    A backward of its own finds it: call it once before the modes are on.
+    """
+    found: list[tuple[int, int, int]] = []
+
+    class Ask(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if func is ADD and torch._C._current_graph_task_id() >= 0:
+                found.append(_owners(args))
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        y = (x.sin() + x.cos()).sum()
+        with Ask():
+            y.backward()
+    return found[0]

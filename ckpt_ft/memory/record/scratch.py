@@ -1,0 +1,64 @@
+"""Scratch of CPU kernels: memory that they take and give back inside, where dispatch does not see it.
+
+oneDNN copies its operands into blocked layouts, result included, and works in a scratchpad besides. How much depends
+on the algorithm that it takes for this CPU's instructions and threads [aten/src/ATen/native/mkldnn/Conv.cpp; oneDNN,
+"Memory format propagation", "Primitive attributes: scratchpad"]; attention takes a block of scores for each thread
+[native/cpu/FlashAttentionKernel.cpp]. No table of formulas holds on two machines, so the kernels are asked, by
+PyTorch's own record of allocations on this thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+if TYPE_CHECKING:
+    from .tracker import After, Rule
+
+aten = torch.ops.aten
+
+KERNELS = (
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+# Of the CPU, allocations alone. The profiler behind torch.profiler sees the same, and takes milliseconds to start.
+_MEMORY = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+
+
+def observed(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What `call` returns, and the bytes that it had at most beside what it left; 0 under a profiler of the user's."""
+    if _profiler_enabled():
+        return call(), 0
+    _enable_profiler_legacy(_MEMORY)
+    try:
+        out = call()
+    finally:
+        records = _disable_profiler_legacy()
+    changes = [event.cpu_memory_usage() for thread in records for event in thread if event.kind() == "memory_alloc"]
+    held = list(accumulate(changes, initial=0))
+    return out, max(held) - held[-1]
+
+
+def measured() -> tuple[dict[Any, Rule], dict[Any, After]]:
+    """For a Tracker of real tensors: run each of KERNELS under the profiler, then record what it took."""
+    taken = 0
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal taken
+        out, taken = observed(lambda: func(*args, **kwargs))
+        return out
+
+    def record(tracker: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if taken:
+            tracker.scratch(taken, str(func))
+
+    return dict.fromkeys(KERNELS, run), dict.fromkeys(KERNELS, record)
