@@ -1,11 +1,14 @@
 """How a failure reaches a person: one line and an exit code.
 
-0 done, 1 the work failed (out of memory, parity broken), 2 what the user gave cannot work.
+0 done, 1 the work failed (out of memory, parity broken), 2 what the user gave cannot work, 128 + N stopped by signal N.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -18,6 +21,17 @@ class WorkFailed(RuntimeError):
     """The input was good and the work still failed. The message is what they see, advice included."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal stopped the work. The message says what is left and how to go on."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
+
+
 def one_line(error: object, limit: int | None = None) -> str:
     """What `error` says, on one line, for a message of ours: at most `limit` characters, its type where it is mute."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
@@ -25,11 +39,22 @@ def one_line(error: object, limit: int | None = None) -> str:
 
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a stream in ASCII must not cost what was trained
     try:
         code = main() or 0
-    except (UserError, WorkFailed) as error:
-        if os.environ.get("CKPT_FT_TRACEBACK") == "1":
+    except (UserError, WorkFailed, KeyboardInterrupt, OSError) as error:
+        unforeseen = isinstance(error, OSError) and error.errno not in _DISK
+        if unforeseen or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2 if isinstance(error, UserError) else 1
+        said = one_line(error) if isinstance(error, OSError) else str(error) or "interrupted"
+        print(f"error: {said}", file=sys.stderr, flush=True)
+        code = _exit_code(error)
     sys.exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    return 2 if isinstance(error, UserError) else 1

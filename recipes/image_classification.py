@@ -9,14 +9,15 @@
     accelerate launch recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
         LoRA; the head, and BatchNorm where there is any, are trained and saved along with the adapters
 
-Flags: those of ModelArguments, VisionArguments and ACArguments, and every one of transformers.TrainingArguments.
+Flags: those of ModelArguments, VisionArguments and ACArguments, and RunArguments: every one of
+transformers.TrainingArguments, and --overwrite_output_dir.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
@@ -33,9 +34,11 @@ from ckpt_ft.training.images.classifiers import (
 from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, resume_path
+from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -52,24 +55,23 @@ BUILT_IN = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, TrainingArguments]:
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, RunArguments]:
     """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
     model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, VisionArguments, ACArguments, TrainingArguments),
+        (ModelArguments, VisionArguments, ACArguments, RunArguments),
         argv,
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
     )
-    check_output_dir(training_args.output_dir)
-    check_same_kind(training_args.output_dir, lora=model_args.use_peft)
     check_conflicts(training_args, ac_args.policy)
-    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args.output_dir)
     return model_args, data_args, ac_args, training_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
+    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory.open()
     set_seed(training_args.seed)
 
     # 1. Data: rows, and the names of the classes
@@ -108,14 +110,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         preprocess_logits_for_metrics=choose,
         callbacks=[memory, NewCropsEachEpoch(train_dataset)],
     )
-    with advise_on_oom(memory):
-        result = train_within(trainer, memory, fitted)
+    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
+        metrics = train_within(trainer, memory, fitted, directory)
 
-    # 6. What is left behind: weights or adapter, image processor, metrics, a card with the memory table
-    trainer.save_model()
+    # 6. What is left behind beside the weights or the adapter and the image processor, which training ends with:
+    # metrics, a card with the memory table
     trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
     if eval_dataset is not None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)

@@ -9,7 +9,8 @@
     accelerate launch recipes/llm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
 
-Flags: those of ModelArguments, DataArguments and ACArguments, and every one of transformers.TrainingArguments.
+Flags: those of ModelArguments, DataArguments and ACArguments, and RunArguments: every one of
+transformers.TrainingArguments, and --overwrite_output_dir.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.training.arguments import ACArguments
@@ -25,9 +26,11 @@ from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory, train_within
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, resume_path
+from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.text.data import DataArguments, load_rows
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
 from ckpt_ft.training.text.sample import make_sample
@@ -46,24 +49,23 @@ BUILT_IN = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, TrainingArguments]:
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, RunArguments]:
     """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
     model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, DataArguments, ACArguments, TrainingArguments),
+        (ModelArguments, DataArguments, ACArguments, RunArguments),
         argv,
         builtin=BUILT_IN,
         unless="model_name_or_path",
         description=__doc__,
     )
-    check_output_dir(training_args.output_dir)
-    check_same_kind(training_args.output_dir, lora=model_args.use_peft)
     check_conflicts(training_args, ac_args.policy)
-    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args.output_dir)
     return model_args, data_args, ac_args, training_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
+    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory.open()
     set_seed(training_args.seed)
 
     # 1. Model and tokenizer
@@ -96,14 +98,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         data_collator=collator,
     )
     memory = ACCallback(ac_args).attach(trainer)
-    with advise_on_oom(memory):
-        result = train_within(trainer, memory, fitted)
+    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
+        metrics = train_within(trainer, memory, fitted, directory)
 
-    # 5. What is left behind: weights or adapter, metrics, a card with the memory table
-    trainer.save_model()
+    # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with the
+    # memory table
     trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
     if eval_dataset is not None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)

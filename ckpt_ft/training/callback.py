@@ -26,7 +26,7 @@ from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
 from .fit import fit_to_memory
-from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
+from .reporting import add_prediction, holder_lines, never_fatal, refuse_fsdp, require_parity, show_and_write
 from .trainer_workload import loss_of, measured_workload
 
 if TYPE_CHECKING:
@@ -130,19 +130,22 @@ class ACCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.profiler is not None and self.settings.reports:
-            self.report = self.profiler.report(
-                policy=None if self.policy is None else str(self.policy),
-                model=type(kwargs["model"]).__name__,
-                per_device_batch_size=args.per_device_train_batch_size,
-                gradient_accumulation_steps=args.gradient_accumulation_steps,
-            )
-            if self.report.main and self.profiler.batch.elements:
-                self._predict(kwargs["model"], kwargs["optimizer"], args)
-            if self.add_to_report is not None:
-                self.add_to_report(self.report)
-            self.report.print()
-            write_reports(self.report, self.settings.reports, args.output_dir)
+            with never_fatal("the memory report"):
+                self._report(self.profiler, args, kwargs["model"], kwargs["optimizer"])
         self.close()
+
+    def _report(self, profiler: MemoryProfiler, args: TrainingArguments, model: Any, optimizer: Any) -> None:
+        self.report = profiler.report(
+            policy=None if self.policy is None else str(self.policy),
+            model=type(model).__name__,
+            per_device_batch_size=args.per_device_train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+        )
+        if self.report.main and profiler.batch.elements:
+            self._predict(model, optimizer, args)
+        if self.add_to_report is not None:
+            self.add_to_report(self.report)
+        show_and_write(self.report, self.settings.reports, args.output_dir)
 
     def close(self) -> None:
         """Stop measuring and take the policy off; for a script that goes on after training has failed."""

@@ -3,7 +3,7 @@
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)     # before the Trainer is made
     ...
     with advise_on_oom(memory):
-        result = train_within(trainer, memory, fitted)
+        result = train_within(trainer, memory, fitted, directory)
 
 The step that is traced and tried is the Trainer's, on a batch with the longest row there is (trainer_workload.py).
 diffusion/fit.py does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
@@ -16,7 +16,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
@@ -31,7 +31,8 @@ from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_
 from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
-from ckpt_ft.training.run.resume import last_complete_checkpoint
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.trainer_checkpoints import Finished, load_finished
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Loss, Workload
@@ -39,9 +40,6 @@ from ckpt_ft.workloads.workload import Loss, Workload
 from .arguments import ACArguments
 from .oom import is_oom
 from .trainer_workload import Collate, trainer_workload
-
-if TYPE_CHECKING:
-    from ckpt_ft.training.diffusion.arguments import LoopArguments
 
 logger = logging.getLogger(__name__)
 _LOOP = 0.05  # of a CPU's budget, kept free for what the loop holds beside the step (batches fetched ahead, logging)
@@ -133,20 +131,27 @@ def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> N
         fitted.largest = _largest(fitted)
 
 
-def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted) -> Any:
+def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted, directory: RunDirectory) -> dict[str, float]:
     """`trainer.train()`; under `auto`, when memory runs out, again under a leaner plan from the last checkpoint.
 
     Without a checkpoint it starts again only if not one step had been made. Raises what training raised where there is
     no leaner plan, or with `--ac_on_oom stop`.
+
+    Returns:
+        Training's metrics; none where the checkpoint that is resumed was the last one.
     """
     memory.add_to_report = fitted.describe
-    resume = fitted.args.resume_from_checkpoint
+    resume = directory.checkpoint
     budget: int | None = None
     while True:
         try:
-            return trainer.train(resume_from_checkpoint=resume)
+            return trainer.train(resume_from_checkpoint=resume).metrics
+        except Finished:
+            _say(f"{resume} is the last one of a finished run: nothing is left to train")
+            load_finished(trainer)
+            return {}
         except Exception as error:
-            if not is_oom(error) or not _may_replan(trainer, fitted):
+            if not is_oom(error) or not _may_replan(trainer, fitted, directory):
                 raise
             traceback.clear_frames(error.__traceback__)
             reason = one_line(error)
@@ -163,13 +168,13 @@ def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted) -> Any:
             raise failed from None
         fitted.settings.ac_policy = fitted.plan.best.policy
         memory.policy = Policy.parse(fitted.plan.best.policy)
-        resume = last_complete_checkpoint(fitted.args.output_dir)
+        resume = directory.last_complete()
         place = resume or "the beginning"
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), memory.policy, place)
 
 
 def run_within(
-    train: Callable[[str | None, int | None], None], args: LoopArguments, settings: ACArguments, checkpoint: str | None
+    train: Callable[[str | None, int | None], None], settings: ACArguments, directory: RunDirectory
 ) -> None:
     """`train(checkpoint, budget)`; under `auto`, when memory runs out, again for a smaller budget from the last
     checkpoint, or from the beginning where there is none.
@@ -182,6 +187,7 @@ def run_within(
     """
     automatic = settings.ac_policy == "auto"
     budget: int | None = None
+    checkpoint = directory.checkpoint
     failed: WorkFailed | None = None
     while True:
         try:
@@ -198,7 +204,7 @@ def run_within(
         gc.collect()
         budget = round((budget or make_room(settings.limit, current_gpu()).budget) * _LEANER)
         settings.ac_policy, settings.find_max_batch_size = "auto", False
-        checkpoint = last_complete_checkpoint(args.output_dir)
+        checkpoint = directory.last_complete()
         place = checkpoint or "the beginning"
         logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
 
@@ -216,9 +222,9 @@ def _replans(settings: ACArguments) -> bool:
     return alone and settings.ac_on_oom == "replan"
 
 
-def _may_replan(trainer: Trainer, fitted: Fitted) -> bool:
+def _may_replan(trainer: Trainer, fitted: Fitted, directory: RunDirectory) -> bool:
     started = trainer.state.global_step > 0
-    saved = last_complete_checkpoint(fitted.args.output_dir) is not None
+    saved = directory.last_complete() is not None
     automatic = fitted.plan is not None and not fitted.settings.from_plan
     return automatic and _replans(fitted.settings) and (saved or not started)
 

@@ -25,7 +25,7 @@ from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 
 from .arguments import ACArguments
-from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, write_reports
+from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, show_and_write
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -119,8 +119,7 @@ class LoopMemory:
             self._predict(report, workload)
         if self.add_to_report is not None:
             self.add_to_report(report)
-        report.print()
-        write_reports(report, self.settings.reports, output_dir)
+        show_and_write(report, self.settings.reports, output_dir)
         return report
 
     def _predict(self, report: MemoryReport, workload: Workload) -> None:

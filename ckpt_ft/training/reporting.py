@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,17 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.memory.record.trace import StepTrace
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def never_fatal(what: str) -> Iterator[None]:
+    """A report must not cost the run that it describes: a failure inside is one warning."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s failed, training is not touched by it: %s: %s", what, type(error).__name__, one_line(error))
 
 
 def refuse_fsdp(policy: Policy) -> None:
@@ -62,15 +75,19 @@ def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:
     return [holder_line(holder) for holder in held]
 
 
-def write_reports(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Write memory_report.json, .md and .png as asked for, on the main process; without matplotlib no picture."""
+def show_and_write(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
+    """Print the report and write memory_report.json, .md and .png as asked for, on the main process.
+
+    Without matplotlib there is no picture. One that cannot be printed or written is a warning, and the others stand.
+    """
     if not report.main:
         return
     base = Path(output_dir) / "memory_report"
-    base.parent.mkdir(parents=True, exist_ok=True)
-    if "json" in kinds:
-        report.to_json(base.with_suffix(".json"))
-    if "md" in kinds:
-        report.to_markdown(base.with_suffix(".md"))
-    if "png" in kinds and plots.available():
-        report.plot(base.with_suffix(".png"))
+    writers = {"json": report.to_json, "md": report.to_markdown, "png": report.plot}
+    with never_fatal("printing the memory report"):
+        report.print()
+    for kind in kinds:
+        if kind == "png" and not plots.available():
+            continue
+        with never_fatal(f"writing memory_report.{kind}"):
+            writers[kind](base.with_suffix(f".{kind}"))

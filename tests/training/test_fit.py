@@ -16,6 +16,8 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.fit import Fitted, fit_to_memory, train_within
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.units import MIB
 
@@ -85,28 +87,31 @@ class Failing:
         self.resumed: list[str | None] = []
         self.optimizer = self.lr_scheduler = None
 
-    def train(self, resume_from_checkpoint: str | None) -> str:
+    def train(self, resume_from_checkpoint: str | None) -> SimpleNamespace:
         self.resumed.append(resume_from_checkpoint)
         if len(self.resumed) <= self.failures:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return "trained"
+        return SimpleNamespace(metrics={"loss": 1.0})
 
 
-def within(fitted: Fitted, trainer: Failing) -> tuple[Any, SimpleNamespace]:
+def within(fitted: Fitted, trainer: Failing, directory: RunDirectory) -> tuple[Any, SimpleNamespace]:
     memory = SimpleNamespace(close=lambda: None, policy=Policy.parse("none"), add_to_report=None)
-    return train_within(trainer, memory, fitted), memory  # type: ignore[arg-type]
+    return train_within(trainer, memory, fitted, directory), memory  # type: ignore[arg-type]
 
 
 def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
     fitted = fit(tmp_path, settings)
-    checkpoint = tmp_path / "out" / "checkpoint-7"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
+    directory = RunDirectory(str(tmp_path / "out"), lora=False)
+    for step, run in ((7, directory.run), (8, "another run's")):
+        checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text("{}")
+        write_manifest(checkpoint, run)
     trainer = Failing(2, at_step=9)
-    result, memory = within(fitted, trainer)
-    assert result == "trained"
-    assert trainer.resumed == [None, str(checkpoint), str(checkpoint)]
+    metrics, memory = within(fitted, trainer, directory)
+    assert metrics == {"loss": 1.0}
+    assert trainer.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
     assert fitted.plan is not None
     assert fitted.plan.room.budget == round(round(5 * MIB * 0.9) * 0.9)
     assert str(memory.policy) == fitted.plan.best.policy == settings.ac_policy
@@ -117,7 +122,7 @@ def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
     """Asked to stop; or steps were made and no checkpoint holds them."""
     fitted = fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom))
     with pytest.raises(torch.OutOfMemoryError):
-        within(fitted, Failing(1, at_step))
+        within(fitted, Failing(1, at_step), RunDirectory(str(tmp_path), lora=False))
 
 
 @pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])

@@ -21,6 +21,7 @@ from ckpt_ft.files import write
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.redact import redacted
 
 from .records import MaxBatch, PolicyRow, Prediction, RankMemory, RunMemory
 from .report_tables import headline, markdown_report, print_report
@@ -117,14 +118,14 @@ class MemoryReport(RunMemory):
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """What made a report: the command, versions and machine, then `facts` (policy, shapes, ...)."""
+    """What made a report: the command without its secrets, versions and machine, then `facts` (policy, shapes, ...)."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join([Path(sys.argv[0]).name, *redacted(sys.argv[1:])])
     return {"command": command, "machine": f"{platform.system()} {platform.machine()}", "versions": versions, **facts}
 
 

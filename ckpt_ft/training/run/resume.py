@@ -1,16 +1,17 @@
-"""Where a run writes and what it resumes from. `Trainer` writes `trainer_state.json` last: it marks a whole one."""
+"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. The manifest says what is whole."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from ckpt_ft.errors import UserError
 
-_NAME = re.compile(r"checkpoint-(\d+)")
-_ADAPTER = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # by which PEFT and diffusers know one
-_WHOLE = ("config.json", "model_index.json")
+from .manifest import read_manifest, what_is_wrong
+
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
+ADAPTER = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # by which PEFT and diffusers know one
+WHOLE = ("config.json", "model_index.json")
 
 
 def check_output_dir(output_dir: str) -> None:
@@ -28,8 +29,8 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
 
     Left side by side, the folder would load as the new weights with the old adapter on them.
     """
-    names, theirs, ours = (_WHOLE, "a whole model", "LoRA") if lora else (_ADAPTER, "LoRA adapters", "all weights")
-    for place in (Path(output_dir), *Path(output_dir).glob("checkpoint-*")):
+    names, theirs, ours = (WHOLE, "a whole model", "LoRA") if lora else (ADAPTER, "LoRA adapters", "all weights")
+    for place in (Path(output_dir), *checkpoints(output_dir)):
         for name in names:
             if (place / name).is_file():
                 raise UserError(
@@ -38,12 +39,21 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
                 )
 
 
-def last_complete_checkpoint(output_dir: str) -> str | None:
-    """The newest `checkpoint-N` that was written to its end; one that a killed run left half is passed over."""
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """The directories `checkpoint-N` in `output_dir`, whole or not, the oldest first; `checkpoint-best` is none."""
     if not Path(output_dir).is_dir():
-        return None
+        return []
     found = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
-    return next((str(path) for _, path in sorted(found, reverse=True) if _is_complete(path)), None)
+    return [path for _, path in sorted(found)]
+
+
+def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | None:
+    """The newest whole checkpoint, with `run` of that run; what a killed run left half is passed over."""
+    for path in reversed(checkpoints(output_dir)):
+        manifest = read_manifest(path)
+        if manifest is not None and run in (None, manifest.run) and what_is_wrong(path) is None:
+            return str(path)
+    return None
 
 
 def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | None:
@@ -51,27 +61,25 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
     run.
 
     Raises:
-        UserError: there is no whole checkpoint there.
+        UserError: there is no whole checkpoint there, or one of weights alone.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint.lower() == "false":
         return None
+    given = f"--resume_from_checkpoint {resume_from_checkpoint}"
     if resume_from_checkpoint.lower() in ("latest", "true"):
-        latest = last_complete_checkpoint(output_dir)
-        if latest is None:
-            raise UserError(
-                f"--resume_from_checkpoint {resume_from_checkpoint}: no complete checkpoint in {output_dir}"
-            )
-        return latest
-    if not _is_complete(Path(resume_from_checkpoint)):
-        inside = last_complete_checkpoint(resume_from_checkpoint)
-        hint = f"; did you mean {inside}?" if inside else "; give a checkpoint-N directory, or latest"
-        raise UserError(f"--resume_from_checkpoint {resume_from_checkpoint}: no complete checkpoint there{hint}")
-    return resume_from_checkpoint
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+        chosen = last_complete_checkpoint(output_dir)
+        if chosen is None:
+            torn = [f"{path.name}: {what_is_wrong(path)}" for path in checkpoints(output_dir)[-1:]]
+            raise UserError(f"{given}: no complete checkpoint in {output_dir}" + "".join(f" ({why})" for why in torn))
+    else:
+        chosen = resume_from_checkpoint
+        wrong = what_is_wrong(Path(chosen)) if Path(chosen).is_dir() else "no such directory"
+        if wrong is not None:
+            inside = last_complete_checkpoint(chosen)
+            hint = f"; did you mean {inside}?" if inside else "; give a checkpoint-N directory, or latest"
+            raise UserError(f"{given}: no complete checkpoint there ({wrong}){hint}")
+    manifest = read_manifest(Path(chosen))
+    assert manifest is not None
+    if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # Trainer's, DeepSpeed's
+        raise UserError(f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with")
+    return chosen

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, last_complete_checkpoint, resume_path
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three checkpoints, of which the newest was cut off while its state was written."""
-    for step, state in ((2, "{}"), (10, '{"global_step": 10}'), (12, '{"global_')):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    """Three checkpoints, of which the newest was cut off while its state was written; another has nothing yet."""
+    for step in (2, 10, 12):
+        place = make_checkpoint(tmp_path, step)
+    (place / "trainer_state.json").write_text('{"global_')
     (tmp_path / "checkpoint-14").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
     return tmp_path
+
+
+def make_checkpoint(output_dir: Path, step: int, run: str = "run", state: str = "optimizer.pt") -> Path:
+    place = output_dir / f"checkpoint-{step}"
+    place.mkdir()
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (place / state).write_bytes(bytes(100))
+    (place / "rng_state.pth").write_bytes(b"\1" * 50)
+    write_manifest(place, run)
+    return place
 
 
 def test_the_newest_whole_checkpoint_is_resumed(run: Path) -> None:
@@ -38,6 +54,87 @@ def test_a_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: py
     with pytest.raises(UserError, match="no complete checkpoint there"):
         resume_path(str(run / "checkpoint-12"), str(run))
     assert last_complete_checkpoint(f"{empty}/gone") is None
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "manifest.json"])
+@pytest.mark.parametrize("fault", ["missing", "cut", "changed"])
+def test_a_checkpoint_that_lost_something_is_not_resumed(run: Path, file: str, fault: str) -> None:
+    place = run / "checkpoint-10" / file
+    content = place.read_bytes()
+    if fault == "missing":
+        place.unlink()
+    else:
+        place.write_bytes(content[:-1] if fault == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
+    with pytest.raises(UserError, match=f"no complete checkpoint there .*{file}"):
+        resume_path(str(run / "checkpoint-10"), str(run))
+
+
+def test_what_a_checkpoint_does_not_name_is_refused(run: Path) -> None:
+    (run / "checkpoint-10" / "custom_checkpoint_0.pkl").write_bytes(b"code")
+    with pytest.raises(UserError, match=r"custom_checkpoint_0\.pkl in it is none of its files"):
+        resume_path(str(run / "checkpoint-10"), str(run))
+
+
+def test_weights_alone_are_not_resumed(run: Path) -> None:
+    make_checkpoint(run, 20, state="model.safetensors")
+    with pytest.raises(UserError, match="checkpoint-20 holds weights alone"):
+        resume_path("latest", str(run))
+
+
+def test_latest_is_of_this_run(run: Path) -> None:
+    make_checkpoint(run, 30, run="another")
+    assert last_complete_checkpoint(str(run), "run") == str(run / "checkpoint-10")
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-30")
+    with pytest.raises(UserError, match="holds checkpoint-2 of another run than"):
+        RunDirectory(str(run), "latest", lora=False)
+
+
+def test_a_used_directory_is_refused_with_both_ways_out(run: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        RunDirectory(str(run), lora=False)
+    said = str(refused.value)
+    assert "holds checkpoint-14 of an earlier run" in said
+    assert "--resume_from_checkpoint latest" in said
+    assert "--overwrite_output_dir" in said
+    assert "\n" not in said
+    assert RunDirectory(str(run), "latest", lora=False).run == "run"
+    with pytest.raises(UserError, match="give one of them"):
+        RunDirectory(str(run), "latest", overwrite=True, lora=False)
+
+
+def test_overwriting_takes_what_runs_leave_and_nothing_else(run: Path) -> None:
+    for name in ("adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt", ".checkpoint-4.partial"):
+        (run / name).write_text("{}")
+    directory = RunDirectory(str(run), overwrite=True, lora=False)
+    assert (run / "checkpoint-2").is_dir()  # until it is opened
+    directory.open()
+    assert sorted(path.name for path in run.iterdir()) == ["_run.lock", "checkpoint-best", "notes.txt"]
+    make_checkpoint(run, 1, directory.run)
+    directory.open()
+    assert directory.last_complete() == str(run / "checkpoint-1")
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    script = (
+        "import sys; from ckpt_ft.errors import run; from ckpt_ft.training.run.directory import RunDirectory; "
+        "run(lambda: RunDirectory(sys.argv[1], lora=False).open())"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "out")]
+    assert subprocess.run(command, timeout=300).returncode == 0
+    RunDirectory(str(tmp_path / "out"), lora=False).open()
+    second = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 2
+    assert second.stderr.count("another process trains into it") == 1
+    assert "Traceback" not in second.stderr
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    path = Path("/proc/ckpt_ft")  # for root too
+    if not path.parent.is_dir():
+        pytest.skip("needs Linux")
+    with pytest.raises(UserError, match="--output_dir /proc/ckpt_ft cannot be written to"):
+        RunDirectory(str(path), lora=False).open()
 
 
 def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:

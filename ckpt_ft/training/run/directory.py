@@ -1,0 +1,130 @@
+"""The output directory of a run: one run and one process at a time, nothing of an earlier run's mixed in.
+
+    directory = RunDirectory(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=...)
+    directory.open()
+
+A run's identity is in the manifest of each of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+from ckpt_ft.errors import UserError, one_line
+
+from .manifest import read_manifest
+from .resume import ADAPTER, WHOLE, check_output_dir, check_same_kind, checkpoints, last_complete_checkpoint, resume_path
+
+LOCK = "_run.lock"  # what is called _* is not uploaded by `--push_to_hub`
+_RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
+
+
+class RunDirectory:
+    """Where a run writes and what it resumes from; nothing is written before `open`.
+
+    Attributes:
+        path: the directory.
+        checkpoint: what the run goes on from, None for a fresh one.
+        run: its identity: that of the checkpoint, or a new one.
+
+    Raises:
+        UserError: `output_dir` is a file or holds another run, or there is nothing whole to resume from.
+    """
+
+    def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
+        check_output_dir(output_dir)
+        self.path, self.overwrite = Path(output_dir), overwrite
+        self.checkpoint = resume_path(resume, output_dir)
+        if overwrite and self.checkpoint is not None:
+            raise UserError(
+                "--overwrite_output_dir throws the earlier run away and --resume_from_checkpoint goes on with it: "
+                "give one of them"
+            )
+        if not overwrite:
+            check_same_kind(output_dir, lora)
+        if self.checkpoint is None:
+            self.run = uuid.uuid4().hex
+            if not overwrite:
+                self._refuse_a_used_one()
+        else:
+            check_same_kind(self.checkpoint, lora)
+            manifest = read_manifest(Path(self.checkpoint))
+            assert manifest is not None
+            self.run = manifest.run
+            self._refuse_other_runs()
+
+    @classmethod
+    def of(cls, args: Any, *, lora: bool) -> RunDirectory:
+        """That of RunArguments or LoopArguments."""
+        return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=lora)
+
+    def open(self) -> None:
+        """Make the directory, take it for this process alone and sweep what killed runs left. Called on every rank.
+
+        With `overwrite` the checkpoints and the result of the earlier run go. Opening it again does nothing.
+
+        Raises:
+            UserError: another process has it, or it cannot be written to.
+        """
+        state = PartialState()
+        if state.is_main_process:
+            _lock(self.path.absolute())
+            if self.overwrite:
+                for path in (*checkpoints(self.path), *(file for name in _RESULT for file in self.path.glob(name))):
+                    _remove(path)
+                self.overwrite = False
+            for left in (*self.path.glob(".checkpoint-*"), *self.path.glob(".memory_report.*")):
+                _remove(left)
+        state.wait_for_everyone()
+        [self.run] = broadcast_object_list([self.run])
+
+    def last_complete(self) -> str | None:
+        """The newest whole checkpoint of this run."""
+        return last_complete_checkpoint(str(self.path), self.run)
+
+    def _refuse_a_used_one(self) -> None:
+        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER, *WHOLE))]
+        used = next((path.name for path in there if path.exists()), None)
+        if used is not None:
+            raise UserError(
+                f"--output_dir {self.path} holds {used} of an earlier run; continue it with --resume_from_checkpoint "
+                "latest, replace it with --overwrite_output_dir, or give another directory"
+            )
+
+    def _refuse_other_runs(self) -> None:
+        for path in checkpoints(self.path):
+            manifest = read_manifest(path)
+            if manifest is not None and manifest.run != self.run:
+                raise UserError(
+                    f"--output_dir {self.path} holds {path.name} of another run than {self.checkpoint}; give another "
+                    "directory, or the --resume_from_checkpoint of that run"
+                )
+
+
+@cache
+def _lock(path: Path) -> FileLock:
+    """Held until this process ends, however it ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
+    except OSError as error:
+        raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
+    return lock
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,97 @@
+"""Ctrl-C and SIGTERM, as schedulers send it: noted, so that the step and a checkpoint are finished first.
+
+The second one stops at once, as it would without this.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from ckpt_ft.errors import Interrupted
+from ckpt_ft.redact import redacted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME = 1.0  # seconds: a launcher hands on to its ranks what the terminal has sent them already
+
+
+class Stop:
+    """Inside `with`, a signal is a wish to stop.
+
+    Attributes:
+        signal: the one that came, None before.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._came = 0.0
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._sum: torch.Tensor | None = None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python has no handlers
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def agreed(self) -> bool:
+        """Whether to stop after this step. Called on every rank after every step; all get the same answer.
+
+        Of several ranks it is the answer to the step before, whose sum is there by now: no rank waits for it.
+        """
+        state = PartialState()
+        if state.num_processes == 1:
+            return self.signal is not None
+        answer = self._sum is not None and bool(self._sum.item())
+        self._sum = torch.tensor(float(self.signal is not None), device=state.device)
+        torch.distributed.all_reduce(self._sum)
+        return answer
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a data loader's process, which has inherited this
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.signal is None:
+            self.signal, self._came = number, time.monotonic()
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: finishing this step and a checkpoint; once more stops at once\n".encode())
+        elif time.monotonic() - self._came > _SAME:
+            raise Interrupted("stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", number)
+
+
+def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
+    """The end of a run that was asked to stop and left `checkpoint`: says how to go on."""
+    number = signal.SIGTERM if number is None else number  # another rank was asked
+    return Interrupted(
+        f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}", number
+    )
+
+
+def resuming_command() -> str:
+    """This process's command, as it goes on from the last checkpoint; nothing secret is in it."""
+    given, kept = sys.argv[1:], []
+    skip = False
+    for token in given:
+        flag = token.partition("=")[0].replace("-", "_")
+        if not skip and flag not in ("__resume_from_checkpoint", "__overwrite_output_dir"):
+            kept.append(token)
+        skip = flag in ("__resume_from_checkpoint",) and "=" not in token
+    launcher = ["accelerate", "launch"] if PartialState().num_processes > 1 else ["python"]
+    return shlex.join([*launcher, sys.argv[0], *redacted(kept), "--resume_from_checkpoint", "latest"])

@@ -1,0 +1,118 @@
+"""What a Trainer's checkpoints need to survive: a manifest, a run of their own, a signal that is waited out.
+
+    with keep_checkpoints(trainer, directory):
+        trainer.train(resume_from_checkpoint=directory.checkpoint)
+
+The loop of the diffusion recipe has the same from loop_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+from ckpt_ft.errors import WorkFailed, one_line
+from ckpt_ft.units import format_bytes
+
+from .directory import RunDirectory
+from .manifest import read_manifest, write_manifest
+from .resume import checkpoints
+from .stop import Stop, stopped
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+class Finished(Exception):
+    """The checkpoint that was resumed is the last one of its run: its weights are loaded and nothing is to be trained."""
+
+
+class Checkpoints(TrainerCallback):
+    """Puts the manifest into each checkpoint before older ones go, and saves the result before anything is reported."""
+
+    def __init__(self, trainer: Trainer, directory: RunDirectory, stop: Stop) -> None:
+        self.trainer, self.directory, self.stop = trainer, directory, stop
+        self.limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # a Trainer deletes older ones while the new one has no manifest yet
+        self.stopping = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step >= state.max_steps:  # a Trainer would make one more step
+            raise Finished
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.stop.agreed() and state.global_step < state.max_steps:
+            self.stopping = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer.accelerator.wait_for_everyone()  # each rank writes its random state
+        if state.is_world_process_zero:
+            write_manifest(self.directory.path / f"checkpoint-{state.global_step}", self.directory.run)
+            rotate_checkpoints(str(self.directory.path), self.limit, state.best_model_checkpoint)
+        self.trainer.accelerator.wait_for_everyone()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.stopping:
+            self.trainer.save_model()  # before the callbacks that report: what they meet must not cost the weights
+
+
+@contextmanager
+def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None]:
+    """Training inside loses nothing: see `Checkpoints`. A run that was finished before is one that trains nothing.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM came; the step before has a checkpoint.
+        WorkFailed: a checkpoint or the result could not be written; those before it are whole.
+    """
+    with Stop() as stop:
+        keeper = Checkpoints(trainer, directory, stop)
+        trainer.callback_handler.callbacks.insert(0, keeper)
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not _is_of_the_disk(error):
+                raise
+            raise WorkFailed(_not_written(directory, error)) from error
+    if keeper.stopping:
+        raise stopped(stop.signal, directory.last_complete())
+
+
+def load_finished(trainer: Trainer) -> None:
+    """What `trainer.train()` does when it ends, for one that raised `Finished`: the best weights, saved."""
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    trainer.save_model()
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether a write failed: the system's word for it, or what torch and safetensors make of that."""
+    if isinstance(error, OSError):
+        return error.errno in _WRITING
+    return any(text in str(error) for text in ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "IoError"))
+
+
+def _not_written(directory: RunDirectory, error: Exception) -> str:
+    for path in checkpoints(directory.path)[-1:]:
+        if read_manifest(path) is None:
+            shutil.rmtree(path, ignore_errors=True)  # gives the disk back
+    latest = directory.last_complete()
+    intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
+    free = format_bytes(shutil.disk_usage(directory.path).free)
+    return f"writing to {directory.path} failed: {type(error).__name__}: {one_line(error)} ({free} free on the disk){intact}"

@@ -1,0 +1,229 @@
+"""recipes/llm.py met by faults: a report that fails, signals, a second run, a full disk, secrets on the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
+from ckpt_ft.memory.measure.report import MemoryReport
+
+SMALL = ["--use_cpu", "--max_steps", "4", "--max_length", "32", "--per_device_train_batch_size", "1"]
+SMALL += ["--logging_steps", "1", "--save_steps", "2", "--disable_tqdm", "true", "--report_to", "none"]
+QUIET = ["--ac_report", "none"]
+WEIGHTS = "model.safetensors"
+
+
+def train(llm: ModuleType, out: Path, *flags: str) -> Path:
+    llm.main([*SMALL, "--output_dir", str(out), *flags])
+    return out
+
+
+def losses(out: Path) -> list[float]:
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    ours, theirs = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def whole(llm: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    return train(llm, tmp_path_factory.mktemp("whole") / "out", *QUIET)
+
+
+def at_step(number: int, do: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `do()` called within the step behind which `number` steps are made."""
+    step = Trainer.training_step
+
+    def meets(self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
+        if self.state.global_step == number - 1:
+            do()  # type: ignore[operator]
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", meets)
+
+
+def test_a_report_that_fails_costs_a_warning(
+    llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise UnicodeEncodeError("ascii", "\u00b7", 0, 1, "ordinal not in range(128)")
+
+    monkeypatch.setattr(MemoryReport, "print", broken)
+    monkeypatch.setattr(MemoryReport, "plot", broken)
+    out = tmp_path / "out"
+    (out / "memory_report.md").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "ckpt_ft"):
+        train(llm, out)
+    assert_same_weights(out, whole)
+    assert (out / "memory_report.json").is_file()
+    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.reporting"]
+    assert [line.partition(" failed")[0] for line in said] == [
+        "printing the memory report", "writing memory_report.md", "writing memory_report.png",
+    ]  # fmt: skip
+
+
+def test_weights_are_there_before_the_report(
+    llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryReport, "print", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(llm, tmp_path / "out")
+    assert_same_weights(tmp_path / "out", whole)
+
+
+def test_a_finished_run_trains_nothing_more(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
+    """Nor one that was killed after its last step, which gets its weights."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    (out / WEIGHTS).unlink()
+    metrics = (out / "train_results.json").read_bytes()
+    for _ in range(2):
+        train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
+        assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 4
+        assert_same_weights(out, whole)
+        assert_same_weights(out, out / "checkpoint-4")
+    assert (out / "train_results.json").read_bytes() == metrics
+
+
+def test_another_run_does_not_touch_it(llm: ModuleType, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"holds checkpoint-4 of an earlier run; .* latest, .*--overwrite_output_dir"):
+        train(llm, out, *QUIET)
+    with pytest.raises(UserError, match="holds a whole model of an earlier run"):
+        train(llm, out, *QUIET, "--use_peft", "--resume_from_checkpoint", "latest")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    train(llm, out, *QUIET, "--overwrite_output_dir", "--use_peft", "--max_steps", "1")
+    assert (out / "adapter_model.safetensors").is_file()
+    assert not (out / WEIGHTS).exists()
+    assert not (out / "checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_waited_out(
+    llm: ModuleType,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    """The step is finished and saved, the report written; what resumes it ends as if nothing had come."""
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["llm.py", "--hub_token", "hf_secret99", "--overwrite_output_dir"])
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: os.kill(os.getpid(), number), patch)
+        with pytest.raises(SystemExit) as stopped:
+            run(lambda: train(llm, out))
+    assert stopped.value.code == 128 + number
+    said = capfd.readouterr().err
+    assert f"stopped by {signal.Signals(number).name}; {out / 'checkpoint-3'} is whole" in said
+    assert said.rstrip().endswith("python llm.py --hub_token '***' --resume_from_checkpoint latest")
+    assert (out / "memory_report.json").is_file()
+    assert not (out / WEIGHTS).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
+    assert losses(out) == losses(whole)
+    assert_same_weights(out, whole)
+
+
+def test_the_second_signal_stops_at_once(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_ft.training.run.stop._SAME", -1.0)
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on")
+
+    at_step(1, twice, monkeypatch)
+    with pytest.raises(Interrupted, match="stopped at once") as stopped:
+        train(llm, tmp_path / "out", *QUIET)
+    assert stopped.value.number == signal.SIGTERM
+
+
+def test_a_checkpoint_that_cannot_be_written(
+    llm: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to write past a file size: what was torn goes, and the run goes on from what stands."""
+    resource = pytest.importorskip("resource")
+    out = tmp_path / "out"
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with monkeypatch.context() as patch:
+            at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1])), patch)
+            with pytest.raises(WorkFailed, match=r"free on the disk\); checkpoint-2 is whole") as failed:
+                train(llm, out, *QUIET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "\n" not in str(failed.value)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
+    assert losses(out) == losses(whole)
+
+
+def test_older_checkpoints_go_once_the_new_one_is_whole(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt_ft.training.run import trainer_checkpoints
+
+    out, write = tmp_path / "out", trainer_checkpoints.write_manifest
+
+    def killed(checkpoint: Path, run: str) -> None:
+        if checkpoint.name == "checkpoint-3":
+            raise KeyboardInterrupt
+        write(checkpoint, run)
+
+    monkeypatch.setattr(trainer_checkpoints, "write_manifest", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(llm, out, *QUIET, "--save_steps", "1", "--save_total_limit", "1")
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    monkeypatch.undo()
+    train(llm, out, *QUIET, "--save_steps", "1", "--save_total_limit", "1", "--resume_from_checkpoint", "latest")
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_nothing_that_a_run_leaves_names_a_secret(
+    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: tuple[Path, Path]
+) -> None:
+    home = tmp_path / "home" / "jane"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", "")  # put back afterwards
+    out = home / "out"
+    flags = ["--hub_token", "qZ81secret", "--run_name", "hf_alsoSecret1", "--output_dir", str(out)]
+    flags += ["--max_steps", "1", "--report_to", "tensorboard"]
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(out / "logs"))
+    monkeypatch.setattr("sys.argv", ["llm.py", *SMALL, *flags])
+    llm.main()
+    assert os.environ["HF_TOKEN"] == "qZ81secret"  # where huggingface_hub looks for it
+    left = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {"memory_report.json", "memory_report.md", "README.md", "training_args.bin"} <= left.keys()
+    assert [name for name, content in left.items() if b"qZ81secret" in content] == []
+    for name in ("memory_report.json", "memory_report.md", "README.md"):
+        assert b"--hub_token" in left[name]
+        assert b"hf_alsoSecret1" not in left[name]
+        assert str(home).encode() not in left[name]
