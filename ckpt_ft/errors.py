@@ -1,6 +1,6 @@
 """How a failure reaches a person: one line and an exit code.
 
-0 done, 1 the work failed (out of memory, parity broken), 2 what the user gave cannot work, 128 + N stopped by signal N.
+0 done, 1 the work failed (out of memory, parity broken), 2 what the user gave cannot work, 128 + N signal N came.
 """
 
 from __future__ import annotations

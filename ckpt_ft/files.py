@@ -7,10 +7,16 @@ directory is atomic on POSIX. So a killed run, a full disk or another process at
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+from ckpt_ft.errors import UserError
+
+_PARTIAL = re.compile(r"^\..*\.[0-9a-f]{12}(\.\w+)?$")  # what `_beside` makes
 
 
 def cache_root() -> Path:
@@ -41,6 +47,30 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
         partial.unlink(missing_ok=True)
 
 
+def check_writable(path: str | Path, flag: str) -> None:
+    """Raises UserError where `flag` asks for a file that `write` could not write: said before long work, not after."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trial = _beside(path)
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from error
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: is a directory; give a file")
+
+
+def sweep(directory: Path) -> None:
+    """Delete what killed processes left beside their targets in `directory` more than a day ago."""
+    for path in directory.glob(".*"):
+        if _PARTIAL.search(path.name) and path.lstat().st_mtime < time.time() - 24 * 3600:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
     """The directory `path`, filled by `fill(directory)` the first time; of several that make it at once one wins.
 
@@ -50,6 +80,7 @@ def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
     partial = _beside(path)
     try:
         partial.mkdir()

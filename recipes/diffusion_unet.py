@@ -48,16 +48,17 @@ from ckpt_ft.training.fit import run_within
 from ckpt_ft.training.images.captioned import load_captioned
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import (
     clear_when_disk_is_full,
+    hold_state,
     load_checkpoint,
-    open_output_dir,
     save_checkpoint,
     written,
 )
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.resume import check_same_kind, resume_path
+from ckpt_ft.training.run.stop import Stop, stopped
 from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 # What runs when no pipeline is named.
@@ -93,11 +94,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
-    check_same_kind(args.output_dir, lora=model_args.rank is not None)
+    directory = RunDirectory.of(args, lora=model_args.rank is not None)
     run_within(
-        lambda checkpoint, budget: train(model_args, image_args, args, ac_args, checkpoint, budget),
-        args, ac_args, resume_path(args.resume_from_checkpoint, args.output_dir),
-    )  # fmt: skip
+        lambda checkpoint, budget: train(model_args, image_args, args, ac_args, directory, checkpoint, budget),
+        ac_args,
+        directory,
+    )
 
 
 @clear_when_disk_is_full()
@@ -106,6 +108,7 @@ def train(
     image_args: ImageArguments,
     args: LoopArguments,
     ac_args: ACArguments,
+    directory: RunDirectory,
     checkpoint: str | None,
     budget: int | None,
 ) -> None:
@@ -116,7 +119,7 @@ def train(
         log_with=None if args.report_to == "none" else args.report_to.split(","),
         project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
     )
-    open_output_dir(accelerator, args.output_dir, resuming=checkpoint is not None)
+    directory.open()
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     set_seed(args.seed)
     frozen_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
@@ -172,8 +175,8 @@ def train(
     )
     ema = EMAModel(parameters) if args.use_ema else None
     unet, optimizer = accelerator.prepare(unet, optimizer)
-    accelerator.register_for_checkpointing(*(part for part in (lr_scheduler, ema) if part is not None))
     save_only_what_is_trained(accelerator, model_args)
+    hold_state(accelerator, lr_scheduler=lr_scheduler, **({} if ema is None else {"ema": ema}))
     # Each rank draws noise of its own; what of it has been drawn is in the checkpoint.
     set_seed(args.seed, device_specific=True)
     identity = {"rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes}
@@ -196,6 +199,7 @@ def train(
     if args.report_to != "none":
         settings = vars(model_args) | vars(image_args) | vars(args) | vars(ac_args)
         accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in settings.items()})
+    directory.clear()
     losses = LossLog(accelerator, args.output_dir, step)
     if validation.prompts and step == 0 and accelerator.is_main_process:
         validation.run(accelerator.unwrap_model(unet), accelerator, step)
@@ -223,11 +227,13 @@ def train(
     last: Batch = {}  # for the prediction beside what was measured
     progress = tqdm(total=max_train_steps, initial=step, disable=not accelerator.is_main_process, desc="steps")
     batches = iter(loader)
+    stopping = False
     with (
+        Stop() as stop,
         advise_on_oom(memory, "--train_batch_size"),
         memory.measure(unet, optimizer, max_train_steps - step, args.output_dir),
     ):
-        while step < max_train_steps:
+        while step < max_train_steps and not stopping:
             micro_batches = map(noisy, islice(batches, args.gradient_accumulation_steps))
             optimizer_step(
                 unet, optimizer, micro_batches, noted_loss,
@@ -240,10 +246,9 @@ def train(
             lr_scheduler.step()
             if ema is not None:
                 ema.step(parameters)
-            if step % args.checkpointing_steps == 0:
-                save_checkpoint(
-                    accelerator, args.output_dir, step, samples_seen, identity, args.checkpoints_total_limit
-                )
+            stopping = stop.agreed() and step < max_train_steps  # Ctrl-C, or SIGTERM from a scheduler
+            if step % args.checkpointing_steps == 0 or stopping:
+                save_checkpoint(accelerator, directory, step, samples_seen, identity, args.checkpoints_total_limit)
             if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
                 if accelerator.is_main_process:
                     with averaged(ema, parameters):
@@ -254,14 +259,15 @@ def train(
     progress.close()
 
     # 7. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
-    with averaged(ema, parameters):
-        trained = accelerator.unwrap_model(unet)
-        written(
-            accelerator, Path(args.output_dir), "the result",
-            lambda: save_result(trained, validation.vae, model_args, args.output_dir), main_only=True,
-        )  # fmt: skip
-    if validation.prompts and accelerator.is_main_process:
-        validation.write_sheet(Path(args.output_dir, "samples.png"))
+    trained = accelerator.unwrap_model(unet)
+    if not stopping:
+        with averaged(ema, parameters):
+            written(
+                accelerator, directory.path, "the result",
+                lambda: save_result(trained, validation.vae, model_args, args.output_dir), main_only=True,
+            )  # fmt: skip
+        if validation.prompts and accelerator.is_main_process:
+            validation.write_sheet(Path(args.output_dir, "samples.png"))
     # DDP's wrapper goes before the process group. Were it to hold the group's last reference, torch would join gloo's
     # thread with the GIL held, and that thread may be waiting for the GIL to free its last tensors: neither ends.
     del unet
@@ -274,6 +280,8 @@ def train(
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
     )  # fmt: skip
     accelerator.end_training()
+    if stopping:
+        raise stopped(stop.signal, directory.last_complete())
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.files import write
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_bytes, parse_bytes
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
     from ckpt_ft.workloads.lengths import Lengths
 
+logger = logging.getLogger(__name__)
+
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
     str, typer.Option("--margin", help="kept free beside the CUDA context; 2 % of the budget by default")
 ]
-MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", help="the largest micro-batch that is looked at")]
+MaxBatchSize = Annotated[
+    int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is looked at")
+]
 
 
 @takes_settings()
@@ -42,7 +48,9 @@ def plan(
     max_batch_size: MaxBatchSize = 256,
     *,
     settings: Settings,
-    jobs: Annotated[int, typer.Option("--jobs", help="processes to trace on; 0 for as many as there are cores")] = 0,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=0, help="processes to trace on; 0 for as many as there are cores")
+    ] = 0,
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="plan again even if the same was asked before")] = False,
@@ -52,6 +60,9 @@ def plan(
     from ckpt_ft.planning.plan_file import cache_path
     from ckpt_ft.workloads.model_config import read_config
 
+    for flag, place in (("--output", output), ("--plot", plot)):
+        if place:
+            check_writable(place, flag)
     asked = {
         "budget": parse_bytes(budget) if budget else None,
         "device": device,
@@ -66,15 +77,15 @@ def plan(
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)
-        write(cached, found.to_json())
-    if output:
-        write(output, found.to_json())
-    if plot:
-        found.plot(plot)
+        _keep(cached, found)
     if as_json:
         print(found.to_json())
     else:
         print_plan(found)
+    if output:
+        write(output, found.to_json())
+    if plot:
+        found.plot(plot)
 
 
 @takes_settings()
@@ -116,8 +127,6 @@ def register(app: typer.Typer) -> None:
 
 
 def _batch(text: str) -> int | None:
-    from ckpt_ft.errors import UserError
-
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -126,9 +135,21 @@ def _batch(text: str) -> int | None:
 
 
 def _read(path: Path) -> Plan | None:
+    """The plan in the cache; None where there is none, or none that can be read."""
     from ckpt_ft.planning.plan import Plan
 
-    return Plan.from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+    try:
+        return Plan.from_json(path.read_bytes(), str(path)) if path.is_file() else None
+    except (UserError, OSError) as error:
+        logger.warning("the plan is made again: %s", one_line(error))
+        return None
+
+
+def _keep(path: Path, found: Plan) -> None:
+    try:
+        write(path, found.to_json())
+    except OSError as error:
+        logger.warning("the plan is not kept for the next time: %s", one_line(error))
 
 
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:

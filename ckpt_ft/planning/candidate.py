@@ -9,6 +9,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.cost import Host
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.reading import Bytes, Count, Seconds
 from ckpt_ft.units import GIB
 
 TARGETS = ("throughput", "memory", "effective_batch")
@@ -30,11 +31,11 @@ class Candidate:
     """
 
     policy: str
-    batch: int
-    peak: int
-    reserved: int
-    seconds: float
-    accumulation: int = 1
+    batch: Count
+    peak: Bytes
+    reserved: Bytes
+    seconds: Seconds
+    accumulation: Count = 1
 
     @property
     def samples_per_second(self) -> float:

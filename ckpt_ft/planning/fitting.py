@@ -9,6 +9,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.reading import Bytes
 from ckpt_ft.units import format_bytes, parse_bytes
 
 from .candidate import Candidate
@@ -20,9 +21,9 @@ MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels'
 class Room:
     """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees."""
 
-    budget: int
-    context: int = 0
-    margin: int = 0
+    budget: Bytes
+    context: Bytes = 0
+    margin: Bytes = 0
 
     @property
     def limit(self) -> int:

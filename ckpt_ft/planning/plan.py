@@ -18,6 +18,7 @@ from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
+from ckpt_ft.reading import read_json
 from ckpt_ft.tables import Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
 from ckpt_ft.workloads.lengths import Lengths
@@ -89,24 +90,19 @@ class Plan:
         return json.dumps({**asdict(self), "best": {**asdict(self.best), "why": self.why}}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Plan:
+    def from_json(cls, text: str | bytes, source: str = "plan") -> Plan:
         """The plan that `to_json` wrote.
 
         Raises:
             UserError: not a plan, or made with other versions than those at hand.
         """
-        try:
-            document = json.loads(text)
-            check_versions(document["versions"], source)
-            document.pop("best")
-            rows = [Candidate(**row) for row in document.pop("rows")]
-            fixes = [Fix(**fix) for fix in document.pop("fixes")]
-            holders = [Holder(**holder) for holder in document.pop("holders")]
-            plan = cls(rows=rows, room=Room(**document.pop("room")), fixes=fixes, holders=holders, **document)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise UserError(f"{source}: not a plan; `ckpt-ft plan MODEL --output plan.json` writes one") from error
+        plan = read_json(cls, text, source, "a plan; `ckpt-ft plan MODEL --output plan.json` writes one")
+        check_versions(plan.versions, source)
         if not plan.rows:
             raise UserError(f"{source}: a plan without rows; make it again")
+        better(plan.target)
+        for row in plan.rows:
+            Policy.parse(row.policy)
         return plan
 
     def check_model(self, model: nn.Module, source: str = "plan") -> None:

@@ -122,7 +122,7 @@ class ACArguments:
         path = Path(self.ac_policy)
         if not path.is_file():
             raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
-        return Plan.from_json(path.read_text(encoding="utf-8"), f"--ac_policy {path}")
+        return Plan.from_json(path.read_bytes(), f"--ac_policy {path}")
 
     @property
     def reports(self) -> tuple[str, ...]:

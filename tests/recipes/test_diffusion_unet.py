@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from PIL import Image
 from safetensors.torch import load_file
 
-from ckpt_ft.errors import UserError, WorkFailed, run
+from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
@@ -271,7 +273,7 @@ def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, mon
         patch.setattr(accelerate.checkpointing, "save", full)
         with pytest.raises(WorkFailed, match="No space left on device"):
             train(recipe, tiny["sd1"], out, "--checkpointing_steps", "2", "--rank", "2")
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "losses.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == ["_run.lock", "checkpoint-2", "losses.jsonl"]
     flags = ["--rank", "2", "--resume_from_checkpoint", "latest"]
     assert len(train(recipe, tiny["sd1"], out, *flags)) == 4
 
@@ -292,7 +294,7 @@ def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, fla
     out = tmp_path / "out"
     with pytest.raises(UserError, match=words):
         train(recipe, tiny["sd1"], out, *flags)
-    assert not out.exists() or not any(out.iterdir())
+    assert not out.exists() or {path.name for path in out.iterdir()} <= {"_run.lock"}
 
 
 def test_exit_codes(
@@ -323,6 +325,34 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
     comment = " ".join(line.strip("# \\") for line in config.read_text().splitlines() if line.startswith("#"))
     assert f"accelerate launch --config_file accelerate_configs/single_gpu.yaml {SCRIPT}" in comment
     assert f"--config recipes/diffusion/{config.name}" in comment
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_waited_out(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The step and a checkpoint are finished; what resumes it ends as if nothing had come."""
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--use_ema"]
+    whole = train(recipe, tiny["sd1"], tmp_path / "whole", *flags)
+    out, calls = tmp_path / "out", []
+
+    def step(memory: LoopMemory) -> None:
+        calls.append(memory)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopMemory, "step", step)
+        with pytest.raises(Interrupted, match=r"checkpoint-2 is whole\. To go on:\n.* --resume_from") as stopped:
+            train(recipe, tiny["sd1"], out, *flags)
+    assert stopped.value.number == number
+    assert not (out / "pytorch_lora_weights.safetensors").exists()
+    with pytest.raises(UserError, match="holds checkpoint-2 of an earlier run"):
+        train(recipe, tiny["sd1"], out, *flags)
+    assert train(recipe, tiny["sd1"], out, *flags, "--resume_from_checkpoint", "latest") == whole
+    name = "pytorch_lora_weights.safetensors"
+    assert_same_weights(out / name, tmp_path / "whole" / name)
+    assert not list(out.rglob("custom_checkpoint*"))
 
 
 SCRIPT = "recipes/diffusion_unet.py"

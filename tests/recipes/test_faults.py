@@ -147,9 +147,7 @@ def test_a_signal_is_waited_out(
     assert_same_weights(out, whole)
 
 
-def test_the_second_signal_stops_at_once(
-    llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_ft.training.run.stop._SAME", -1.0)
 
     def twice() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.reading import Bytes, Seconds
 
 FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on CPU only the first exists
 
@@ -23,16 +24,16 @@ class RankMemory:
     retries, ooms: CUDA allocations that first had to give cached memory back, and that failed.
     """
 
-    rank: int
+    rank: Bytes
     device: str
-    steps: int
-    sampled: int
-    peaks: dict[str, dict[str, int]]
-    at_peak: dict[str, int] = field(default_factory=dict)
+    steps: Bytes
+    sampled: Bytes
+    peaks: dict[str, dict[str, Bytes]]
+    at_peak: dict[str, Bytes] = field(default_factory=dict)
     holders: list[Holder] = field(default_factory=list)
-    seconds: float | None = None
-    retries: int = 0
-    ooms: int = 0
+    seconds: Seconds | None = None
+    retries: Bytes = 0
+    ooms: Bytes = 0
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The most bytes over all phases; None for a figure that was not measured."""
@@ -44,10 +45,10 @@ class Prediction:
     """The figures of a trace. Bytes; `reserved` and `seconds` are None on "cpu", where there are none."""
 
     device: str
-    allocated: int
-    peaks: dict[str, int]
-    reserved: int | None = None
-    seconds: float | None = None
+    allocated: Bytes
+    peaks: dict[str, Bytes]
+    reserved: Bytes | None = None
+    seconds: Seconds | None = None
 
     @classmethod
     def from_trace(cls, trace: StepTrace) -> Prediction:
@@ -62,8 +63,8 @@ class MaxBatch:
     """The largest batch that fits a device: as predicted, and as proved by running it (None: not tried)."""
 
     device: str
-    predicted: int
-    proved: int | None = None
+    predicted: Bytes
+    proved: Bytes | None = None
 
 
 @dataclass
@@ -71,8 +72,19 @@ class PolicyRow:
     """Another policy for the same step: predicted peak in bytes and seconds per step."""
 
     policy: str
-    peak: int
-    seconds: float | None = None
+    peak: Bytes
+    seconds: Seconds | None = None
+
+
+@dataclass
+class Facts:
+    """What is read from a report's provenance; it may hold more."""
+
+    command: str = ""
+    machine: str = ""
+    policy: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,7 +10,6 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft import plots
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
-from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
 
-from .records import MaxBatch, PolicyRow, Prediction, RankMemory, RunMemory
+from .records import Facts, Prediction, RunMemory
 from .report_tables import headline, markdown_report, print_report
 
 if TYPE_CHECKING:
@@ -69,21 +68,14 @@ class MemoryReport(RunMemory):
             UserError: there is no such file, or it is not a memory report.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            values.pop("format")
-            for rank in values["ranks"]:
-                rank["holders"] = [Holder(**holder) for holder in rank["holders"]]
-            values["ranks"] = [RankMemory(**rank) for rank in values["ranks"]]
-            values["next_policies"] = [PolicyRow(**row) for row in values["next_policies"]]
-            parts: dict[str, Callable[..., Any]] = {"predicted": Prediction, "max_batch": MaxBatch}
-            for name, part in parts.items():
-                values[name] = values[name] and part(**values[name])
-            values["timeline"] = values["timeline"] and Timeline.from_dict(values["timeline"])
-            return cls(**values)
+            text = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a memory report: {type(error).__name__}: {error}") from error
+        report = read_json(cls, text, str(path), "a memory report")
+        read_json(Facts, json.dumps(report.provenance), f"{path}: provenance", "that of a memory report")
+        if not report.ranks:
+            raise UserError(f"{path}: a memory report without ranks")
+        return report
 
     def plot(self, path: str | Path) -> Path | None:
         """Draw memory over the step to `path` (PNG, SVG or PDF); None when no step was recorded.
@@ -118,7 +110,7 @@ class MemoryReport(RunMemory):
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """What made a report: the command without its secrets, versions and machine, then `facts` (policy, shapes, ...)."""
+    """What made a report: the command less its secrets, versions and machine, then `facts` (policy, shapes, ...)."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

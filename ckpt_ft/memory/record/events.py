@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckpt_ft.reading import Bytes, Count
+
 CATEGORIES = (
     "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
 )  # fmt: skip
@@ -45,5 +47,5 @@ class Holder:
     module: str
     op: str
     category: str
-    nbytes: int
-    count: int
+    nbytes: Bytes
+    count: Count

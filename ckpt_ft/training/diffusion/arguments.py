@@ -134,6 +134,9 @@ class LoopArguments:
     checkpointing_steps: int = _flag(500, "Steps between checkpoints.")
     checkpoints_total_limit: int | None = _flag(None, "Keep only the newest so many.")
     resume_from_checkpoint: str | None = _flag(None, "latest, or the path of a checkpoint.")
+    overwrite_output_dir: bool = _flag(
+        False, "Throw the checkpoints and the result of an earlier run in output_dir away."
+    )
     validation_prompt: list[str] | None = field(
         default=None, metadata={"help": "Prompts that are drawn during training and at its end."}
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
+from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.images.captioned import frame
 from ckpt_ft.training.images.files import open_image
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from .encoders import Encoders, Tokenize
+
+logger = logging.getLogger(__name__)
 
 SHARD = 256
 Row = dict[str, Tensor]
@@ -70,8 +76,6 @@ class CachedLatents(TorchDataset[Row]):
         return self.rows
 
     def __getitem__(self, key: Key) -> Row:
-        from safetensors import safe_open
-
         shard, row = divmod(key[1], SHARD)
         place = (os.getpid(), shard)  # each loader process maps the files itself
         if place not in self._open:
@@ -110,25 +114,45 @@ def cache_latents(
     """Encode what is not yet in the cache under `root`, every `ranks`-th shard from `rank` on.
 
     With several processes, all must be through before any reads; `accelerator.wait_for_everyone()` says when.
+    A shard that is damaged is made again, with a warning.
 
     Raises:
+        WorkFailed: the VAE's output is no number.
         OSError: the cache cannot be written.
     """
-    from safetensors.torch import save_file
-
     directory = root / _digest(images, encoders)
     directory.mkdir(parents=True, exist_ok=True)
     for shard in range(rank, -(-len(images) // SHARD), ranks):
         path = _shard_path(directory, shard)
-        if path.exists():
-            continue
         keys = [(0, index) for index in range(shard * SHARD, min((shard + 1) * SHARD, len(images)))]
+        if path.exists():
+            wrong = _what_is_wrong(path, len(keys))
+            if wrong is None:
+                continue
+            logger.warning("%s is made again: %s", path, wrong)
         parts = []
         for start in range(0, len(keys), batch_size):
             batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
             parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
-        write(path, partial(save_file, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}))
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if not tensors["moments"].isfinite().all():
+            raise WorkFailed(
+                f"the VAE makes no numbers of images {keys[0][1] + 1} to {keys[-1][1] + 1} in {encoders.dtype}; give "
+                "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
+            )
+        write(path, partial(save_file, tensors))
     return CachedLatents(directory, len(images))
+
+
+def _what_is_wrong(path: Path, rows: int) -> str | None:
+    """Why a shard of `rows` cannot be trained on, None when it can."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            if any(tensors.get_slice(name).get_shape()[0] != rows for name in tensors.keys()):  # noqa: SIM118
+                return f"it does not hold {rows} rows"
+            return None if tensors.get_tensor("moments").isfinite().all() else "it holds what is no number"
+    except (SafetensorError, OSError) as error:
+        return one_line(error)
 
 
 def _shard_path(directory: Path, shard: int) -> Path:

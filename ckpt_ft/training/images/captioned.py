@@ -7,6 +7,7 @@ resolution, cropped to a square and perhaps mirrored, with Pillow.
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,19 +85,29 @@ def _image_folder(directory: str, caption_column: str) -> Dataset:
             f'{{"file_name": "1.png", "{caption_column}": "a red circle"}}'
         )
     paths, captions = [], []
-    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
         if line.strip():
             entry = _entry(line, f"{listing} line {number}", caption_column)
-            paths.append(str(listing.parent / entry["file_name"]))
+            paths.append(_inside(folder, listing.parent / entry["file_name"], f"{listing} line {number}"))
             captions.append(entry[caption_column])
     return Dataset.from_dict({"image": paths, "text": captions})
 
 
-def _entry(line: str, place: str, caption_column: str) -> dict[str, str]:
+def _inside(folder: Path, path: Path, place: str) -> str:
+    """`path`, which must lie below `folder`: a data set from elsewhere must not name what is private.
+
+    Links are not followed: the Hub's own cache is made of them.
+    """
+    if "\0" in str(path) or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
+        raise UserError(f"{place} names {str(path)!r}, which lies outside of {folder}; its images are inside of it")
+    return str(path)
+
+
+def _entry(line: bytes, place: str, caption_column: str) -> dict[str, str]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON in UTF-8: {one_line(error, 200)}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise UserError(f"{place} has no 'file_name'")
     if not _is_caption(entry.get(caption_column)):

@@ -1,7 +1,9 @@
 """The output directory of a run: one run and one process at a time, nothing of an earlier run's mixed in.
 
-    directory = RunDirectory(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=...)
-    directory.open()
+    directory = RunDirectory.of(args, lora=...)     # checked, nothing written
+    directory.open()                                # this process's alone
+    ...                                             # data and model are loaded: the input is good
+    directory.clear()                               # an earlier run goes, if it is to be overwritten
 
 A run's identity is in the manifest of each of its checkpoints.
 """
@@ -19,9 +21,18 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import sweep
 
 from .manifest import read_manifest
-from .resume import ADAPTER, WHOLE, check_output_dir, check_same_kind, checkpoints, last_complete_checkpoint, resume_path
+from .resume import (
+    ADAPTER,
+    WHOLE,
+    check_output_dir,
+    check_same_kind,
+    checkpoints,
+    last_complete_checkpoint,
+    resume_path,
+)
 
 LOCK = "_run.lock"  # what is called _* is not uploaded by `--push_to_hub`
 _RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
@@ -67,9 +78,7 @@ class RunDirectory:
         return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=lora)
 
     def open(self) -> None:
-        """Make the directory, take it for this process alone and sweep what killed runs left. Called on every rank.
-
-        With `overwrite` the checkpoints and the result of the earlier run go. Opening it again does nothing.
+        """Make the directory and take it for this process alone, until it ends. Called on every rank.
 
         Raises:
             UserError: another process has it, or it cannot be written to.
@@ -77,14 +86,21 @@ class RunDirectory:
         state = PartialState()
         if state.is_main_process:
             _lock(self.path.absolute())
-            if self.overwrite:
-                for path in (*checkpoints(self.path), *(file for name in _RESULT for file in self.path.glob(name))):
-                    _remove(path)
-                self.overwrite = False
-            for left in (*self.path.glob(".checkpoint-*"), *self.path.glob(".memory_report.*")):
-                _remove(left)
         state.wait_for_everyone()
         [self.run] = broadcast_object_list([self.run])
+
+    def clear(self) -> None:
+        """Sweep what killed runs left half; with `overwrite` the earlier run's checkpoints and result go, once."""
+        state = PartialState()
+        if state.is_main_process:
+            left = list(self.path.glob(".checkpoint-*"))
+            if self.overwrite:
+                left += [*checkpoints(self.path), *(file for name in _RESULT for file in self.path.glob(name))]
+            for path in left:
+                _remove(path)
+            sweep(self.path)
+        self.overwrite = False
+        state.wait_for_everyone()
 
     def last_complete(self) -> str | None:
         """The newest whole checkpoint of this run."""

@@ -2,6 +2,7 @@
 
 Everything is written to a hidden directory, flushed to the disk, and then renamed to `checkpoint-N`; renaming within a
 directory is atomic on POSIX. Old ones are renamed away before they are deleted, and only once the new one stands.
+Nothing in them runs code when it is read: numbers are JSON, tensors are safetensors or read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -16,49 +17,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
-from ckpt_ft.files import flush, flush_tree
+from ckpt_ft.files import flush
 from ckpt_ft.units import format_bytes
 
-from .resume import check_output_dir, last_complete_checkpoint
+from .directory import RunDirectory
+from .manifest import write_manifest
+from .resume import checkpoints, last_complete_checkpoint
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MARK = "trainer_state.json"  # the file by which resume.py, too, knows a complete checkpoint
-
-
-def open_output_dir(accelerator: Accelerator, output_dir: str, resuming: bool) -> None:
-    """Make `output_dir` and clear it of what a killed run left half-written or half-deleted. Called on every rank.
-
-    Raises:
-        UserError: it is a file, or it holds checkpoints of an earlier run and this one does not resume: the two runs'
-        checkpoints would be mixed, and "latest" could be either's.
-    """
-    check_output_dir(output_dir)
-    latest = last_complete_checkpoint(output_dir)
-    if latest is not None and not resuming:
-        raise UserError(
-            f"--output_dir {output_dir} holds {Path(latest).name} of an earlier run; continue it with "
-            "--resume_from_checkpoint latest, or give another directory"
-        )
-    if accelerator.is_main_process:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        for left in Path(output_dir).glob(".checkpoint-*"):
-            shutil.rmtree(left)
-    accelerator.wait_for_everyone()
+MARK = "trainer_state.json"  # where the run stood, under the name that a Trainer's has
+_ST = ".safetensors"
 
 
 def save_checkpoint(
     accelerator: Accelerator,
-    output_dir: str,
+    directory: RunDirectory,
     step: int,
     samples_seen: int,
     identity: dict[str, Any],
     total_limit: int | None = None,
 ) -> None:
-    """Write `checkpoint-{step}`: all that `accelerator` prepared or registered, and every rank's RNG states.
+    """Write `checkpoint-{step}`: what `accelerator` prepared, what `hold_state` was given, every rank's RNG states.
 
     Called on every rank. `identity` is what a run must share with this one to resume from it (JSON values). Of all
     complete checkpoints the newest `total_limit` are kept.
@@ -66,13 +51,13 @@ def save_checkpoint(
     Raises:
         WorkFailed: it could not be written, for instance because the disk is full; those before it are untouched.
     """
-    root, name = Path(output_dir), f"checkpoint-{step}"
+    root, name = directory.path, f"checkpoint-{step}"
     partial = root / f".{name}.partial"
 
     def publish() -> None:
         state = {"global_step": step, "samples_seen": samples_seen, "identity": identity}
         (partial / MARK).write_text(json.dumps(state), encoding="utf-8")
-        flush_tree(partial)
+        write_manifest(partial, directory.run)
         _remove(root / name)  # there only after resuming from an older one
         os.rename(partial, root / name)
         flush(root)
@@ -85,14 +70,13 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)  # gives the disk back
         raise
     if accelerator.is_main_process and total_limit is not None:
-        standing = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        for old in standing[:-total_limit]:
+        for old in checkpoints(root)[:-total_limit]:
             _remove(old)
     accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[str, Any]) -> tuple[int, int]:
-    """Bring all that `accelerator` prepared or registered, and the RNGs, to where `checkpoint` was written.
+    """Bring all that `save_checkpoint` writes to where it was when `checkpoint` was written.
 
     Returns:
         The optimizer steps made and the samples seen until then.
@@ -117,6 +101,50 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
             f"--resume_from_checkpoint {checkpoint} does not fit this run ({reason}); resume with the flags "
             "that it was written with"
         ) from error
+
+
+def hold_state(accelerator: Accelerator, **parts: Any) -> None:
+    """Have checkpoints hold the `state_dict()` of each part: numbers in `NAME.json`, tensors in `NAME.safetensors`.
+
+    What `accelerator.register_for_checkpointing` is given is pickled, and unpickling runs what a file says.
+    """
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if accelerator.is_main_process:
+            for name, part in parts.items():
+                _save_state(part.state_dict(), Path(output_dir) / name)
+
+    def load(models: list[Any], input_dir: str) -> None:
+        for name, part in parts.items():
+            part.load_state_dict(_load_state(Path(input_dir) / name))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _save_state(state: dict[str, Any], base: Path) -> None:
+    lists = {name: value for name, value in state.items() if isinstance(value, list) and _are_tensors(value)}
+    base.with_suffix(".json").write_text(
+        json.dumps({name: len(lists[name]) if name in lists else value for name, value in state.items()}),
+        encoding="utf-8",
+    )
+    tensors = {f"{name}.{place}": tensor for name, values in lists.items() for place, tensor in enumerate(values)}
+    if tensors:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, base.with_suffix(_ST)
+        )
+
+
+def _load_state(base: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(base.with_suffix(".json").read_text(encoding="utf-8"))
+    tensors = load_file(base.with_suffix(_ST)) if base.with_suffix(_ST).exists() else {}
+    for name in {place.rpartition(".")[0] for place in tensors}:
+        state[name] = [tensors[f"{name}.{place}"] for place in range(state[name])]
+    return state
+
+
+def _are_tensors(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
 
 
 def written(

@@ -43,7 +43,8 @@ def write_manifest(checkpoint: Path, run: str) -> None:
     """
     flush_tree(checkpoint)
     files = {
-        name: Entry(bytes=path.stat().st_size, sha256=_digest(path)) for name, path in sorted(_files(checkpoint).items())
+        name: Entry(bytes=path.stat().st_size, sha256=_digest(path))
+        for name, path in sorted(_files(checkpoint).items())
     }
     write(checkpoint / NAME, Manifest(run=run, files=files).model_dump_json(indent=1))
     flush(checkpoint)

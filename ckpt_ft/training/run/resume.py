@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. The manifest says what is whole."""
+"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. Its manifest says what it is."""
 
 from __future__ import annotations
 
@@ -81,5 +81,7 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
     manifest = read_manifest(Path(chosen))
     assert manifest is not None
     if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # Trainer's, DeepSpeed's
-        raise UserError(f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with")
+        raise UserError(
+            f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with"
+        )
     return chosen

@@ -73,7 +73,9 @@ class Stop:
             name = signal.Signals(number).name
             os.write(2, f"\n{name}: finishing this step and a checkpoint; once more stops at once\n".encode())
         elif time.monotonic() - self._came > _SAME:
-            raise Interrupted("stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", number)
+            raise Interrupted(
+                "stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", number
+            )
 
 
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:

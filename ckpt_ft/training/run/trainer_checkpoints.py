@@ -35,11 +35,11 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 
 class Finished(Exception):
-    """The checkpoint that was resumed is the last one of its run: its weights are loaded and nothing is to be trained."""
+    """The checkpoint that was resumed is the last one of its run: its weights are loaded, nothing is to be trained."""
 
 
 class Checkpoints(TrainerCallback):
-    """Puts the manifest into each checkpoint before older ones go, and saves the result before anything is reported."""
+    """Puts the manifest into each checkpoint before older ones go; saves the result before anything is reported."""
 
     def __init__(self, trainer: Trainer, directory: RunDirectory, stop: Stop) -> None:
         self.trainer, self.directory, self.stop = trainer, directory, stop
@@ -81,6 +81,7 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         Interrupted: Ctrl-C or SIGTERM came; the step before has a checkpoint.
         WorkFailed: a checkpoint or the result could not be written; those before it are whole.
     """
+    directory.clear()
     with Stop() as stop:
         keeper = Checkpoints(trainer, directory, stop)
         trainer.callback_handler.callbacks.insert(0, keeper)
@@ -115,4 +116,5 @@ def _not_written(directory: RunDirectory, error: Exception) -> str:
     latest = directory.last_complete()
     intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
     free = format_bytes(shutil.disk_usage(directory.path).free)
-    return f"writing to {directory.path} failed: {type(error).__name__}: {one_line(error)} ({free} free on the disk){intact}"
+    reason = one_line(f"{type(error).__name__}: {error}", 300)
+    return f"writing to {directory.path} failed: {reason} ({free} free on the disk){intact}"

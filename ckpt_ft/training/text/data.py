@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
+LONGEST = 16 << 20  # bytes of a row in a file: no text is that long
+_DEEP = 500  # brackets in a row: what has more is parsed here, where too deep a nesting is an error and no crash
+_BOM = b"\xef\xbb\xbf"
+
 
 @dataclass
 class DataArguments:
@@ -101,9 +105,11 @@ def _load_file(path: Path, split: str) -> Dataset:
         raise UserError(f"dataset {path}: no such file")
     if path.stat().st_size == 0:
         raise UserError(f"dataset {path}: the file is empty")
+    if path.suffix in (".json", ".jsonl"):
+        _check_json(path)
     try:
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-    except (DatasetGenerationError, ValueError, OSError) as error:
+    except (DatasetGenerationError, ValueError, OSError, RecursionError, OverflowError) as error:
         if path.suffix == ".jsonl":
             _find_bad_line(path)
         raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
@@ -125,14 +131,60 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
         raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
 
 
+def _check_json(path: Path) -> None:
+    """Name the first row that the readers below us would not survive: they end in a crash on a first row `null`.
+
+    Cheap: a row is parsed here only where it is nested deeply, or where the file is one array.
+
+    Raises:
+        UserError: a row is no object, not UTF-8, too long or too deep.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
+            place = f"dataset {path}: line {number}"
+            line = line.removeprefix(_BOM).strip() if number == 1 else line.strip()
+            if line.startswith(b"[") and number == 1 and path.suffix == ".json":
+                return _check_array(path)
+            if line.startswith(b"{") and number == 1 and path.suffix == ".json" and not line.endswith(b"}"):
+                return None  # one object over several lines
+            if len(line) > LONGEST:
+                raise UserError(f"{place} is longer than {LONGEST >> 20} MiB; a row is a text, split it")
+            if not line:
+                continue
+            try:
+                line.decode("utf-8")
+                row = json.loads(line) if _nested(line) or not line.startswith(b"{") else {}
+            except UnicodeDecodeError as error:
+                raise UserError(f"{place} is not UTF-8 ({one_line(error)}); convert the file") from None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place} is not valid JSON ({one_line(error, 200)})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
+    return None
+
+
+def _nested(line: bytes) -> bool:
+    return line.count(b"[") + line.count(b"{") > _DEEP
+
+
+def _check_array(path: Path) -> None:
+    try:
+        rows = json.loads(path.read_bytes().removeprefix(_BOM))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"dataset {path} is not valid JSON ({one_line(error, 200)})") from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"dataset {path}: row {number} is a JSON {type(row).__name__}, expected an object")
+
+
 def _find_bad_line(path: Path) -> None:
     """Name the first line that is no JSON object; the readers below us count in blocks, a person counts lines."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row: Any = json.loads(line) if line.strip() else {}
-            except ValueError as error:
-                raise UserError(f"dataset {path}: line {number} is not valid JSON ({error})") from None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"dataset {path}: line {number} is not valid JSON ({one_line(error, 200)})") from None
             if not isinstance(row, dict):
                 raise UserError(f"dataset {path}: line {number} is a JSON {type(row).__name__}, expected an object")
 

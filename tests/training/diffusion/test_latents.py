@@ -12,8 +12,10 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, load_file, save_file
 from torch.utils.data import DataLoader, default_collate
 
+from ckpt_ft.errors import WorkFailed
 from ckpt_ft.training.diffusion import latents as module
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments
 from ckpt_ft.training.diffusion.encoders import Encoders
@@ -145,3 +147,40 @@ def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
     here, there = (list(islice(loader, 4)) for loader in loaders)
     for one, other in zip(here, there, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("fault", ["cut", "empty", "rows", "nan"])
+def test_a_damaged_cache_is_made_again(
+    encoders: Encoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    images = framed(encoders, 4)
+    cached = cache_latents(images, encoders, tmp_path, batch_size=4)
+    (shard,) = cached.directory.glob("*.safetensors")
+    whole = shard.read_bytes()
+    tensors = load(whole)
+    if fault in ("cut", "empty"):
+        shard.write_bytes(whole[: len(whole) // 2 if fault == "cut" else 0])
+    else:
+        changed = {name: value[:3] if fault == "rows" else value.clone() for name, value in tensors.items()}
+        if fault == "nan":
+            changed["moments"].view(-1)[5] = float("nan")
+        save_file({name: value.contiguous() for name, value in changed.items()}, shard)
+    cache_latents(images, encoders, tmp_path, batch_size=4)
+    assert [record.message.startswith(f"{shard} is made again: ") for record in caplog.records] == [True]
+    again = load_file(shard)
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_latents_that_are_no_numbers_are_not_kept(
+    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = encoders.encode
+
+    def overflowing(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        encoded = encode(batch)
+        return {**encoded, "moments": encoded["moments"] * float("inf")}
+
+    monkeypatch.setattr(encoders, "encode", overflowing)
+    with pytest.raises(WorkFailed, match="the VAE makes no numbers of images 1 to 4"):
+        cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
+    assert not list(tmp_path.rglob("*.safetensors"))

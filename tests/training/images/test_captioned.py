@@ -59,11 +59,23 @@ def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
         ([GOOD[0], {"file_name": "1.png", "text": " "}], "line 2 has no caption"),
         ([GOOD[0], {"file_name": "7.png", "text": "x"}], r"7\.png does not exist.*--skip_bad_images"),
         ([], "there is no image in it"),
+        ([GOOD[0], {"file_name": "../0.png", "text": "x"}], "line 2 names .* which lies outside of"),
+        ([{"file_name": "/etc/passwd", "text": "x"}], "line 1 names '/etc/passwd', which lies outside of"),
+        ([{"file_name": "a\0b", "text": "x"}], "line 1 names .* which lies outside of"),
+        (['{"file_name": ' + "[" * 100_000], "line 1 is not JSON"),
+        (["9" * 5000], "line 1 is not JSON"),
     ],
 )
 def test_bad_listings(tmp_path: Path, entries: list[Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load_captioned(ImageArguments(train_data_dir=str(folder(tmp_path / "a", entries))), 32)
+
+
+def test_a_listing_in_latin_1(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a", GOOD)
+    (path / "metadata.jsonl").write_bytes('{"file_name": "0.png", "text": "caf\u00e9"}'.encode("latin-1"))
+    with pytest.raises(UserError, match="line 1 is not JSON in UTF-8"):
+        load_captioned(ImageArguments(train_data_dir=str(path)), 32)
 
 
 def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

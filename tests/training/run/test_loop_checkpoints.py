@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.run import loop_checkpoints
+from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import (
     clear_when_disk_is_full,
+    hold_state,
     load_checkpoint,
-    open_output_dir,
     save_checkpoint,
 )
 from ckpt_ft.training.run.loss_log import LossLog, read_losses
-from ckpt_ft.training.run.resume import last_complete_checkpoint
+from ckpt_ft.training.run.manifest import write_manifest
+from ckpt_ft.training.run.resume import last_complete_checkpoint, resume_path
 
 IDENTITY = {"rank": None}
 
@@ -41,6 +47,11 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     PartialState._reset_state()
 
 
+def directory(path: Path) -> RunDirectory:
+    """The run that `path` holds, or a new one."""
+    return RunDirectory(str(path), "latest" if last_complete_checkpoint(str(path)) else None, lora=False)
+
+
 def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
@@ -50,7 +61,7 @@ def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> No
     for step in (1, 2, 3, 10):
         with torch.no_grad():
             model.weight.fill_(step)
-        save_checkpoint(accelerator, str(tmp_path), step, 8 * step, IDENTITY, total_limit=2)
+        save_checkpoint(accelerator, directory(tmp_path), step, 8 * step, IDENTITY, total_limit=2)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-3"]
     drawn = torch.rand(3)
     latest = last_complete_checkpoint(str(tmp_path))
@@ -62,29 +73,29 @@ def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> No
     assert torch.equal(torch.rand(3), drawn)  # the RNG is where it was when the checkpoint was written
 
 
-@pytest.mark.parametrize("moment", ["flush_tree", "rename"])
+@pytest.mark.parametrize("moment", ["write_manifest", "rename"])
 def test_killed_while_writing(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    save_checkpoint(accelerator, str(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
 
     def killed(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            *((loop_checkpoints, "flush_tree", killed) if moment == "flush_tree" else (os, "rename", killed))
+            *((loop_checkpoints, "write_manifest", killed) if moment == "write_manifest" else (os, "rename", killed))
         )
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(accelerator, str(tmp_path), 2, 2, IDENTITY)
+            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
     assert names(tmp_path) == [".checkpoint-2.partial", "checkpoint-1"]
     assert last_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
-    open_output_dir(accelerator, str(tmp_path), resuming=True)
+    directory(tmp_path).clear()
     assert names(tmp_path) == ["checkpoint-1"]
 
 
 def test_killed_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(accelerator, str(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -92,14 +103,14 @@ def test_killed_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loop_checkpoints.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(accelerator, str(tmp_path), 2, 2, IDENTITY, total_limit=1)
+            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY, total_limit=1)
     assert names(tmp_path) == [".checkpoint-1.deleted", "checkpoint-2"]
-    open_output_dir(accelerator, str(tmp_path), resuming=True)
+    directory(tmp_path).clear()
     assert names(tmp_path) == ["checkpoint-2"]
 
 
 def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(accelerator, str(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
 
     def full(output_dir: str) -> None:
         Path(output_dir).mkdir()
@@ -108,7 +119,7 @@ def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(accelerator, "save_state", full)
     with pytest.raises(WorkFailed, match=r"checkpoint-2 .*No space left.* free on the disk\); checkpoint-1 is whole"):
-        save_checkpoint(accelerator, str(tmp_path), 2, 2, IDENTITY)
+        save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
     assert names(tmp_path) == ["checkpoint-1"]
 
 
@@ -116,13 +127,13 @@ def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
     """The kernel refuses to write past a file size, as it would past the end of the disk: what torch makes of it."""
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
-    save_checkpoint(accelerator, str(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
         with pytest.raises(WorkFailed, match="writing checkpoint-2"):
-            save_checkpoint(accelerator, str(tmp_path), 2, 2, IDENTITY)
+            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -142,7 +153,7 @@ def test_disk_full_elsewhere() -> None:
 
 
 def test_what_cannot_be_resumed(accelerator: Accelerator, tmp_path: Path) -> None:
-    save_checkpoint(accelerator, str(tmp_path), 1, 1, {"rank": 4})
+    save_checkpoint(accelerator, directory(tmp_path), 1, 1, {"rank": 4})
     with pytest.raises(UserError, match="was written with rank 4, this run has None"):
         load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
     (tmp_path / "checkpoint-1" / "optimizer.bin").write_bytes(b"rubbish")
@@ -150,15 +161,66 @@ def test_what_cannot_be_resumed(accelerator: Accelerator, tmp_path: Path) -> Non
         load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), {"rank": 4})
 
 
-def test_output_dirs(accelerator: Accelerator, tmp_path: Path) -> None:
-    open_output_dir(accelerator, str(tmp_path / "new" / "deep"), resuming=False)
-    assert (tmp_path / "new" / "deep").is_dir()
-    save_checkpoint(accelerator, str(tmp_path), 5, 5, IDENTITY)
-    with pytest.raises(UserError, match="holds checkpoint-5 of an earlier run"):
-        open_output_dir(accelerator, str(tmp_path), resuming=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        open_output_dir(accelerator, str(tmp_path / "file"), resuming=False)
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("exploded",)
+
+
+@pytest.mark.parametrize("file", ["optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
+def test_no_checkpoint_runs_code(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Not even one whose manifest names the stranger's file."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    model = accelerator._models[0]
+    ema = EMAModel(model.parameters())
+    hold_state(accelerator, ema=ema)
+    run = directory(out)
+    save_checkpoint(accelerator, run, 1, 1, IDENTITY)
+    torch.save(Bomb(), out / "checkpoint-1" / file)
+    with pytest.raises(UserError, match=f"{file}.*(was changed|bytes and not|none of its files)"):
+        resume_path("latest", str(out))
+    write_manifest(out / "checkpoint-1", run.run)
+    with suppress(UserError):  # of random states that cannot be read accelerate makes a line in its log
+        load_checkpoint(accelerator, str(out / "checkpoint-1"), IDENTITY)
+    assert not Path("exploded").exists()
+
+
+def test_schedule_and_average_are_held_exactly(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = accelerator._models[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 3)
+    schedule, ema = (
+        get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=9),
+        EMAModel(model.parameters()),
+    )
+    hold_state(accelerator, schedule=schedule, ema=ema)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.mul_(1.7)
+        ema.step(model.parameters())
+        optimizer.step()
+        schedule.step()
+    held = copy.deepcopy((schedule.state_dict(), ema.state_dict()))
+    save_checkpoint(accelerator, directory(tmp_path), 3, 3, IDENTITY)
+    assert {"schedule.json", "ema.json", "ema.safetensors"} <= set(names(tmp_path / "checkpoint-3"))
+    schedule.step()
+    ema.step(model.parameters())
+    load_checkpoint(accelerator, str(tmp_path / "checkpoint-3"), IDENTITY)
+    assert schedule.state_dict() == held[0]
+    theirs, ours = held[1].pop("shadow_params"), ema.state_dict().pop("shadow_params")
+    assert len(ours) == 2
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert {name: value for name, value in ema.state_dict().items() if name != "shadow_params"} == held[1]
+
+
+def test_a_directory_of_checkpoints_with_another_name_ends_no_run(accelerator: Accelerator, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-best").mkdir()
+    run = directory(tmp_path)
+    for step in (1, 2):
+        save_checkpoint(accelerator, run, step, step, IDENTITY, total_limit=1)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-best"]
 
 
 def test_the_loss_log_is_cut_where_a_run_resumes(accelerator: Accelerator, tmp_path: Path) -> None:

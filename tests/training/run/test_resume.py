@@ -107,11 +107,12 @@ def test_overwriting_takes_what_runs_leave_and_nothing_else(run: Path) -> None:
     for name in ("adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt", ".checkpoint-4.partial"):
         (run / name).write_text("{}")
     directory = RunDirectory(str(run), overwrite=True, lora=False)
-    assert (run / "checkpoint-2").is_dir()  # until it is opened
     directory.open()
+    assert (run / "checkpoint-2").is_dir()  # until the input is known to be good
+    directory.clear()
     assert sorted(path.name for path in run.iterdir()) == ["_run.lock", "checkpoint-best", "notes.txt"]
     make_checkpoint(run, 1, directory.run)
-    directory.open()
+    directory.clear()
     assert directory.last_complete() == str(run / "checkpoint-1")
 
 

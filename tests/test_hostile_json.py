@@ -1,0 +1,86 @@
+"""plan.json and memory_report.json, damaged in many ways: they are read, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fuzz import damaged
+from rich.console import Console
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
+from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.memory.record.events import Holder
+from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.fitting import Room
+from ckpt_ft.planning.plan import Plan
+from ckpt_ft.training.arguments import ACArguments
+
+HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
+PLAN = Plan(
+    [Candidate("full", 4, 2**30, 2**30 + 5, 0.5), Candidate("none", 1, 2**29, 2**29, 0.25, 2)],
+    Room(2**31, 2**20, 2**20), "Llama", "a100-40gb", "throughput", "0123", holders=[HOLDER], rejected={"stages": "none"},
+)  # fmt: skip
+PEAKS = {"forward": {"allocated": 2**20}, "backward": {"allocated": 2**21, "reserved": 2**22, "active": 2**21}}
+REPORT = MemoryReport(
+    {"command": "llm.py", "policy": "full", "shapes": {"input_ids": [2, 32]}, "versions": {"torch": "2.13.0"}},
+    [RankMemory(0, "cpu", 10, 3, PEAKS, {"activations": 2**20, "parameters": 2**20}, [HOLDER], 0.1)],
+    Prediction("cpu", 2**21, {"forward": 2**20}),
+    MaxBatch("cpu", 8, 7),
+    [PolicyRow("none", 2**22, 0.3)],
+    Timeline([1, 2], {"activations": [3, 4]}, [(1, "backward")], 2, [HOLDER], "measured"),
+    ["a note"],
+)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    REPORT.to_json(tmp_path / "memory_report.json")
+    assert MemoryReport.from_json(tmp_path / "memory_report.json") == REPORT
+
+
+def test_plans(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    refused = 0
+    for number, content in enumerate(damaged(json.loads(PLAN.to_json()))):
+        path.write_bytes(content)
+        try:
+            settings = ACArguments(ac_policy=str(path))
+            assert str(settings.policy) in ("full", "none")
+            settings.plan.table()
+            assert settings.plan.why
+        except UserError as error:
+            refused += 1
+            assert_one_line(error, number)
+    assert refused > 30
+
+
+def test_reports(tmp_path: Path) -> None:
+    path = tmp_path / "memory_report.json"
+    console = Console(quiet=True)
+    refused = 0
+    for number, content in enumerate(damaged(json.loads(REPORT.to_json()), seed=1)):
+        path.write_bytes(content)
+        try:
+            report = MemoryReport.from_json(path)
+            report.print(console)
+            report.to_markdown()
+        except UserError as error:
+            refused += 1
+            assert_one_line(error, number)
+    assert refused > 30
+
+
+def assert_one_line(error: UserError, number: int) -> None:
+    assert "\n" not in str(error), number
+    assert 10 < len(str(error)) < 600, number
+
+
+def test_a_place_is_named(tmp_path: Path) -> None:
+    document = json.loads(PLAN.to_json())
+    document["rows"][1]["seconds"] = 0
+    with pytest.raises(UserError, match=r"plan: not a plan.* \(rows\.1\.seconds: Input should be greater than 0\)"):
+        Plan.from_json(json.dumps(document))

@@ -1,0 +1,56 @@
+"""Files of rows that nobody should have written: one line that names the place, never a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.text import data
+from ckpt_ft.training.text.data import DataArguments, load_rows
+
+ROW = b'{"text": "a"}\n'
+
+
+def read(path: Path) -> list[str]:
+    return list(load_rows(DataArguments(dataset_name=str(path)), evaluate=False, seed=0)[0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b"null\n" + ROW, "line 1 is a JSON NoneType, expected an object"),
+        ("a.jsonl", ROW + b"[1]\n", "line 2 is a JSON list, expected an object"),
+        ("a.jsonl", ROW + b'{"text": "caf\xe9"}\n', "line 2 is not UTF-8"),
+        ("a.jsonl", ROW + b'{"text": ' + b"[" * 100_000 + b"\n", "line 2 is not valid JSON"),
+        ("a.jsonl", b"9" * 5000 + b"\n", "line 1 is not valid JSON"),
+        ("a.jsonl", ROW + b'{"text": "' + b"a" * 3000 + b'"}\n', "line 2 is longer than"),
+        ("a.json", b"[null, {}]", "row 1 is a JSON NoneType"),
+        ("a.json", b"[" * 100_000, "is not valid JSON"),
+        ("a.json", b"null", "line 1 is a JSON NoneType"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, says: str
+) -> None:
+    monkeypatch.setattr(data, "LONGEST", 2000 if b"a" * 3000 in content else data.LONGEST)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        read(tmp_path / name)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b"\xef\xbb\xbf" + ROW + b"\n" + ROW),
+        ("a.json", b'[{"text": "a"},\n {"text": "a"}]'),
+        ("a.json", ROW + ROW),
+    ],
+)
+def test_good_rows_pass(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path / name) == ["a", "a"]
