@@ -1,4 +1,4 @@
-"""Ways to damage a JSON document: what the tests of hostile input share. Small in the suite, large by `CKPT_FT_FUZZ`."""
+"""Ways to damage a JSON document, for the tests of hostile input: few in the suite, many by `CKPT_FT_FUZZ`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 ROUNDS = int(os.environ.get("CKPT_FT_FUZZ", "60"))  # e.g. 5000, on demand
 _VALUES = (
-    None, True, 0, -1, 10**400, 1e308, float("nan"), float("inf"), "", "x" * 1000, "\0", "../../x", [], [None], [[]], {},
-    {"a": None}, "caf\u00e9",
+    None, True, 0, -1, 10**400, 1e308, float("nan"), float("inf"), "", "x" * 1000, "\0", "../../x", "caf\u00e9",
+    [], [None], [[]], {}, {"a": None},
 )  # fmt: skip
 
 

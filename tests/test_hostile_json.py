@@ -22,7 +22,7 @@ from ckpt_ft.training.arguments import ACArguments
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
 PLAN = Plan(
     [Candidate("full", 4, 2**30, 2**30 + 5, 0.5), Candidate("none", 1, 2**29, 2**29, 0.25, 2)],
-    Room(2**31, 2**20, 2**20), "Llama", "a100-40gb", "throughput", "0123", holders=[HOLDER], rejected={"stages": "none"},
+    Room(2**31, 2**20, 2**20), "Llama", "a100-40gb", "throughput", "0123", holders=[HOLDER], rejected={"sqrt": "no"},
 )  # fmt: skip
 PEAKS = {"forward": {"allocated": 2**20}, "backward": {"allocated": 2**21, "reserved": 2**22, "active": 2**21}}
 REPORT = MemoryReport(

@@ -26,7 +26,8 @@ from transformers import Trainer, TrainingArguments
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow
+from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow
+from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
 from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import Plan, plan

@@ -83,7 +83,11 @@ def show_and_write(report: MemoryReport, kinds: Sequence[str], output_dir: str) 
     if not report.main:
         return
     base = Path(output_dir) / "memory_report"
-    writers = {"json": report.to_json, "md": report.to_markdown, "png": report.plot}
+    writers: dict[str, Callable[[Path], object]] = {
+        "json": report.to_json,
+        "md": report.to_markdown,
+        "png": report.plot,
+    }
     with never_fatal("printing the memory report"):
         report.print()
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""recipes/llm.py met by faults: a report that fails, signals, a second run, a full disk, secrets on the command line."""
+"""recipes/llm.py met by faults: a report that fails, signals, a second run, a full disk, secrets in its command."""
 
 from __future__ import annotations
 

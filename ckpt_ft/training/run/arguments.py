@@ -36,7 +36,8 @@ class RunArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not 0 <= float(value) < float("inf"):
                 raise UserError(f"--{name} {value}: give a number from 0 on")
-        if self.hub_token is not None:
-            os.environ["HF_TOKEN"] = self.hub_token
-            self.hub_token = None
+        token: str | None = getattr(self, "hub_token")  # noqa: B009  its type cannot be determined
+        if token is not None:
+            os.environ["HF_TOKEN"] = token
+            self.hub_token: str | None = None
         super().__post_init__()

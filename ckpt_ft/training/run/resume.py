@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. Its manifest says what it is."""
+"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. Manifests say which."""
 
 from __future__ import annotations
 
