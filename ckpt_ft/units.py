@@ -29,7 +29,7 @@ def parse_bytes(text: str | int) -> int:
     """
     match = _QUANTITY.fullmatch(str(text))
     factor = _FACTORS.get((match[2] or "b").lower()) if match else None
-    if match is None or factor is None or float(match[1]) * factor < 1:
+    if match is None or factor is None or not 1 <= float(match[1]) * factor < 2**63:
         raise UserError(
             f"'{text}' is not an amount of memory; write a positive number with a unit, as in 24GiB or 600MiB"
         )
@@ -44,6 +44,14 @@ def format_bytes(nbytes: int) -> str:
     if size >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / KIB:.1f} KiB" if size >= KIB else f"{nbytes} B"
+
+
+def format_at_least(nbytes: int) -> str:
+    """`nbytes` for people, rounded up: `parse_bytes` makes no less of it."""
+    shown = nbytes
+    while parse_bytes(text := format_bytes(shown)) < nbytes:
+        shown += -(-nbytes // 10_000)
+    return text
 
 
 def format_number(value: float) -> str:

@@ -44,7 +44,7 @@ from ckpt_ft.training.diffusion.unet import (
     save_result,
 )
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.fit import run_within
+from ckpt_ft.training.fit import Attempt, run_within
 from ckpt_ft.training.images.captioned import load_captioned
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     directory = RunDirectory.of(args, lora=model_args.rank is not None)
     run_within(
-        lambda checkpoint, budget: train(model_args, image_args, args, ac_args, directory, checkpoint, budget),
+        lambda attempt: train(model_args, image_args, args, ac_args, directory, attempt),
         ac_args,
         directory,
     )
@@ -109,10 +109,9 @@ def train(
     args: LoopArguments,
     ac_args: ACArguments,
     directory: RunDirectory,
-    checkpoint: str | None,
-    budget: int | None,
+    attempt: Attempt,
 ) -> None:
-    """One run, from `checkpoint` on; `budget` is what to plan for where memory has run out before."""
+    """One run, from the checkpoint of `attempt` on."""
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
@@ -161,7 +160,7 @@ def train(
     side = resolution // 2 ** (len(vae_config.block_out_channels) - 1)
     workload = unet_workload(unet, args, accelerator, noise_scheduler, side, frozen_dtype)
     # what --ac_policy auto and --find_max_batch_size leave open
-    fitted = fit_unet(workload, args, ac_args, accelerator, budget)
+    fitted = fit_unet(workload, args, ac_args, accelerator, attempt)
     memory = LoopMemory(ac_args, accelerator)
     memory.add_to_report = fitted.describe
     memory.apply(unet)
@@ -180,7 +179,9 @@ def train(
     # Each rank draws noise of its own; what of it has been drawn is in the checkpoint.
     set_seed(args.seed, device_specific=True)
     identity = {"rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes}
-    step, samples_seen = (0, 0) if checkpoint is None else load_checkpoint(accelerator, checkpoint, identity)
+    step, samples_seen = 0, 0
+    if attempt.checkpoint is not None:
+        step, samples_seen = load_checkpoint(accelerator, attempt.checkpoint, identity)
     if ema is not None:
         ema.to(accelerator.device)
 

@@ -77,7 +77,7 @@ def find_max_batch_size(
     budget: str | int | None = None,
     *,
     max_batch_size: int = 1024,
-    margin: str | int | None = None,
+    margin: str | float | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
     """The largest batch whose training step fits, under the policy that stands on the model: predicted, then proved.
@@ -122,7 +122,7 @@ def predict_max_batch_size(
     budget: str | int | None = None,
     *,
     max_batch_size: int = 1024,
-    margin: str | int | None = None,
+    margin: str | float | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
     """The largest batch that fits the workload's device under `policy`, predicted only: the model may be on meta.

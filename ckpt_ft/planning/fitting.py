@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Lt
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
@@ -19,11 +23,15 @@ MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels'
 
 @dataclass(frozen=True)
 class Room:
-    """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees."""
+    """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees.
+
+    share: of the budget, where the margin is one: of a larger budget it is more.
+    """
 
     budget: Bytes
     context: Bytes = 0
     margin: Bytes = 0
+    share: Annotated[float, Ge(0), Lt(1)] = 0.0
 
     @property
     def limit(self) -> int:
@@ -34,14 +42,18 @@ class Room:
         return row.reserved <= self.limit
 
     def needs(self, row: Candidate) -> int:
-        """The smallest budget in which `row` fits with this context and margin."""
-        return row.reserved + self.context + self.margin
+        """The smallest budget in which `row` fits with this context and margin, or this share for one."""
+        if not self.share:
+            return row.reserved + self.context + self.margin
+        return math.ceil((row.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
 
 
 def make_room(
-    budget: str | int | None, gpu: GPU | None, margin: str | int | None = None, launch: Launch | None = None
+    budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None
 ) -> Room:
     """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
+
+    margin: an amount of memory; a float is a share of the budget.
 
     Raises:
         UserError: no budget for the CPU, or more than the GPU has.
@@ -49,15 +61,21 @@ def make_room(
     if gpu is None:
         if budget is None:
             raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
-        return Room(parse_bytes(budget), 0, parse_bytes(margin) if margin else 0)
+        return _room(parse_bytes(budget), 0, margin or 0)
     given = gpu.memory if budget is None else parse_bytes(budget)
     if given > gpu.memory:
         raise UserError(
             f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
             "give at most that, or a larger device"
         )
-    kept = round(MARGIN * given) if margin is None else parse_bytes(margin) if margin else 0
-    return Room(given, gpu.context + (nccl_bytes(gpu) if launch else 0), kept)
+    context = gpu.context + (nccl_bytes(gpu) if launch else 0)
+    return _room(given, context, MARGIN if margin is None else margin)
+
+
+def _room(budget: int, context: int, margin: str | float) -> Room:
+    if isinstance(margin, float):
+        return Room(budget, context, round(margin * budget), margin)
+    return Room(budget, context, parse_bytes(margin) if margin else 0)
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:

@@ -20,7 +20,7 @@ from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import read_json
 from ckpt_ft.tables import Table, markdown_table
-from ckpt_ft.units import format_bytes, format_number
+from ckpt_ft.units import format_at_least, format_bytes, format_number
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
@@ -160,7 +160,7 @@ def plan(
     batch_size: int | None = None,
     max_batch_size: int = 1024,
     target: str = "throughput",
-    margin: str | int | None = None,
+    margin: str | float | None = None,
     policies: list[str] | None = None,
     jobs: int = 1,
     report: Report | None = None,
@@ -178,7 +178,8 @@ def plan(
         batch_size: only this micro-batch size; None looks at all up to `max_batch_size`.
         target: "throughput" (of speeds within 1 % of the best, the one of fewest bytes), "memory" (fewest bytes, at
             batch size 1 unless given) or "effective_batch" (the largest batch).
-        margin: kept free beside the CUDA context; None for 2 % of the budget on a GPU, nothing on "cpu".
+        margin: kept free beside the CUDA context, an amount or, as a float, a share of the budget;
+            None for 2 % of the budget on a GPU, nothing on "cpu".
         policies: those to look at; None for all that suit the model.
         jobs: processes to trace on.
         report: told what is being traced.
@@ -238,5 +239,5 @@ def _too_small(search: Search, model: nn.Module) -> str:
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
         f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
-        f"works is {format_bytes(needed)}, under '{leanest}'{blocks}"
+        f"works is {format_at_least(needed)}, under '{leanest}'{blocks}"
     )

@@ -25,16 +25,14 @@ from transformers import Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError, WorkFailed, one_line
-from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
-from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.trainer_checkpoints import Finished, load_finished
-from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Loss, Workload
 
@@ -73,7 +71,7 @@ class Fitted:
 
     def make_plan(self, budget: str | int | None, batch_size: int | None) -> Plan:
         """A plan for this model on the device at hand."""
-        margin = _cpu_margin(budget, self.workload)
+        margin = _cpu_margin(self.workload)
         return plan(self.workload, budget, margin=margin, batch_size=batch_size, report=logger.info)
 
     def describe(self, report: MemoryReport) -> None:
@@ -110,11 +108,23 @@ def fit_to_memory(
     return fitted
 
 
-def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> None:
-    """Make the plan and find the batch that are asked for, for the model on `device`.
+@dataclass
+class Attempt:
+    """One try of a loop's run.
 
-    budget: bytes to plan for where that is less than `--ac_budget`.
+    Attributes:
+        checkpoint: what it goes on from.
+        budget: bytes to plan for, where memory has run out before; None for those of `--ac_budget`.
+        plan: the plan that was made under `auto`.
     """
+
+    checkpoint: str | None
+    budget: int | None = None
+    plan: Plan | None = None
+
+
+def settle(fitted: Fitted, device: torch.device, attempt: Attempt | None = None) -> None:
+    """Make the plan and find the batch that are asked for, for the model on `device`."""
     settings, model = fitted.settings, fitted.workload.model
     if settings.from_plan:
         fitted.plan = settings.plan
@@ -125,7 +135,10 @@ def settle(fitted: Fitted, device: torch.device, budget: int | None = None) -> N
     model.to(device)
     if settings.ac_policy == "auto":
         batch_size = None if settings.find_max_batch_size else getattr(fitted.args, fitted.batch_name)
+        budget = None if attempt is None else attempt.budget
         fitted.plan = fitted.make_plan(budget or settings.ac_budget, batch_size)
+        if attempt is not None:
+            attempt.plan = fitted.plan
         settings.ac_policy = fitted.plan.best.policy
         _say(f"--ac_policy auto: {fitted.plan.why}\n{fitted.plan.table()}")
     if settings.find_max_batch_size:
@@ -162,7 +175,7 @@ def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted, directory:
         fitted.workload.model.zero_grad(set_to_none=True)
         gc.collect()
         assert fitted.plan is not None
-        budget = round((budget or fitted.plan.room.budget) * _LEANER)
+        budget = leaner_budget(fitted.plan)
         try:
             fitted.plan = fitted.make_plan(budget, fitted.args.per_device_train_batch_size)
         except UserError:
@@ -174,25 +187,22 @@ def train_within(trainer: Trainer, memory: Measuring, fitted: Fitted, directory:
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), memory.policy, place)
 
 
-def run_within(
-    train: Callable[[str | None, int | None], None], settings: ACArguments, directory: RunDirectory
-) -> None:
-    """`train(checkpoint, budget)`; under `auto`, when memory runs out, again for a smaller budget from the last
+def run_within(train: Callable[[Attempt], None], settings: ACArguments, directory: RunDirectory) -> None:
+    """`train(attempt)`; under `auto`, when memory runs out, again for a smaller budget from the last
     checkpoint, or from the beginning where there is none.
 
     Args:
-        train: a whole run, from loading the model on; a budget of None is that of `settings`.
+        train: a whole run, from loading the model on; it leaves its plan in the attempt.
 
     Raises:
         WorkFailed: what training raised, where there is no leaner plan or with `--ac_on_oom stop`.
     """
     automatic = settings.ac_policy == "auto"
-    budget: int | None = None
-    checkpoint = directory.checkpoint
+    attempt = Attempt(directory.checkpoint)
     failed: WorkFailed | None = None
     while True:
         try:
-            return train(checkpoint, budget)
+            return train(attempt)
         except WorkFailed as error:
             if not (automatic and _replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
                 raise
@@ -203,11 +213,19 @@ def run_within(
                 raise
             raise failed from None
         gc.collect()
-        budget = round((budget or make_room(settings.limit, current_gpu()).budget) * _LEANER)
+        assert attempt.plan is not None, "auto has made one before it trained"
+        attempt = Attempt(directory.last_complete(), leaner_budget(attempt.plan))
         settings.ac_policy, settings.find_max_batch_size = "auto", False
-        checkpoint = directory.last_complete()
-        place = checkpoint or "the beginning"
-        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(budget), place)
+        place = attempt.checkpoint or "the beginning"
+        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(attempt.budget or 0), place)
+
+
+def leaner_budget(failed: Plan) -> int:
+    """What to plan for after the pick of `failed` ran out of memory: too little, as predicted, for that pick."""
+    budget, needed = failed.room.budget, failed.room.needs(failed.best)
+    while budget >= min(needed, failed.room.budget):
+        budget = round(budget * _LEANER)
+    return budget
 
 
 def _refuse_partitioned(model: nn.Module, flag: str) -> None:
@@ -235,7 +253,7 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
     args, settings, workload = fitted.args, fitted.settings, fitted.workload
     applied = apply_policy(workload.model, settings.policy) if settings.policy is not None else None
     try:
-        margin = _cpu_margin(settings.ac_budget, workload)
+        margin = _cpu_margin(workload)
         found = find_max_batch_size(workload, settings.ac_budget, margin=margin)
     finally:
         if applied is not None:
@@ -247,9 +265,9 @@ def _largest(fitted: Fitted) -> MaxBatchSize:
     return found
 
 
-def _cpu_margin(budget: str | int | None, workload: Workload) -> int | None:
-    """Bytes to keep free under a CPU's budget; None on a GPU, where the planner has a margin of its own."""
-    return round(_LOOP * parse_bytes(budget)) if workload.device == "cpu" and budget is not None else None
+def _cpu_margin(workload: Workload) -> float | None:
+    """The share of a CPU's budget to keep free; None on a GPU, where the planner has a margin of its own."""
+    return _LOOP if workload.device == "cpu" else None
 
 
 def _say(text: str) -> None:

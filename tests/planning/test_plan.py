@@ -144,6 +144,19 @@ def test_the_smallest_budget_that_works_works() -> None:
     assert plan(small.model, small.step_for_batch, budget, "cpu", policies=["none", "full"]).best.batch == 1
 
 
+def test_nor_does_a_margin_that_grows_with_it_stand_in_the_way() -> None:
+    small = MODELS["llama"]()
+    with pytest.raises(UserError) as refused:
+        plan(small.model, small.step_for_batch, 300_000, "cpu", margin=0.05, policies=["full"])
+    said = str(refused.value).split("works is ")[1].split(", under")[0]
+    assert plan(small.model, small.step_for_batch, said, "cpu", margin=0.05, policies=["full"]).best.batch == 1
+    for reserved in range(10**6, 10**6 + 50):
+        row = Candidate("none", 1, reserved, reserved, 1.0)
+        needed = make_room(10**6, None, 0.05).needs(row)
+        assert make_room(needed, None, 0.05).fits(row)
+        assert not make_room(needed - 4, None, 0.05).fits(row)
+
+
 def test_context_and_margin_are_kept_free() -> None:
     gpu = find_gpu("a100-40gb")
     room = make_room("24GiB", gpu)

@@ -194,7 +194,9 @@ def test_out_of_memory_is_planned_again(
     monkeypatch.setattr(LoopMemory, "step", lambda memory: step(memory))
     flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]
     assert train(recipe, tiny["sd1"], tmp_path / "out", *flags) == plain
-    assert planned == [GIB, round(0.9 * GIB)]
+    assert planned[0] == GIB
+    assert len(planned) == 2
+    assert planned[1] < 0.01 * GIB  # where the pick that failed would not fit
     assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 again
     again = OutOfMemoryOnce(at)
     monkeypatch.setattr(LoopMemory, "step", lambda memory: again(memory))

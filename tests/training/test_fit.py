@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,9 +100,13 @@ def within(fitted: Fitted, trainer: Failing, directory: RunDirectory) -> tuple[A
     return train_within(trainer, memory, fitted, directory), memory  # type: ignore[arg-type]
 
 
-def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
+def test_out_of_memory_is_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pick that failed is not tried again, nor one that needs as much."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
     fitted = fit(tmp_path, settings)
+    assert fitted.plan is not None
+    plans, make = [fitted.plan], Fitted.make_plan
+    monkeypatch.setattr(Fitted, "make_plan", lambda *args: plans.append(make(*args)) or plans[-1])
     directory = RunDirectory(str(tmp_path / "out"), lora=False)
     for step, run in ((7, directory.run), (8, "another run's")):
         checkpoint = tmp_path / "out" / f"checkpoint-{step}"
@@ -113,7 +118,11 @@ def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     assert metrics == {"loss": 1.0}
     assert trainer.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
     assert fitted.plan is not None
-    assert fitted.plan.room.budget == round(round(5 * MIB * 0.9) * 0.9)
+    assert len(plans) == 3
+    for before, after in pairwise(plans):
+        assert after.best.reserved < before.best.reserved
+        assert not after.room.fits(before.best)
+        assert after.room.budget <= round(before.room.budget * 0.9)
     assert str(memory.policy) == fitted.plan.best.policy == settings.ac_policy
 
 

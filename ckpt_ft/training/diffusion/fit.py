@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.training.fit import Fitted, settle
+from ckpt_ft.training.fit import Attempt, Fitted, settle
 from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Workload
@@ -62,13 +62,10 @@ def fit_unet(
     args: LoopArguments,
     settings: ACArguments,
     accelerator: Accelerator,
-    budget: int | None = None,
+    attempt: Attempt,
 ) -> Fitted:
-    """`fit_to_memory` for the diffusion recipe's loop.
-
-    budget: bytes to plan for where that is less than `--ac_budget`.
-    """
+    """`fit_to_memory` for the diffusion recipe's loop."""
     fitted = Fitted(workload, args, settings, "train_batch_size")
-    settle(fitted, accelerator.device, budget)
+    settle(fitted, accelerator.device, attempt)
     accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     return fitted
