@@ -200,6 +200,7 @@ def train(
     if args.report_to != "none":
         settings = vars(model_args) | vars(image_args) | vars(args) | vars(ac_args)
         accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in settings.items()})
+    directory.check_space(accelerator.unwrap_model(unet), optimizer)
     directory.clear()
     losses = LossLog(accelerator, args.output_dir, step)
     if validation.prompts and step == 0 and accelerator.is_main_process:

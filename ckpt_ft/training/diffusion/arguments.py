@@ -13,6 +13,10 @@ def _flag(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+# Those of diffusers' get_scheduler that need nothing else.
+SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+
+
 @dataclass
 class DiffusionModelArguments:
     """Which pipeline is fine-tuned, and how much of its U-Net.
@@ -105,7 +109,7 @@ class LoopArguments:
     """How long and how it is trained, what is written meanwhile.
 
     Raises:
-        UserError: a count below 1, or a package that a flag needs and that is not installed.
+        UserError: a count below 1, a rate that nothing can be trained with, or a package that a flag needs and that is not installed.
     """
 
     output_dir: str = _flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
@@ -116,7 +120,7 @@ class LoopArguments:
     max_train_steps: int | None = _flag(None, "Optimizer steps.")
     learning_rate: float = _flag(1e-4, "Peak learning rate.")
     scale_lr: bool = _flag(False, "Multiply it by devices, accumulation steps and batch size.")
-    lr_scheduler: str = _flag("constant", "A schedule that diffusers' get_scheduler knows.")
+    lr_scheduler: str = _flag("constant", "The learning rate's schedule.", choices=SCHEDULES)
     lr_warmup_steps: int = _flag(500, "Steps of warm-up, for schedules that have one.")
     adam_beta1: float = _flag(0.9, "First moment's decay.")
     adam_beta2: float = _flag(0.999, "Second moment's decay.")
@@ -156,6 +160,13 @@ class LoopArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: give at least 1")
+        for name in ("learning_rate", "lr_warmup_steps", "adam_weight_decay", "adam_epsilon", "max_grad_norm"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise UserError(f"--{name} {value}: give a number from 0 on")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: give a number from 0 up to, but not including, 1")
         if self.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--use_8bit_adam needs bitsandbytes, which is not installed: pip install bitsandbytes")
         if self.snr_gamma is not None and self.snr_gamma <= 0:

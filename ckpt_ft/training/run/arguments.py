@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from ckpt_ft.errors import UserError
 
@@ -21,7 +23,7 @@ class RunArguments(TrainingArguments):
     directory that it saves, and uploads them.
 
     Raises:
-        UserError: a number that nothing can be trained with.
+        UserError: a number that nothing can be trained with, or a package that is asked for and not installed.
     """
 
     overwrite_output_dir: bool = field(
@@ -41,3 +43,21 @@ class RunArguments(TrainingArguments):
             os.environ["HF_TOKEN"] = token
             self.hub_token: str | None = None
         super().__post_init__()
+        needed = {
+            "--use_liger_kernel": ("liger_kernel", self.use_liger_kernel),
+            f"--optim {self.optim}": (
+                "bitsandbytes",
+                any(part in str(self.optim) for part in ("bnb", "8bit", "paged")),
+            ),
+        }
+        for flag, (package, wanted) in needed.items():
+            if wanted and importlib.util.find_spec(package) is None:
+                raise UserError(f"{flag} needs {package}, which is not installed")
+        here = get_available_reporting_integrations()
+        for name in self.report_to:
+            if name not in here:
+                raise UserError(f"--report_to {name}: not installed; of trackers there are here: {_or_none(here)}")
+
+
+def _or_none(names: list[str]) -> str:
+    return ", ".join(names) or "none"

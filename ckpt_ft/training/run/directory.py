@@ -16,12 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
+from torch import nn
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import sweep
+from ckpt_ft.units import format_bytes
 
 from .manifest import read_manifest
 from .resume import (
@@ -52,7 +55,7 @@ class RunDirectory:
 
     def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
         check_output_dir(output_dir)
-        self.path, self.overwrite = Path(output_dir), overwrite
+        self.path, self.overwrite, self.lora = Path(output_dir), overwrite, lora
         self.checkpoint = resume_path(resume, output_dir)
         if overwrite and self.checkpoint is not None:
             raise UserError(
@@ -101,6 +104,28 @@ class RunDirectory:
             sweep(self.path)
         self.overwrite = False
         state.wait_for_everyone()
+
+    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """What a checkpoint of `model` takes must be free, before anything is trained for it.
+
+        With adapters only what is trained is saved. Of other optimizers than Adam the state is not counted, nor are
+        shards.
+
+        Raises:
+            WorkFailed: the disk is too full.
+        """
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        saved = trained if self.lora else list(model.parameters())
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+        moments = 2 if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) else 0
+        needed = sum(p.numel() * p.element_size() for p in saved)
+        needed += moments * sum(p.numel() * p.element_size() for p in trained)
+        free = shutil.disk_usage(self.path).free
+        if PartialState().num_processes == 1 and free < needed:
+            raise WorkFailed(
+                f"--output_dir {self.path}: a checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are free; "
+                "nothing was trained: make room, or give a directory on another disk"
+            )
 
     def last_complete(self) -> str | None:
         """The newest whole checkpoint of this run."""

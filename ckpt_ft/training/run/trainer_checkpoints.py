@@ -52,6 +52,7 @@ class Checkpoints(TrainerCallback):
     ) -> None:
         if state.global_step >= state.max_steps:  # a Trainer would make one more step
             raise Finished
+        self.directory.check_space(kwargs["model"], kwargs["optimizer"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, last_complete_checkpoint, resume_path
@@ -136,6 +138,22 @@ def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
         pytest.skip("needs Linux")
     with pytest.raises(UserError, match="--output_dir /proc/ckpt_ft cannot be written to"):
         RunDirectory(str(path), lora=False).open()
+
+
+@pytest.mark.parametrize(("lora", "needed"), [(False, 4 * 150 + 8 * 50), (True, 4 * 50 + 8 * 50)])
+def test_a_disk_that_is_too_full_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, needed: int
+) -> None:
+    """Weights in float32 (of adapters only what is trained) and two moments of what is trained."""
+    model = torch.nn.ModuleList([torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 5, bias=False)])
+    model[0].requires_grad_(False)
+    directory = RunDirectory(str(tmp_path), lora=lora)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
+    directory.check_space(model, optimizer)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(WorkFailed, match="a checkpoint takes .* nothing was trained: make room"):
+        directory.check_space(model, optimizer)
 
 
 def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
