@@ -109,7 +109,8 @@ class LoopArguments:
     """How long and how it is trained, what is written meanwhile.
 
     Raises:
-        UserError: a count below 1, a rate that nothing can be trained with, or a package that a flag needs and that is not installed.
+        UserError: a count below 1, a rate that nothing can be trained with, or a package that a flag needs and that is
+        not installed.
     """
 
     output_dir: str = _flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")

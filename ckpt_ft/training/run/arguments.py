@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from ckpt_ft.errors import UserError
 
@@ -43,12 +44,10 @@ class RunArguments(TrainingArguments):
             os.environ["HF_TOKEN"] = token
             self.hub_token: str | None = None
         super().__post_init__()
+        optim = OptimizerNames(self.optim).value
         needed = {
             "--use_liger_kernel": ("liger_kernel", self.use_liger_kernel),
-            f"--optim {self.optim}": (
-                "bitsandbytes",
-                any(part in str(self.optim) for part in ("bnb", "8bit", "paged")),
-            ),
+            f"--optim {optim}": ("bitsandbytes", any(part in optim for part in ("bnb", "8bit", "paged"))),
         }
         for flag, (package, wanted) in needed.items():
             if wanted and importlib.util.find_spec(package) is None:

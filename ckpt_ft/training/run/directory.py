@@ -123,7 +123,7 @@ class RunDirectory:
         free = shutil.disk_usage(self.path).free
         if PartialState().num_processes == 1 and free < needed:
             raise WorkFailed(
-                f"--output_dir {self.path}: a checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are free; "
+                f"--output_dir {self.path}: a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free; "
                 "nothing was trained: make room, or give a directory on another disk"
             )
 

@@ -27,7 +27,7 @@ class Parser(HfArgumentParser):
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(one_line(message))
+        raise UserError(one_line(message, 500))
 
 
 def parse_args(

@@ -36,7 +36,7 @@ def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch)
         (["--train_batch_size", "0"], "--train_batch_size 0: give at least 1"),
         (["--learning_rate", "-1"], "--learning_rate -1.0: give a number from 0 on"),
         (["--adam_beta2", "1"], "--adam_beta2 1.0: give a number from 0 up to"),
-        (["--lr_scheduler", "cosin"], "argument --lr_scheduler: invalid choice: 'cosin'"),
+        (["--lr_scheduler", "cosin"], "invalid choice: 'cosin'"),
         (["--use_8bit_adam"], "--use_8bit_adam needs bitsandbytes"),
     ],
 )
