@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
     flags += ["--ac_report", "none", "--disable_tqdm", "true", "--output_dir"]
     process = start(root, [sys.executable, "recipes/llm.py", *flags, str(killed)])
     deadline = time.monotonic() + 200
-    while not (killed / "checkpoint-3" / "trainer_state.json").exists():
+    while not (killed / "checkpoint-3" / "manifest.json").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -70,7 +70,10 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
         chosen = last_complete_checkpoint(output_dir)
         if chosen is None:
             torn = [f"{path.name}: {what_is_wrong(path)}" for path in checkpoints(output_dir)[-1:]]
-            raise UserError(f"{given}: no complete checkpoint in {output_dir}" + "".join(f" ({why})" for why in torn))
+            raise UserError(
+                f"{given}: no complete checkpoint in {output_dir}"
+                + "".join(f" ({why}; --overwrite_output_dir starts anew)" for why in torn)
+            )
     else:
         chosen = resume_from_checkpoint
         wrong = what_is_wrong(Path(chosen)) if Path(chosen).is_dir() else "no such directory"
