@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--recipes llm image_classification diffusion_unet] [--kills 50] [--signal KILL]
 
-Half of the kills come while something is being written: as soon as a name comes to, or goes from, the output directory.
+Half of the kills come while something is written: as soon as a name comes to, or goes from, the output directory.
 Each recipe is one chain: killed, resumed, killed ..., and then finished. Printed for each: kills, steps that had to be
 made again, checkpoints that were torn (and passed over), and losses and weights that differ at the end: none may.
 """
@@ -144,7 +144,7 @@ def unequal(one: Path, other: Path) -> list[str]:
 
 def chain(recipe: str, kills: int, seed: int, number: int, root: Path) -> Chain:
     """Kill `recipe` `kills` times, finish it, and compare it with one that was left alone."""
-    steps, out, whole = 6 + 4 * kills, root / f"{recipe}-killed", root / f"{recipe}-whole"
+    steps, out, whole = 6 + 10 * kills, root / f"{recipe}-killed", root / f"{recipe}-whole"
     finish(recipe, whole, steps)
     draw, done = random.Random(seed), Chain(recipe)
     while done.kills < kills:

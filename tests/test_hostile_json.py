@@ -1,4 +1,4 @@
-"""plan.json and memory_report.json, damaged in many ways: they are read, or refused in one line."""
+"""plan.json, memory_report.json and config.json, damaged in many ways: read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.fitting import Room
 from ckpt_ft.planning.plan import Plan
 from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
 
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
 PLAN = Plan(
@@ -34,6 +36,13 @@ REPORT = MemoryReport(
     Timeline([1, 2], {"activations": [3, 4]}, [(1, "backward")], 2, [HOLDER], "measured"),
     ["a note"],
 )
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "hidden_act": "silu",
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "pad_token_id": 0,
+    "attention_dropout": 0.1, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -84,3 +93,25 @@ def test_a_place_is_named(tmp_path: Path) -> None:
     document["rows"][1]["seconds"] = 0
     with pytest.raises(UserError, match=r"plan: not a plan.* \(rows\.1\.seconds: Input should be greater than 0\)"):
         Plan.from_json(json.dumps(document))
+
+
+def test_configs(tmp_path: Path) -> None:
+    """Built or refused, and soon: nothing of a size that would not end is begun."""
+    path = tmp_path / "config.json"
+    refused = 0
+    for number, content in enumerate(damaged(LLAMA, seed=2)):
+        path.write_bytes(content)
+        try:
+            load(str(path), Settings(seq_length=16), "cpu")
+        except UserError as error:
+            refused += 1
+            assert_one_line(error, number)
+    assert refused > 30
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, key: 10**15}))
+    with pytest.raises(UserError, match=f"{key} 1000000000000000 is no size of a model"):
+        load(str(path), Settings(seq_length=16), "cpu")

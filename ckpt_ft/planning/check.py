@@ -7,12 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # accelerate asks for it, too
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
@@ -34,12 +37,25 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     workload = load(name, settings, current_gpu() or "cpu")
+    _check_room(name, workload.model, device)
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
     parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
     return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
+
+
+def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
+    """Raises UserError where not even the weights and the gradients, which are kept twice, fit: said before a kill."""
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    needed = sum(size for size, _ in sizes) + 2 * sum(size for size, trained in sizes if trained)
+    free = psutil.virtual_memory().available if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
+    if needed > free:
+        raise UserError(
+            f"{name}: a check takes {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
+            "free; check a config with fewer layers: the blocks are alike"
+        )
 
 
 def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError, one_line
 
+_MOST = 2**40
+_MOST_LAYERS = 10_000
+_REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of what is built so many times
 KNOWN = Path(__file__).parent / "configs" / "known.json"
 
 
@@ -77,8 +81,29 @@ def hub_answers() -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON: {one_line(error, 200)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: a model's config is a JSON object, not a {type(content).__name__}")
+    _check_sizes(path, "", content)
+    for key in ("model_type", "_class_name"):
+        if key in content and not isinstance(content[key], str):
+            raise UserError(f"{path}: {key} is a name, not {str(content[key])[:50]!r}")
+    named = content.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{path}: architectures is a list of names, not {str(named)[:50]!r}")
     return content
+
+
+def _check_sizes(path: Path, key: str, value: Any) -> None:
+    """Raises UserError for a number that no model has: building a billion layers would not end."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _check_sizes(path, name, part)
+    elif isinstance(value, list):
+        for part in value[:_MOST_LAYERS]:
+            _check_sizes(path, key, part)
+    elif isinstance(value, (int, float)):
+        most = _MOST_LAYERS if _REPEATS.search(key) else _MOST
+        if not -most <= value <= most:
+            raise UserError(f"{path}: {key} {str(value)[:20]} is no size of a model; at most {most}")
