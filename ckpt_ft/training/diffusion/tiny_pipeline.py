@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckpt_ft.files import cache_root, make_directory
+from ckpt_ft.files import cache_root
 from ckpt_ft.training.images.shapes import drawings
+from ckpt_ft.training.run.manifest import make_whole
 
 from .tiny_vae import LATENT_CHANNELS, RESOLUTION, tiny_vae
 
@@ -36,7 +37,7 @@ def tiny_pipeline_dir(kind: str = "sd2") -> str:
     def fill(directory: Path) -> None:
         make_tiny_pipeline(kind).save_pretrained(directory)
 
-    return str(make_directory(cache_root() / f"tiny-{kind}-v{_VERSION}", fill))
+    return str(make_whole(cache_root() / f"tiny-{kind}-v{_VERSION}", fill))
 
 
 def make_tiny_pipeline(

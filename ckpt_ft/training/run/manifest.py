@@ -7,13 +7,17 @@ was written over by another run or that holds a file of someone else's is not, a
 from __future__ import annotations
 
 import hashlib
+import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from ckpt_ft.errors import one_line
-from ckpt_ft.files import flush, flush_tree, write
+from ckpt_ft.files import flush, flush_tree, make_directory, write
 
+logger = logging.getLogger(__name__)
 NAME = "manifest.json"
 _CHUNK = 1 << 20
 
@@ -79,6 +83,24 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     except OSError as error:
         return one_line(error)
     return None
+
+
+def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
+    """The directory `path`, filled by `fill(directory)` the first time; a damaged one is made again, with a warning.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    wrong = what_is_wrong(path) if path.is_dir() else None
+    if wrong is not None:
+        logger.warning("%s is made again: %s", path, wrong)
+        shutil.rmtree(path)
+
+    def filled(directory: Path) -> None:
+        fill(directory)
+        write_manifest(directory, path.name)
+
+    return make_directory(path, filled)
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:

@@ -84,8 +84,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not valid YAML: {one_line(error)}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of encodings, dates and numbers: ValueErrors
+        raise UserError(f"--config {path} is not valid YAML: {one_line(error, 300)}") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
@@ -98,7 +98,7 @@ def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]
         if f"--{key}" not in parser._option_string_actions or key in ("config", "help"):
             raise UserError(f"{source}: {_unknown(f'--{key}', parser).replace('--', '')}")
         if isinstance(value, dict):
-            tokens.append(f"--{key}={json.dumps(value)}")
+            tokens.append(f"--{key}={_json(key, value, source)}")
         elif value is True and parser._option_string_actions[f"--{key}"].const is True:
             tokens.append(f"--{key}")  # what a bare flag means is not always what the word "True" means (--fsdp)
         elif isinstance(value, list):
@@ -106,6 +106,13 @@ def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]
         elif value is not None:
             tokens.append(f"--{key}={value}")
     return tokens
+
+
+def _json(key: str, value: dict[Any, Any], source: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:  # dates, bytes; anchors that contain themselves
+        raise UserError(f"{source}: {key}: {one_line(error, 200)}") from error
 
 
 def _flag(token: str) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.files import cache_root, make_directory
+from ckpt_ft.files import cache_root
+from ckpt_ft.training.run.manifest import make_whole
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,7 +58,7 @@ def docstring_pairs() -> list[dict[str, str]]:
 
 def make_sample() -> tuple[str, str]:
     """The built-in model's directory and the corpus' jsonl file, made on first use (about ten seconds)."""
-    made = make_directory(cache_root() / f"docstrings-v{_VERSION}-py{platform.python_version()}", _write)
+    made = make_whole(cache_root() / f"docstrings-v{_VERSION}-py{platform.python_version()}", _write)
     return str(made / "model"), str(made / "docstrings.jsonl")
 
 

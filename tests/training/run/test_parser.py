@@ -82,6 +82,11 @@ def test_what_is_wrong_is_one_line(argv: list[str], message: str) -> None:
         ("steps: 1.5", "invalid int value: '1.5'"),
         ("- steps", "expected 'flag: value' lines, found list"),
         ("a: [", "is not valid YAML"),
+        ("steps: 2024-13-45", "is not valid YAML"),
+        ("steps: " + "9" * 5000, "is not valid YAML"),
+        ("steps: " + "[" * 5000, "is not valid YAML"),
+        ("options: {x: 2024-01-02}", "options: Object of type date is not JSON serializable"),
+        ("options: &a {x: *a}", "options: Circular reference detected"),
         ("config: other.yaml", "no flag 'config'"),
     ],
 )

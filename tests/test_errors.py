@@ -1,0 +1,49 @@
+"""How a script ends: exit codes as the shell expects them, one line, and no stream that costs the work."""
+
+from __future__ import annotations
+
+import errno
+import io
+import signal
+import sys
+
+import pytest
+
+from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("wrong"), 2, "error: wrong\n"),
+        (WorkFailed("failed"), 1, "error: failed\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (Interrupted("stopped", signal.SIGTERM), 143, "error: stopped\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "error: [Errno 28] No space left on device: 'x'\n"),
+    ],
+)
+def test_codes(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as stopped:
+        run(main)
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == said
+
+
+def test_what_nobody_foresaw_keeps_its_traceback() -> None:
+    def main() -> int:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "x")
+
+    with pytest.raises(FileNotFoundError):
+        run(main)
+
+
+def test_a_stream_in_ascii_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda: print("policy full \u00b7 cpu", flush=True))
+    assert stopped.value.code == 0
+    assert raw.getvalue() == b"policy full ? cpu\n"

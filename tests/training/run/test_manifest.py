@@ -1,0 +1,34 @@
+"""A made directory is whole, or made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.training.run.manifest import make_whole, what_is_wrong
+
+
+def test_a_damaged_directory_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def fill(directory: Path) -> None:
+        calls.append(directory)
+        (directory / "sub").mkdir()
+        (directory / "sub" / "weights").write_bytes(bytes(100))
+
+    path = tmp_path / "cache" / "made"
+    for _ in range(2):
+        assert make_whole(path, fill) == path
+    assert len(calls) == 1
+    assert what_is_wrong(path) is None
+    for damage in (lambda file: file.write_bytes(bytes(99)), lambda file: file.unlink()):
+        damage(path / "sub" / "weights")
+        make_whole(path, fill)
+        assert what_is_wrong(path) is None
+    assert len(calls) == 3
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "sub/weights has 99 bytes and not 100",
+        "sub/weights is missing",
+    ]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["made"]
