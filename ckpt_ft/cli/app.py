@@ -19,14 +19,23 @@ import typer
 from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
-from ckpt_ft.policy import Policy
 from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from . import recipe
 from .console import progress, stdout
-from .options import ONE_PROCESS, AsJson, BatchSize, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+from .options import (
+    ONE_PROCESS,
+    AsJson,
+    BatchSize,
+    Device,
+    Model,
+    PolicyOption,
+    gpu_or_cpu,
+    parse_policy,
+    takes_settings,
+)
 from .planning import register
 
 if TYPE_CHECKING:
@@ -102,7 +111,7 @@ def estimate(
     """Predict peak memory and time of one training step, without a GPU and without weights."""
     from ckpt_ft.workloads.load import load
 
-    Policy.parse(policy)
+    parse_policy(policy)
     gpu = gpu_or_cpu(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
     with progress() as say:
@@ -130,7 +139,7 @@ def explain(
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.workloads.load import load
 
-    Policy.parse(policy)
+    parse_policy(policy)
     gpu = gpu_or_cpu(device)
     with progress() as say:
         say(f"building {model} from its config")
@@ -168,7 +177,7 @@ def check(
     """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
     from ckpt_ft.planning.check import check_model
 
-    Policy.parse(policy)
+    parse_policy(policy)
     with progress() as say:
         say(f"running {model} with and without '{policy}'")
         parity = check_model(model, policy, settings, batch_size, seed)

@@ -14,6 +14,7 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
+from ckpt_ft.policy import Policy
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
@@ -152,3 +153,15 @@ def gpu_or_cpu(name: str) -> GPU | None:
     from ckpt_ft.memory.gpus import find_gpu
 
     return None if name == "cpu" else find_gpu(name)
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy of `--policy`.
+
+    Raises:
+        UserError: it is none, or one of torch.compile, which no command runs.
+    """
+    policy = Policy.parse(text)
+    if policy.budget is not None:
+        raise UserError(f"--policy {text}: budget: acts under torch.compile alone, in a recipe with --torch_compile")
+    return policy

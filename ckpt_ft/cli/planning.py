@@ -17,7 +17,7 @@ from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from .console import progress, stdout
-from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, takes_settings
+from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, parse_policy, takes_settings
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
@@ -107,6 +107,7 @@ def max_batch(
     from ckpt_ft.planning.batch_size import predict_max_batch_size
     from ckpt_ft.workloads.load import load
 
+    parse_policy(policy)
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, gpu_or_cpu(device) or "cpu")

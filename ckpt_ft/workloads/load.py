@@ -36,7 +36,11 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
     """
     if lengths is not None:
         settings = replace(settings, seq_length=max(lengths.longest, 2))
+    if settings.lora_targets and not settings.lora_r:
+        raise UserError(f"LoRA targets {','.join(settings.lora_targets)} without LoRA: give a rank, or drop them")
     workload = _by_kind(name, read_config(name), settings)
+    if settings.resolution and "resolution" not in workload.shape:
+        raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
     if lengths is not None and workload.kind != "language model":
         raise UserError(
             f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"

@@ -65,8 +65,6 @@ class Settings:
             raise UserError(f"sequence length {self.seq_length}: a sequence has at least 2 tokens")
         if self.lora_r < 0:
             raise UserError(f"LoRA rank {self.lora_r}: it is at least 1 (0 trains all weights)")
-        if self.lora_targets and not self.lora_r:
-            raise UserError(f"LoRA targets {','.join(self.lora_targets)} without LoRA; give a rank, as in --lora 16")
         if self.resolution < 0:
             raise UserError(f"resolution {self.resolution}: a number of pixels, or 0 for the model's own")
         if self.load_in_4bit and not self.lora_r:
