@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
+After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
 # Views by meaning, whatever their schema says, and ops that touch no data.
 _NO_KERNEL = {

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-if TYPE_CHECKING:
-    from .tracker import After, Rule
+from .opinfo import After, Rule
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ from ckpt_ft.units import format_bytes
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import Op, Storage
-from .opinfo import collective_bytes, describe, measure, plain, tensors
+from .opinfo import After, Rule, collective_bytes, describe, measure, plain, tensors
 from .scratch import measured
 from .trace import StepTrace
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
 _LIFT = torch.ops.aten.lift_fresh.default
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
-After = Callable[["Tracker", Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
 
 class _Seen(weakref.ref):

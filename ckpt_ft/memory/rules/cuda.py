@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
-from ckpt_ft.memory.record.tracker import After, Rule, Tracker
+from ckpt_ft.memory.record.opinfo import After, Rule
+from ckpt_ft.memory.record.tracker import Tracker
 
 from . import autocast, cudnn, sdpa
 from .fake_kernels import as_dtype

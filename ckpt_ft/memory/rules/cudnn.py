@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.memory.record.tracker import After, Tracker
+from ckpt_ft.memory.record.opinfo import After
+from ckpt_ft.memory.record.tracker import Tracker
 
 aten = torch.ops.aten
 _ARGUMENTS = {

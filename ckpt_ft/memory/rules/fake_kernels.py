@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_ft.memory.fake.memo import CPU
-from ckpt_ft.memory.record.tracker import Rule
+from ckpt_ft.memory.record.opinfo import Rule
 
 aten = torch.ops.aten
 
