@@ -19,7 +19,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake.step import faked_model, trace_step
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.fake.surroundings import faked_model
 from ckpt_ft.units import GIB
 
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]

@@ -7,13 +7,11 @@ For a GPU the rules of rules/cuda.py are laid over them; for "cpu" the CPU's own
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +37,7 @@ from ckpt_ft.memory.rules import cpu, cuda, fake_kernels
 from .balanced import Balanced
 from .interrupts import Interrupts
 from .memo import CPU, Memo, call_key
+from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 if TYPE_CHECKING:
@@ -85,10 +84,10 @@ def trace_step(
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
         mesh = stack.enter_context(rank_zero_of(launch.processes)) if launch and launch.processes > 1 else None
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(cuda.fakes_are_tensors())
-        stack.enter_context(_unnoticed())
-        stack.enter_context(_tensors_of_fakes())
+        stack.enter_context(unnoticed())
+        stack.enter_context(tensors_of_fakes())
         if gpu is not None:
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
@@ -220,84 +219,3 @@ class FakeTracker(Tracker):
             if type(real.grad) is FakeTensor:
                 real.grad = None
         self._fakes.clear()
-
-
-def fake_like(tensor: Tensor) -> Tensor:
-    """A fake CPU tensor of the same shape, strides and dtype; call it under FakeTensorMode."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-@contextmanager
-def faked_model(model: nn.Module) -> Iterator[None]:
-    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
-    fakes: dict[int, Tensor] = {}
-    restore: list[tuple[dict[str, Any], str, Any]] = []
-
-    def fake(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return type(value)(fake(item) for item in value)
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in fakes:
-            new = fake_like(value)
-            fakes[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
-        return fakes[id(value)]
-
-    try:
-        for module in model.modules():
-            restore.append((module.__dict__, "training", module.training))  # a step may change its mode
-            for table in (module._parameters, module._buffers, module.__dict__):
-                for key, value in list(table.items()):
-                    new = fake(value)
-                    if new is not value:
-                        restore.append((table, key, value))
-                        table[key] = new
-        fakes.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
-        yield
-    finally:
-        for table, key, value in restore:
-            table[key] = value
-
-
-@contextmanager
-def _unnoticed() -> Iterator[None]:
-    """transformers builds attention masks for fake tensors that it skips for real ones: let it see real ones."""
-    if "transformers" not in sys.modules:
-        yield
-        return
-    from transformers.utils import import_utils
-
-    with patch.object(import_utils, "is_fake_tensor", lambda x: False, create=True):
-        yield
-
-
-@contextmanager
-def _tensors_of_fakes() -> Iterator[None]:
-    """torch.tensor([a, b]) reads 0-dim tensors behind every mode's back: a fake one has to be asked first."""
-    make = torch.tensor
-
-    def numbers(data: Any) -> Any:
-        if isinstance(data, (list, tuple)):
-            return [numbers(item) for item in data]
-        return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
-
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
-
-    with patch.object(torch, "tensor", tensor):
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()  # collections look at what the step makes, not at what was there
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()

@@ -1,0 +1,189 @@
+"""Storages: every storage that is met, from the op that made it until it dies.
+
+Each is followed by a weak reference, so that what autograd keeps and steals stays as it is without the record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from ckpt_ft.units import format_bytes
+
+from .events import Storage
+from .opinfo import plain
+from .position import Position
+
+
+class _Seen(weakref.ref):
+    """A followed storage: its address, its index in the record, and the zone that it was allocated in."""
+
+    __slots__ = ("address", "index", "zone")
+    address: int
+    index: int
+    zone: int
+
+
+class Storages(Position):
+    """Base of a Tracker: the storages of its record, which of them live, and the events of both.
+
+    Args:
+        limit: bytes; the allocation that would pass it raises torch.OutOfMemoryError.
+    """
+
+    stream = ""  # CUDA stream that is issued to, "" for the one that computes
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+        self.allocated = 0  # bytes, unrounded, right now
+        self.peak = 0  # the most that `allocated` has been since `restart`
+        self._live: dict[int, _Seen] = {}
+        self._clear()
+
+    # -- what the caller says ---------------------------------------------------------------------------------------
+
+    def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
+        """Follow tensors that exist already."""
+        for value in values:
+            for tensor in plain(value):
+                seen = self._live.get(tensor.untyped_storage()._cdata)
+                if seen is not None and seen.index >= 0:
+                    self._storages[seen.index].category = category
+                else:
+                    self._follow(tensor, category, "", resident=True)
+
+    def restart(self) -> None:
+        """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
+        live, storages = [seen for seen in self._live.values() if seen.index >= 0], self._storages
+        self._clear()
+        for seen in live:
+            storage = storages[seen.index]
+            seen.index = len(self._storages)
+            self._storages.append(replace(storage))
+            self._residents.append(seen.index)
+        self.peak = self.allocated
+
+    def allocate(self, nbytes: int, category: str, op: str) -> int:
+        """Record memory that no tensor holds (a library's workspace); returns the index to `free` it by."""
+        index = self._record(nbytes, category, op)
+        self._events.append(index)
+        return index
+
+    def free(self, index: int) -> None:
+        """Record the end of what `allocate` recorded."""
+        self._events.append(~index)
+        self.allocated -= self._storages[index].nbytes
+
+    def scratch(self, nbytes: int, op: str) -> None:
+        """Record memory that a kernel takes and gives back while it runs."""
+        self.free(self.allocate(nbytes, "temporary", op))
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor out of the record: it is not on the device."""
+        storage = tensor.untyped_storage()
+        seen = self._live[storage._cdata] = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, -1, self._zone
+
+    def is_ignored(self, tensor: torch.Tensor) -> bool:
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return seen is not None and seen.index < 0
+
+    def made_by(self, tensor: torch.Tensor) -> str:
+        """The op whose storage `tensor` lives in, "" if unknown."""
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return "" if seen is None or seen.index < 0 else self._storages[seen.index].op
+
+    # -- what is followed -------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """Forget what was recorded."""
+        self._storages: list[Storage] = []
+        self._events: list[int] = []  # the index of a storage where it is made, its complement where it dies
+        self._residents: list[int] = []
+
+    def _record(self, nbytes: int, category: str, op: str) -> int:
+        if self.limit is not None and self.allocated + nbytes > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
+                f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
+            )
+        if self.stream and category in ("activations", "temporary"):
+            category = "communication"
+        module, phase = (self._module(), self._phase) if op else ("", "")
+        self._storages.append(Storage(nbytes, category, op, module, phase, self.stream if op else ""))
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+        return len(self._storages) - 1
+
+    def _follow(self, tensor: torch.Tensor, category: str, op: str, resident: bool = False) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        seen = self._live.get(address)
+        if seen is not None:
+            if seen.index < 0 or self._storages[seen.index].nbytes == nbytes:
+                return
+            self._freed(seen)  # resized: CUDA allocates anew and frees the old
+        if not nbytes:
+            return
+        index = self._record(nbytes, category, op)
+        self._hold(storage, index, self._residents if resident else self._events)
+
+    def _hold(self, storage: torch.UntypedStorage, index: int, events: list[int]) -> None:
+        seen = self._live[storage._cdata] = _Seen(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, index, self._zone
+        events.append(index)
+
+    def _reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """`new` is what `old` would have become in place."""
+        seen, storage = self._live.pop(old.untyped_storage()._cdata), new.untyped_storage()
+        again = self._live[storage._cdata] = _Seen(storage, self._freed)
+        again.address, again.index, again.zone = storage._cdata, seen.index, seen.zone
+
+    def _freed(self, seen: _Seen) -> None:
+        if self._live.get(seen.address) is not seen:
+            return
+        del self._live[seen.address]
+        if seen.index < 0:
+            return
+        self._locate(dispatching=False)
+        storage = self._storages[seen.index]
+        if storage.category == "activations" and seen.zone == self._zone:
+            storage.category = "temporary"
+        self._events.append(~seen.index)
+        self.allocated -= storage.nbytes
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage was given other bytes, or none: so FSDP2 frees and refills gathered parameters."""
+        seen = self._live.get(storage._cdata)
+        op = "aten.empty.memory_format"
+        if seen is not None and seen.index >= 0:
+            op = self._storages[seen.index].op or op
+            self._freed(seen)
+        if storage.nbytes():
+            self._locate()
+            self._hold(storage, self._record(storage.nbytes(), "communication", op), self._events)
+
+    @property
+    def _resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        resize = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            result: torch.UntypedStorage = resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        return followed
+
+    def _mark(self, value: torch.Tensor, category: str) -> None:
+        for tensor in plain(value):
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is None:
+                self._follow(tensor, category, "", resident=not self._events)
+            elif seen.index >= 0:
+                self._storages[seen.index].category = category
