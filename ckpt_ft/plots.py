@@ -53,7 +53,7 @@ class Step(Protocol):
 
 
 class Candidate(Protocol):
-    """A policy at a batch size, as a plan's rows are: bytes reserved, samples a second."""
+    """A policy at a batch size, as a plan's candidates are: bytes reserved, samples a second."""
 
     @property
     def policy(self) -> str: ...
@@ -113,13 +113,15 @@ def draw_plan(
         UserError: as `draw_step`.
     """
     figure, axes = _figure(8, 5)
-    line = sorted(frontier, key=lambda row: row.reserved)
-    xs, ys = [row.reserved / GIB for row in line], [row.samples_per_second for row in line]
+    line = sorted(frontier, key=lambda candidate: candidate.reserved)
+    xs, ys = [candidate.reserved / GIB for candidate in line], [candidate.samples_per_second for candidate in line]
     axes.step(xs, ys, where="post", color="tab:blue", lw=1)
-    for i, row in enumerate(candidates):
-        at = (row.reserved / GIB, row.samples_per_second)
+    for i, candidate in enumerate(candidates):
+        at = (candidate.reserved / GIB, candidate.samples_per_second)
         axes.plot(*at, "o", color="tab:blue" if i else "tab:red")
-        axes.annotate(f"{row.policy}, batch {row.batch}", at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            f"{candidate.policy}, batch {candidate.batch}", at, xytext=(4, 4), textcoords="offset points", fontsize=8
+        )
     axes.axvline(limit / GIB, color="black", ls="--", lw=1)
     axes.set_xlabel("predicted bytes reserved (GiB); dashed: budget less context and margin")
     axes.set_ylabel(speed)

@@ -31,7 +31,6 @@ from ckpt_ft.files import cache_root
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
-from ckpt_ft.training.diffusion.fit import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
 from ckpt_ft.training.diffusion.unet import (
@@ -43,6 +42,7 @@ from ckpt_ft.training.diffusion.unet import (
     save_only_what_is_trained,
     save_result,
 )
+from ckpt_ft.training.diffusion.unet_workload import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.fit import Attempt, run_within
 from ckpt_ft.training.images.captioned import load_captioned

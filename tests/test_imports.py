@@ -56,11 +56,11 @@ def test_imports_point_one_way() -> None:
     assert code == 0
 
 
-def test_every_room_has_its_place_in_the_order() -> None:
+def test_every_folder_has_its_place_in_the_order() -> None:
     """A folder or file of ckpt_ft/ that the contract does not name may import anything."""
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[[tool.importlinter.contracts]]")[2]
-    rooms = [path.stem for path in (ROOT / "ckpt_ft").iterdir() if path.is_dir() or path.suffix == ".py"]
-    assert [room for room in rooms if f"ckpt_ft.{room}" not in contract and not room.startswith("__")] == []
+    names = [path.stem for path in (ROOT / "ckpt_ft").iterdir() if path.is_dir() or path.suffix == ".py"]
+    assert [name for name in names if f"ckpt_ft.{name}" not in contract and not name.startswith("__")] == []
 
 
 def test_one_file_imports_matplotlib() -> None:

@@ -88,7 +88,7 @@ def make_plan(spec: Spec, gpu: dict[str, Any] | None, budget: str, policies: lis
     workload = spec.load()
     workload = replace(workload, name=spec.name, device=GPU(**gpu) if gpu else "cpu")
     made = plan(workload, budget, max_batch_size=64, policies=policies)
-    return [{**asdict(row), "samples_per_second": row.samples_per_second} for row in made.rows]
+    return [{**asdict(row), "samples_per_second": row.samples_per_second} for row in made.candidates]
 
 
 def real_model(workload: Workload) -> nn.Module:

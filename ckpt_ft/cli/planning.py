@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,6 +33,18 @@ Margin = Annotated[
 MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is looked at")
 ]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan of a model and its settings depends on beside them; `plan` says what each is."""
+
+    device: str
+    budget: int | None
+    batch_size: int | None
+    max_batch_size: int
+    target: str
+    margin: str | None
 
 
 @takes_settings()
@@ -63,17 +76,18 @@ def plan(
     for flag, place in (("--output", output), ("--plot", plot)):
         if place:
             check_writable(place, flag)
-    asked = {
-        "budget": parse_bytes(budget) if budget else None,
-        "device": device,
-        "batch_size": _batch(batch_size),
-        "max_batch_size": max_batch_size,
-        "target": target,
-        "margin": margin or None,
-    }
+    asked = Asked(
+        device, parse_bytes(budget) if budget else None, _batch(batch_size), max_batch_size, target, margin or None
+    )
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
-    subject = {"model": model, "config": read_config(model), "settings": vars(settings)}
-    cached = cache_path({**asked, **subject, "lengths": vars(lengths) if lengths else None})
+    question = {
+        **vars(asked),
+        "model": model,
+        "config": read_config(model),
+        "settings": vars(settings),
+        "lengths": vars(lengths) if lengths else None,
+    }
+    cached = cache_path(question)
     found = None if fresh else _read(cached)
     if found is None:
         found = _make(model, settings, asked, jobs, lengths)
@@ -161,25 +175,33 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _make(model: str, settings: Settings, asked: dict[str, Any], jobs: int, lengths: Lengths | None) -> Plan:
+def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Lengths | None) -> Plan:
     from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
-    asked = dict(asked)
-    gpu = gpu_or_cpu(asked.pop("device"))
-    make_room(asked["budget"], gpu, asked["margin"], settings.launch)  # a bad budget is said before anything is built
+    gpu = gpu_or_cpu(asked.device)
+    make_room(asked.budget, gpu, asked.margin, settings.launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu", lengths)
-        return make_plan(workload, **asked, jobs=jobs or cores(), report=say)
+        return make_plan(
+            workload,
+            asked.budget,
+            batch_size=asked.batch_size,
+            max_batch_size=asked.max_batch_size,
+            target=asked.target,
+            margin=asked.margin,
+            jobs=jobs or cores(),
+            report=say,
+        )
 
 
 def print_plan(plan: Plan) -> None:
-    """The rows, the pick and why, what holds its peak, and what else would lower it."""
+    """The candidates, the pick and why, what holds its peak, and what else would lower it."""
     console = stdout()
-    print_table(plan.rows_table, console)
+    print_table(plan.candidates_table, console)
     console.print(f"pick: {plan.why}", markup=False)
     if plan.data:
         console.print(plan.data, markup=False)

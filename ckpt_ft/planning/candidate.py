@@ -52,7 +52,7 @@ def seconds(trace: StepTrace) -> float:
 
 
 def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:
-    """A sort key by which the best row is the largest.
+    """A sort key by which the best candidate is the largest.
 
     throughput: most samples a second. memory: fewest bytes reserved. effective_batch: the largest batch, then the
     faster. Between predicted speeds that agree to three digits the smaller footprint decides.
@@ -60,16 +60,16 @@ def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:
     if target not in TARGETS:
         raise UserError(f"target '{target}': choose one of {', '.join(TARGETS)}")
     if target == "memory":
-        return lambda row: (-row.reserved, row.samples_per_second)
+        return lambda candidate: (-candidate.reserved, candidate.samples_per_second)
     if target == "effective_batch":
-        return lambda row: (row.batch, row.samples_per_second)
-    return lambda row: (float(f"{row.samples_per_second:.3g}"), -row.reserved)
+        return lambda candidate: (candidate.batch, candidate.samples_per_second)
+    return lambda candidate: (float(f"{candidate.samples_per_second:.3g}"), -candidate.reserved)
 
 
-def frontier(rows: Iterable[Candidate]) -> list[Candidate]:
-    """The rows that no other row beats in both bytes reserved and samples a second, fastest first."""
+def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that no other beats in both bytes reserved and samples a second, fastest first."""
     best: list[Candidate] = []
-    for row in sorted(rows, key=lambda row: (-row.samples_per_second, row.reserved)):
-        if not best or row.reserved < best[-1].reserved:
-            best.append(row)
+    for candidate in sorted(candidates, key=lambda candidate: (-candidate.samples_per_second, candidate.reserved)):
+        if not best or candidate.reserved < best[-1].reserved:
+            best.append(candidate)
     return best

@@ -38,14 +38,14 @@ class Room:
         """Bytes that the allocator may reserve."""
         return self.budget - self.context - self.margin
 
-    def fits(self, row: Candidate) -> bool:
-        return row.reserved <= self.limit
+    def fits(self, candidate: Candidate) -> bool:
+        return candidate.reserved <= self.limit
 
-    def needs(self, row: Candidate) -> int:
-        """The smallest budget in which `row` fits with this context and margin, or this share for one."""
+    def needs(self, candidate: Candidate) -> int:
+        """The smallest budget in which `candidate` fits with this context and margin, or this share for one."""
         if not self.share:
-            return row.reserved + self.context + self.margin
-        return math.ceil((row.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
+            return candidate.reserved + self.context + self.margin
+        return math.ceil((candidate.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
 
 
 def make_room(

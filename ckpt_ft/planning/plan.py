@@ -26,10 +26,11 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .advice import Fix, advise
 from .candidate import Candidate, better, frontier
+from .estimates import Estimates
 from .fitting import Room, make_room
 from .plan_file import check_versions, fingerprint, versions
 from .proposals import blocks_of
-from .search import Search
+from .search import search
 from .tracing import Report, Tracer
 
 
@@ -38,7 +39,7 @@ class Plan:
     """What fits, best first.
 
     Attributes:
-        rows: traced policies at their best batch size, by the target.
+        candidates: traced policies at their best batch size, by the target.
         room: budget, context and margin in bytes.
         fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
         data: how long the dataset's rows are, in words; "" for batches that are all alike.
@@ -49,7 +50,7 @@ class Plan:
         versions: what it was made with.
     """
 
-    rows: list[Candidate]
+    candidates: list[Candidate]
     room: Room
     model: str
     device: str
@@ -65,12 +66,12 @@ class Plan:
     @property
     def best(self) -> Candidate:
         """The pick."""
-        return self.rows[0]
+        return self.candidates[0]
 
     @property
     def frontier(self) -> list[Candidate]:
-        """The rows that none beats in both bytes reserved and samples a second."""
-        return frontier(self.rows)
+        """The candidates that none beats in both bytes reserved and samples a second."""
+        return frontier(self.candidates)
 
     @property
     def why(self) -> str:
@@ -98,11 +99,11 @@ class Plan:
         """
         plan = read_json(cls, text, source, "a plan; `ckpt-ft plan MODEL --output plan.json` writes one")
         check_versions(plan.versions, source)
-        if not plan.rows:
-            raise UserError(f"{source}: a plan without rows; make it again")
+        if not plan.candidates:
+            raise UserError(f"{source}: a plan without candidates; make it again")
         better(plan.target)
-        for row in plan.rows:
-            Policy.parse(row.policy)
+        for candidate in plan.candidates:
+            Policy.parse(candidate.policy)
         return plan
 
     def check_model(self, model: nn.Module, source: str = "plan") -> None:
@@ -119,27 +120,27 @@ class Plan:
         return "samples/s" if self.device != "cpu" else "nominal samples/s"
 
     @property
-    def rows_table(self) -> Table:
-        """The rows as a table; the last column marks the pick and the frontier."""
+    def candidates_table(self) -> Table:
+        """The candidates as a table; the last column marks the pick and the frontier."""
         edge = self.frontier
         rows = [
             (
-                row.policy,
-                str(row.batch),
-                format_bytes(row.peak),
-                format_bytes(row.reserved),
-                format_number(row.seconds),
-                format_number(row.samples_per_second),
-                "pick" if row == self.best else "frontier" if row in edge else "",
+                candidate.policy,
+                str(candidate.batch),
+                format_bytes(candidate.peak),
+                format_bytes(candidate.reserved),
+                format_number(candidate.seconds),
+                format_number(candidate.samples_per_second),
+                "pick" if candidate == self.best else "frontier" if candidate in edge else "",
             )
-            for row in self.rows
+            for candidate in self.candidates
         ]
         header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "")
         return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6))
 
     def table(self) -> str:
-        """The rows as a Markdown table."""
-        return markdown_table(self.rows_table)
+        """The candidates as a Markdown table."""
+        return markdown_table(self.candidates_table)
 
     def plot(self, path: str | Path) -> Path:
         """Draw samples a second against bytes reserved to `path`: PNG, SVG or PDF by its suffix.
@@ -149,7 +150,7 @@ class Plan:
         """
         title, speed = f"{self.model} on {self.device}", self.speed
         speed = speed if speed.startswith("nominal") else f"predicted {speed}"
-        return draw_plan(path, self.rows, self.frontier, limit=self.room.limit, title=title, speed=speed)
+        return draw_plan(path, self.candidates, self.frontier, limit=self.room.limit, title=title, speed=speed)
 
 
 @or_loop
@@ -192,16 +193,16 @@ def plan(
     room = make_room(budget, gpu, margin, workload.launch)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
-        search = Search(tracer, room, target, batch_size, max_batch_size)
-        found = search.run(chosen)
+        estimates = Estimates(tracer, room, target, batch_size, max_batch_size)
+        found = search(estimates, chosen)
         if not found:
-            raise UserError(_too_small(search, workload.model))
+            raise UserError(_too_small(estimates, workload.model))
         best = tracer.traced[found[0].policy, found[0].batch]
         assert not isinstance(best, str), "a candidate has a trace"
         holders = best.grouped_holders(8)
         fixes = advise(tracer, found[0], best, batch_size is not None)
     return Plan(
-        rows=found,
+        candidates=found,
         room=room,
         model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
@@ -209,7 +210,7 @@ def plan(
         fingerprint=fingerprint(workload.model),
         fixes=fixes,
         holders=holders,
-        rejected=search.rejected,
+        rejected=estimates.rejected,
         notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
@@ -222,14 +223,14 @@ def _describe(lengths: Lengths, batch: int) -> str:
     )
 
 
-def _too_small(search: Search, model: nn.Module) -> str:
+def _too_small(estimates: Estimates, model: nn.Module) -> str:
     """What to say when nothing fits: by how much, and the smallest budget that would do."""
-    room, at = search.room, search.batch or 1
-    if not search.anchors:
-        return f"no policy suits {type(model).__name__}: " + "; ".join(search.rejected.values())
-    leanest = min(search.anchors, key=lambda policy: search.reserved(policy, at))
-    search.tracer.trace(leanest, at)
-    needed = room.needs(search.estimate(leanest, at))
+    room, at = estimates.room, estimates.batch or 1
+    if not estimates.anchors:
+        return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
+    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
+    estimates.tracer.trace(leanest, at)
+    needed = room.needs(estimates.estimate(leanest, at))
     parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
     below = ""
     if parameters > room.budget:

@@ -6,7 +6,7 @@
         result = train_within(trainer, memory, fitted, directory)
 
 The step that is traced and tried is the Trainer's, on a batch with the longest row there is (trainer_workload.py).
-diffusion/fit.py does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
+diffusion/unet_workload.py does the same for the loop of the diffusion recipe, and `run_within` what train_within does.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Fitted:
             report.max_batch = MaxBatch(device, self.largest.predicted, self.largest.batch)
         if self.plan is not None:
             seconds = self.plan.device != "cpu"  # nominal ones are no prediction
-            rows = self.plan.rows[1:4]
-            report.next_policies = [PolicyRow(r.policy, r.reserved, r.seconds if seconds else None) for r in rows]
+            others = self.plan.candidates[1:4]
+            report.next_policies = [PolicyRow(c.policy, c.reserved, c.seconds if seconds else None) for c in others]
 
 
 def fit_to_memory(
@@ -206,7 +206,7 @@ def run_within(train: Callable[[Attempt], None], settings: ACArguments, director
         except WorkFailed as error:
             if not (automatic and _replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
                 raise
-            failed = WorkFailed(*error.args)  # without the frames that hold the model
+            failed = WorkFailed(*error.args)  # without the traceback, which holds the model
             reason = one_line(error.__cause__)
         except UserError:
             if failed is None:

@@ -23,11 +23,9 @@ def read_config(name: str) -> dict[str, Any]:
     if path.is_file():
         return _read_json(path)
     if path.is_dir():
-        for candidate in ("unet/config.json", "transformer/config.json", "config.json"):
-            if (path / candidate).is_file() and (
-                candidate != "config.json" or not (path / "model_index.json").is_file()
-            ):
-                return _read_json(path / candidate)
+        for place in ("unet/config.json", "transformer/config.json", "config.json"):
+            if (path / place).is_file() and (place != "config.json" or not (path / "model_index.json").is_file()):
+                return _read_json(path / place)
         if (path / "model_index.json").is_file():
             raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
         raise UserError(f"{name}: no config.json in this directory")
@@ -53,9 +51,9 @@ def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
 
     offline = not hub_answers()
     reason = "the Hub cannot be reached" if offline else "the Hub has no config of that name"
-    for candidate in ("config.json", "unet/config.json", "transformer/config.json"):
+    for place in ("config.json", "unet/config.json", "transformer/config.json"):
         try:
-            return _read_json(Path(hf_hub_download(name, candidate, local_files_only=offline)))
+            return _read_json(Path(hf_hub_download(name, place, local_files_only=offline)))
         except HfHubHTTPError as error:
             reason = one_line(error, 160)
         except (HFValidationError, OSError):  # no such name; not in the cache

@@ -115,7 +115,7 @@ def test_a_dataset_decides_the_lengths(
     rows = json.loads(capsys.readouterr().out)
     assert rows["data"].startswith("4 rows of 8 to 48 tokens, 18 on average: bytes are those of a batch with the long")
     assert alike["data"] == ""
-    none = {plan["data"]: next(row for row in plan["rows"] if row["policy"] == "none") for plan in (alike, rows)}
+    none = {plan["data"]: next(row for row in plan["candidates"] if row["policy"] == "none") for plan in (alike, rows)}
     assert none[rows["data"]]["peak"] >= none[""]["peak"]  # the longest, and a mask
     assert "padded to 35 at batch 4" in rows["data"]
     # As many rows, as long at either end and on average: other lengths are another question all the same.

@@ -18,8 +18,9 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning import batch_size, tracing
+from ckpt_ft.planning import batch_size, proving, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective
+from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.tracing import Traced
 from ckpt_ft.workloads.workload import Step, Workload
 
@@ -134,7 +135,7 @@ def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypa
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, device: fractions.append(value))
 
     def run_out() -> None:
-        with batch_size._limited(torch.device("cuda", 0), 20 * 2**30):
+        with proving._limited(torch.device("cuda", 0), 20 * 2**30):
             assert fractions[-1] == during
             raise torch.OutOfMemoryError
 
@@ -163,8 +164,8 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
 
 def test_memory_is_free_again_after_running_out() -> None:
     small = MODELS["llama"]()
-    room = batch_size.make_room("4MiB", None)
-    runner = batch_size._Runner(small.workload(), room, torch.device("cpu"))
+    room = make_room("4MiB", None)
+    runner = proving.Runner(small.workload(), room, torch.device("cpu"))
 
     def alive() -> int:
         gc.collect()

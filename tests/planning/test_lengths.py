@@ -61,7 +61,7 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
     found = plan_for(lengths, batch_size=256, policies=["none", "full"], budget="200MiB")
     alike = plan_for(None, batch_size=256, policies=["none", "full"], budget="200MiB")
     workload = Workload.of_loop(small.model, padded_step, small.make_optimizer, "cpu", lengths=lengths)
-    for row, same in zip(found.rows, alike.rows, strict=True):
+    for row, same in zip(found.candidates, alike.candidates, strict=True):
         assert (same.policy, same.peak, same.reserved) == (row.policy, row.peak, row.reserved)
         (trace,) = trace_policies(workload, [row.policy], workload.usual(256))
         assert row.seconds == seconds(trace)  # type: ignore[arg-type]

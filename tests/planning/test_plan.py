@@ -19,11 +19,11 @@ from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.advice import without_kept
 from ckpt_ft.planning.candidate import Candidate, better, frontier
+from ckpt_ft.planning.estimates import HIGH, LOW
 from ckpt_ft.planning.fitting import largest_fitting, make_room
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.planning.plan_file import fingerprint
 from ckpt_ft.planning.scaling import Growth
-from ckpt_ft.planning.search import HIGH, LOW
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.units import GIB, MIB
 
@@ -50,7 +50,7 @@ def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
         "full,head",
     ]
     with Tracer(workload) as tracer:
-        batches = [*range(2, 33, 3), *(row.batch for row in llama_plan.rows)]
+        batches = [*range(2, 33, 3), *(row.batch for row in llama_plan.candidates)]
         grid = [
             Candidate.of(policy, batch, trace)
             for batch in batches
@@ -63,7 +63,7 @@ def test_the_pick_is_within_3_percent_of_the_grid(llama_plan: Plan) -> None:
 
 def test_every_row_is_a_trace_and_fits(llama_plan: Plan) -> None:
     small = MODELS["llama"]()
-    for row in llama_plan.rows:
+    for row in llama_plan.candidates:
         apply_policy(small.model, row.policy)
         step = small.step_for_batch(row.batch)
         trace = trace_step(small.model, step, make_optimizer=small.make_optimizer, device="cpu")
@@ -76,7 +76,7 @@ def test_a_plan_is_a_file(llama_plan: Plan, tmp_path: Path) -> None:
     assert again == llama_plan
     assert json.loads(llama_plan.to_json())["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert llama_plan.plot(tmp_path / "plan.png").stat().st_size > 5000
-    assert llama_plan.table().count("\n") == len(llama_plan.rows) + 1
+    assert llama_plan.table().count("\n") == len(llama_plan.candidates) + 1
     layers = [holder for holder in again.holders if holder.module.startswith("model.layers.")]
     assert layers
     assert all(holder.module.startswith("model.layers.*.") or holder.module == "model.layers.*" for holder in layers)
@@ -105,12 +105,12 @@ def test_adapters_do_not_change_the_fingerprint() -> None:
 
 def test_a_fixed_batch_and_the_other_targets() -> None:
     fixed = small_plan("vit", "3MiB", batch_size=6, policies=["none", "pointwise", "full"])
-    assert {row.batch for row in fixed.rows} == {6}
+    assert {row.batch for row in fixed.candidates} == {6}
     leanest = small_plan("vit", "3MiB", target="memory", policies=["none", "pointwise", "full"])
     assert (leanest.best.policy, leanest.best.batch) == ("full", 1)
     largest = small_plan("vit", "3MiB", target="effective_batch", policies=["none", "full"])
     assert largest.best.policy == "full"
-    assert largest.best.batch > 2 * largest.rows[1].batch
+    assert largest.best.batch > 2 * largest.candidates[1].batch
 
 
 def test_what_stands_on_the_model_stays() -> None:
@@ -204,7 +204,7 @@ def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
         policies=["none", "full", "pointwise"],
     )  # fmt: skip
     workload = small.workload(gpu)
-    for row in found.rows:
+    for row in found.candidates:
         assert Candidate.of(row.policy, 6, trace_policies(workload, [row.policy], workload.step(6))[0]) == row  # type: ignore[arg-type]
 
 
@@ -218,7 +218,7 @@ def test_a_card_of_any_compute_capability_has_a_plan(arch: tuple[int, int], rate
         small.model, small.step_for_batch, "1GiB", gpu, make_optimizer=small.make_optimizer, batch_size=64,
         policies=["none", "offload"],
     )  # fmt: skip
-    assert {row.policy for row in found.rows} == {"none", "offload"}
+    assert {row.policy for row in found.candidates} == {"none", "offload"}
     assert found.device == "another"
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .caching_allocator import Block, CachingAllocator, OutOfMemory
+from .caching_allocator import CachingAllocator, OutOfMemory
+from .pool import Block
 from .settings import AllocatorSettings
 
 __all__ = ["AllocatorSettings", "CachingAllocator", "OutOfMemory", "Replay", "replay"]

@@ -1,7 +1,7 @@
 """CUDA streams on fake tensors: which stream an allocation or a kernel belongs to, and what waits for what.
 
-FSDP2 gathers and reduces on streams of its own, which it asks of `torch.<device type>`; on "cpu" these are empty
-stand-ins. Here it gets ones that tell the tracker, so that the caching allocator's pool per stream and the overlap of
+FSDP2 gathers and reduces on streams of its own, which it asks of `torch.<device type>`; on "cpu" these do
+nothing. Here it gets ones that tell the tracker, so that the caching allocator's pool per stream and the overlap of
 communication with computation are those that FSDP2's own code makes.
 """
 

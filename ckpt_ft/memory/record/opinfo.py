@@ -30,6 +30,7 @@ _NO_KERNEL = {
     "new_empty",
     "new_empty_strided",
     "device",
+    "_has_compatible_shallow_copy_type",  # asked by `tensor.data = other`
 }
 # Ops that read rows of their first argument, not all of it: they move what they write, twice.
 _GATHERS = {"embedding", "index_select", "gather", "index"}

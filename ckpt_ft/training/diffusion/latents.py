@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
-from ckpt_ft.training.images.captioned import frame
+from ckpt_ft.training.images.captioned import framed
 from ckpt_ft.training.images.files import open_image
 
 from .arguments import ImageArguments
@@ -61,7 +61,7 @@ class FramedImages(TorchDataset[Row]):
         epoch, index = key
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
-        pixels, time_ids = frame(open_image(row["image"]), self.resolution, self.args, draw)
+        pixels, time_ids = framed(open_image(row["image"]), self.resolution, self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
 
 

@@ -123,7 +123,7 @@ def _first(rows: Dataset, args: ImageArguments) -> Dataset:
     return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
 
 
-def frame(image: Image.Image, resolution: int, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
+def framed(image: Image.Image, resolution: int, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
     """Pixels (3, resolution, resolution) in -1..1 and SDXL's six time ids (original size, crop corner, target size).
 
     `draw` decides where to crop and whether to mirror when `args` ask for either. See section 2.2 of the SDXL report,

@@ -10,7 +10,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record import cost
+from ckpt_ft.memory.record import cost, opinfo
 from ckpt_ft.memory.record.events import Op
 
 NO_HOST = cost.Host(per_op=0.0, per_launch=0.0)
@@ -78,6 +78,12 @@ def test_host_and_device_overlap():
 
 def test_questions_to_fake_tensors_cost_nothing():
     assert cost.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100) == 0.0
+
+
+def test_a_tensor_that_is_given_other_data_takes_no_kernel():
+    tensor = torch.empty(4, 8)
+    ask = torch.ops.aten._has_compatible_shallow_copy_type.default
+    assert opinfo.measure(ask, (tensor, torch.empty(0)), {}, True) == (0, 0, "", 0)
 
 
 def test_twice_the_gpu_is_never_slower():

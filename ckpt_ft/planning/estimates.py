@@ -1,0 +1,148 @@
+"""What a search knows: the traces made so far, and from them every policy's bytes and seconds at any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ckpt_ft.memory.record.trace import StepTrace
+
+from .candidate import Candidate, better
+from .fitting import Room, largest_fitting
+from .scaling import Growth
+from .tracing import Tracer
+
+LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
+
+
+@dataclass
+class Estimates:
+    """Candidates of one plan. `batch` fixes the batch size; without it sizes up to `most` are looked at."""
+
+    tracer: Tracer
+    room: Room
+    target: str = "throughput"
+    batch: int | None = None
+    most: int = 1024
+    growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
+    anchors: dict[str, StepTrace] = field(default_factory=dict)  # policy -> its trace at the fixed batch or at LOW
+    rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
+    scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)  # from anchors, where nothing was traced
+    bests: dict[str, Candidate | None] = field(default_factory=dict)
+    usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
+
+    def consider(self, policies: Iterable[str]) -> None:
+        """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
+        fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
+        at = self.batch or LOW
+        points = [(policy, at) for policy in fresh]
+        if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
+            points += [(policy, HIGH) for policy in self._novel(fresh)]
+        traced = self.tracer.all(points)
+        for policy, trace in zip(fresh, traced, strict=False):
+            if isinstance(trace, str):
+                self.rejected[policy] = trace
+            else:
+                self.anchors[policy] = trace
+        if self.batch is None:
+            self._learn([policy for policy in fresh if policy in self.anchors])
+
+    def _novel(self, policies: list[str]) -> list[str]:
+        """Of `policies` the plainest that runs ops of its own: the model's, the head's, the copies of offload."""
+        kinds = {frozenset(policy.split(",")) & {"head", "offload"} for policy in self.anchors}
+        plainest: dict[frozenset[str], str] = {}
+        for policy in sorted(policies, key=len):
+            plainest.setdefault(frozenset(policy.split(",")) & {"head", "offload"}, policy)
+        return [policy for kind, policy in plainest.items() if kind not in kinds]
+
+    def _learn(self, policies: list[str]) -> None:
+        for policy in policies:  # one after another: what one teaches, the next need not
+            if not self.growth.knows(self.anchors[policy]):
+                self._learn_from(policy)
+
+    def _learn_from(self, policy: str) -> None:
+        large = self.tracer.trace(policy, HIGH)
+        assert not isinstance(large, str), "its trace at LOW was made"
+        self.growth.learn(self.anchors[policy], large)
+
+    def estimate(self, policy: str, batch: int) -> Candidate:
+        """The candidate of `policy` at `batch`: traced if it was, else scaled from its anchor."""
+        traced = self.tracer.traced.get((policy, batch))
+        if isinstance(traced, StepTrace):
+            return self._candidate(policy, batch, traced)
+        key = (policy, batch)
+        if key not in self.scaled:
+            self.scaled[key] = self._candidate(policy, batch, self.growth.scale(self.anchors[policy], batch))
+        return self.scaled[key]
+
+    def _candidate(self, policy: str, batch: int, trace: StepTrace) -> Candidate:
+        """The candidate of a trace, which is of the longest batch; the seconds are a usual one's."""
+        workload = self.tracer.workload
+        candidate = Candidate.of(policy, batch, trace, workload.accumulation)
+        lengths = workload.lengths
+        if lengths is None:
+            return candidate
+        by_tokens = candidate.seconds * lengths.padded(batch) / lengths.longest
+        return replace(candidate, seconds=self.usual.get((policy, batch), by_tokens))
+
+    def reserved(self, policy: str, batch: int) -> int:
+        """Bytes reserved, estimated."""
+        if (policy, batch) in self.tracer.traced or (policy, batch) in self.scaled:
+            return self.estimate(policy, batch).reserved
+        return self.scaled_reserved(policy, batch)
+
+    def scaled_reserved(self, policy: str, batch: int) -> int:
+        """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
+        return self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+
+    def best(self, policy: str) -> Candidate | None:
+        """The largest batch of `policy` that fits, as a candidate; the smallest there is for the target "memory"."""
+        if policy not in self.bests:
+            self.bests[policy] = self._best(policy)
+        return self.bests[policy]
+
+    def _best(self, policy: str) -> Candidate | None:
+        batch = self.batch or 1
+        if self.batch is None and self.target != "memory":
+            known = {LOW: self.anchors[policy].peak_reserved}
+            batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most, known)
+        candidate = self.estimate(policy, max(batch, 1))
+        return candidate if self.room.fits(candidate) else None
+
+    def following(self, policy: str, batch: int) -> int | None:
+        """The batch size to trace next, after `batch`; None where the best of `policy` is settled, and set."""
+        if self.batch is None and self.target != "memory":
+            ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
+            known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
+            batch = largest_fitting(
+                lambda n: round(self.scaled_reserved(policy, n) * ratio), self.room.limit, self.most, known
+            )
+            if batch and (policy, batch) not in self.tracer.traced:
+                return batch
+        candidate = self.estimate(policy, max(batch, 1))
+        self.bests[policy] = candidate if self.room.fits(candidate) else None
+        return None
+
+    def _traced_batches(self, policy: str) -> list[int]:
+        """Batch sizes at which `policy` was traced on its own; those that it was estimated from are left out."""
+        return [batch for name, batch in self.tracer.traced if name == policy and batch not in (LOW, HIGH)]
+
+    def candidates(self) -> list[Candidate]:
+        """The best of every policy that fits."""
+        return [candidate for candidate in map(self.best, self.anchors) if candidate is not None]
+
+    def beats(self, one: str, other: str) -> bool:
+        """Whether `one` is better than `other` by the target, or needs less where neither fits."""
+        candidates = self.best(one), self.best(other)
+        if candidates[0] is None or candidates[1] is None:
+            at = self.batch or 1
+            return candidates[1] is None and (
+                candidates[0] is not None or self.reserved(one, at) < self.reserved(other, at)
+            )
+        return better(self.target)(candidates[0]) > better(self.target)(candidates[1])
+
+    def leanest(self, n: int) -> list[Candidate]:
+        """The `n` policies of fewest bytes at the fixed batch, or at batch size 1."""
+        at = self.batch or 1
+        lean = sorted(self.anchors, key=lambda policy: self.reserved(policy, at))
+        return [self.estimate(policy, at) for policy in lean[:n]]
