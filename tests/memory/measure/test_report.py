@@ -108,7 +108,7 @@ def test_json_holds_everything(make, tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 1, "ranks": [{"rank": 0}]}'])
 def test_a_file_that_is_no_report(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match="x.json is not a memory report"):
+    with pytest.raises(UserError, match="x.json: not a memory report"):
         MemoryReport.from_json(tmp_path / "x.json")
     with pytest.raises(UserError, match=r"nowhere.json: cannot be read \(No such file"):
         MemoryReport.from_json(tmp_path / "nowhere.json")
