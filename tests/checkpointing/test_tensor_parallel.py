@@ -40,8 +40,8 @@ def step(policy: str, sequence: bool) -> dict[str, torch.Tensor]:
         if sequence:
             plan["input_layernorm"] = SequenceParallel(use_local_output=False)
         parallelize_module(layer, init_device_mesh("cpu", (1,)), plan)
-    for name, engine in apply_policy(model, policy).engines:
-        if name == "offload":
+    for engine in apply_policy(model, policy).engines:
+        if engine.term == "offload":
             engine.stand_ins[-1].min_bytes = 64  # type: ignore[attr-defined]
     model(**inputs).loss.backward()
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients(model).items()}

@@ -122,10 +122,10 @@ def test_a_dataset_decides_the_lengths(
     asked: list[Lengths] = []
     make = planning.plan
 
-    def counted(workload: Workload, **kwargs: Any) -> planning.Plan:
+    def counted(workload: Workload, *args: Any, **kwargs: Any) -> planning.Plan:
         assert workload.lengths is not None
         asked.append(workload.lengths)
-        return make(workload, **kwargs)
+        return make(workload, *args, **kwargs)
 
     monkeypatch.setattr(planning, "plan", counted)
     for lengths in ((8, 8, 9, 48), (8, 8, 8, 90), (8, 8, 9, 48)):

@@ -257,6 +257,10 @@ def random_trace(seed: int, length: int, live: int) -> tuple[list[int], list[int
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_fifty_thousand_events_in_half_a_second(layout):
     sizes, events = random_trace(0, length=25_000, live=300)
-    start = time.process_time()
-    replay(sizes, events, layout)
-    assert time.process_time() - start < 0.5
+
+    def seconds() -> float:
+        start = time.process_time()
+        replay(sizes, events, layout)
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5  # of three: what other tests left may be collected in one of them
