@@ -91,7 +91,8 @@ def assert_one_line(error: UserError, number: int) -> None:
 def test_a_place_is_named(tmp_path: Path) -> None:
     document = json.loads(PLAN.to_json())
     document["candidates"][1]["seconds"] = 0
-    with pytest.raises(UserError, match=r"plan: not a plan.* \(candidates\.1\.seconds: Input should be greater\)"):
+    place = r"plan: not a plan.* \(candidates\.1\.seconds: Input should be greater than 0\)"
+    with pytest.raises(UserError, match=place):
         Plan.from_json(json.dumps(document))
 
 
