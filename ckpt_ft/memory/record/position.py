@@ -40,15 +40,12 @@ class Position:
 
     def _begin(self, phase: str) -> None:
         """`phase` begins, and `_phase` ends."""
-        raise NotImplementedError
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step."""
-        raise NotImplementedError
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         """`optimizer` has stepped; the phase is still its own."""
-        raise NotImplementedError
 
     def _locate(self, dispatching: bool = True) -> None:
         """Bring phase and zone up to date. A free alone never begins a forward: what backward used dies after it."""
