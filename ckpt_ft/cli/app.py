@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import Table, print_table
@@ -32,7 +33,6 @@ from .options import (
     Device,
     Model,
     PolicyOption,
-    gpu_or_cpu,
     parse_policy,
     takes_settings,
 )
@@ -112,7 +112,7 @@ def estimate(
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
-    gpu = gpu_or_cpu(device)
+    gpu = gpu_of(device)
     limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
     with progress() as say:
         say(f"building {model} from its config")
@@ -140,7 +140,7 @@ def explain(
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
-    gpu = gpu_or_cpu(device)
+    gpu = gpu_of(device)
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
@@ -200,7 +200,6 @@ def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the
 def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> Estimate:
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.memory.distributed.links import nccl_bytes
-    from ckpt_ft.memory.gpus import gpu_of
 
     applied = apply_policy(workload.model, policy)
     trace = workload.trace(batch_size)

@@ -19,7 +19,7 @@ from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
+    pass
 
 Command = Callable[..., None]
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
@@ -146,13 +146,6 @@ def _launch(given: str, processes: int, machines: int, link: str, mixed_precisio
         )
     rate = float(parse_bytes(link)) if link else None
     return replace(launch, machines=machines or launch.machines, link=rate)
-
-
-def gpu_or_cpu(name: str) -> GPU | None:
-    """The GPU of `--device`, None for "cpu"."""
-    from ckpt_ft.memory.gpus import find_gpu
-
-    return None if name == "cpu" else find_gpu(name)
 
 
 def parse_policy(text: str) -> Policy:

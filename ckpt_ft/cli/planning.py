@@ -12,13 +12,14 @@ import typer
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import check_writable, write
+from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from .console import progress, stdout
-from .options import AsJson, Device, Model, PolicyOption, gpu_or_cpu, parse_policy, takes_settings
+from .options import AsJson, Device, Model, PolicyOption, parse_policy, takes_settings
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
@@ -124,7 +125,7 @@ def max_batch(
     parse_policy(policy)
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, gpu_or_cpu(device) or "cpu")
+        workload = load(model, settings, gpu_of(device) or "cpu")
         found = predict_max_batch_size(
             workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=say
         )
@@ -181,7 +182,7 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
-    gpu = gpu_or_cpu(asked.device)
+    gpu = gpu_of(asked.device)
     make_room(asked.budget, gpu, asked.margin, settings.launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")

@@ -12,6 +12,7 @@ import yaml
 from ckpt_ft.errors import UserError
 
 STRATEGIES = ("ddp", "fsdp2")
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,6 @@ class Launch:
         machines: that they are on, evenly.
         mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
-        cpu_offload: whether FSDP2 keeps its shards on the host.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own.
         link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
@@ -39,7 +39,6 @@ class Launch:
     machines: int = 1
     mixed_precision: str = "no"
     reshard_after_forward: bool = True
-    cpu_offload: bool = False
     gradient_as_bucket_view: bool = False
     wrap: tuple[str, ...] = ()
     link: float | None = None
@@ -49,6 +48,10 @@ class Launch:
             close = difflib.get_close_matches(self.strategy, STRATEGIES, n=1)
             meant = f"; did you mean '{close[0]}'?" if close else ""
             raise UserError(f"launch: no strategy '{self.strategy}'{meant} ({', '.join(STRATEGIES)})")
+        if self.mixed_precision not in PRECISIONS:
+            raise UserError(
+                f"launch: mixed precision '{self.mixed_precision}' is not modelled ({', '.join(PRECISIONS)})"
+            )
         if self.processes < 1 or self.machines < 1 or self.processes % self.machines:
             raise UserError(
                 f"launch: {self.processes} processes on {self.machines} machines; give at least one, and as many on "
@@ -96,11 +99,12 @@ def _sharing(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
     options = config.get("fsdp_config") or {}
     if str(options.get("fsdp_version", 1)) != "2":
         raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
+    if _truth(options.get("fsdp_offload_params", False)):
+        raise UserError(f"launch {path}: parameters on the host are not modelled; set fsdp_offload_params: false")
     classes = options.get("fsdp_transformer_layer_cls_to_wrap") or ""
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": _truth(options.get("fsdp_reshard_after_forward", True)),
-        "cpu_offload": _truth(options.get("fsdp_offload_params", False)),
         "wrap": tuple(name.strip() for name in classes.split(",") if name.strip()),
     }
 

@@ -83,7 +83,7 @@ def _copied(value: Any) -> Any:
 def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(launch.mixed_precision)
     with patch.dict(os.environ, {"FSDP_VERSION": "2"}):
@@ -94,7 +94,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap) or None,
             cpu_ram_efficient_loading=False,
         )
-    plugin.cpu_offload = CPUOffloadPolicy() if launch.cpu_offload else OffloadPolicy()
+    plugin.cpu_offload = OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),

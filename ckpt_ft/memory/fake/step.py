@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from ckpt_ft.memory.distributed.group import rank_zero_of
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.streams import streams_are_followed
 from ckpt_ft.memory.distributed.wrap import share, whole_again
+from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -39,9 +40,6 @@ from .interrupts import Interrupts
 from .memo import CPU, Memo, call_key
 from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
 
 aten = torch.ops.aten
 _ALONE = threading.RLock()  # a trace changes what torch does in the whole process
@@ -79,7 +77,8 @@ def trace_step(
     Raises:
         UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
     """
-    name, gpu = _resolve(device)
+    gpu = gpu_of(device)
+    name = gpu.name if gpu else "cpu"
     AllocatorSettings.parse(alloc_conf)
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
         mesh = stack.enter_context(rank_zero_of(launch.processes)) if launch and launch.processes > 1 else None
@@ -125,17 +124,6 @@ def trace_step(
 def sm(gpu: GPU) -> int:
     """Compute capability as one number: 75 for (7, 5)."""
     return 10 * gpu.arch[0] + gpu.arch[1]
-
-
-def _resolve(device: str | GPU) -> tuple[str, GPU | None]:
-    if device == "cpu":
-        return "cpu", None
-    if isinstance(device, str):
-        from ckpt_ft.memory.gpus import find_gpu
-
-        gpu = find_gpu(device)
-        return gpu.name, gpu
-    return device.name, device
 
 
 class FakeTracker(Tracker):

@@ -34,6 +34,11 @@ def test_our_own_files() -> None:
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}",
             "FSDP of version 1 is not modelled; set",
         ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
+            "set fsdp_offload_params: f",
+        ),
+        ("mixed_precision: fp8", "mixed precision 'fp8' is not modelled"),
         ("distributed_type: DEEPSPEED", "distributed_type DEEPSPEED is not modelled"),
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
