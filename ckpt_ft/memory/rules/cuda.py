@@ -179,6 +179,17 @@ def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: d
     tracker.scratch(rows * 4 + rows * width * 4 + expanded, str(func))
 
 
+def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+    """cuFFT's work area: the complex data once more, the least that its guide names; measured so in 1, 2 and 3 dimensions.
+
+    Complex to real also transforms a copy, because cuFFT may write into its input.
+    [docs.nvidia.com/cuda/cufft: cufftEstimate; JuliaGPU/CUDA.jl issue 894; native/cuda/SpectralOps.cpp]
+    """
+    data = out if out.is_complex() else args[0]
+    copies = 1 if out.is_complex() else 2
+    tracker.scratch(copies * data.numel() * data.itemsize, str(func))
+
+
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -193,6 +204,7 @@ def after(arch: int) -> dict[Any, After]:
         aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+        **{op.default: fft for op in (aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)},
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution,
     }
