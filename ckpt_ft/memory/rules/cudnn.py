@@ -17,9 +17,9 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 aten = torch.ops.aten
 _ARGUMENTS = {
-    aten.convolution.default: (0, 1, 3),
-    aten.convolution_backward.default: (1, 2, 4),
-}  # input, weight, stride
+    aten.convolution.default: (0, 1, 3, 8),
+    aten.convolution_backward.default: (1, 2, 4, 9),
+}  # input, weight, stride, groups
 
 
 def nhwc_copies(operands: list[Tensor]) -> int:
@@ -43,10 +43,9 @@ def workspace(arch: int) -> After:
     """Records the scratch of a convolution or of its backward, whose two halves run one after the other."""
 
     def record(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        at_input, at_weight, at_stride = _ARGUMENTS[func]
-        input, weight, stride = args[at_input], args[at_weight], args[at_stride]
+        input, weight, stride, groups = (args[at] for at in _ARGUMENTS[func])
         output = out if isinstance(out, Tensor) else args[0]
-        if weight.dim() != 4 or input.size(1) != weight.size(1) or not input.is_contiguous():
+        if weight.dim() != 4 or groups != 1 or not input.is_contiguous():
             return
         tf32 = arch >= 80 and torch.backends.cudnn.allow_tf32
         if (arch >= 70 and input.dtype == torch.float16) or (arch >= 80 and input.dtype == torch.bfloat16) or tf32:
