@@ -17,15 +17,12 @@ from accelerate.utils import find_executable_batch_size
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.allocator.replay import replay
-from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
 from ckpt_ft.planning.candidate import Candidate
-from ckpt_ft.planning.fitting import largest_fitting
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.scaling import Growth
-from ckpt_ft.planning.tracing import cores, trace_policies
+from ckpt_ft.planning.tracing import cores
 from ckpt_ft.units import MIB, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
@@ -64,27 +61,11 @@ def table() -> None:
 def t4() -> None:
     gpu = find_gpu("t4")
     workload = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0), gpu)
-    print("| policy | found by trying | predicted: reserved bytes fit | predicted: cached segments given back |")
-    print("|---|---:|---:|---:|")
+    print("| policy | found by trying | predicted: reserved bytes fit | predicted: runs at all | waits a step |")
+    print("|---|---:|---:|---:|---:|")
     for policy, tried in FOUND_ON_T4.items():
-        found = predict_max_batch_size(workload, policy, margin=0)
-        last = last_before_oom(workload, policy, gpu)
-        print(f"| {policy} | {tried} | {found.batch} | {last} |", flush=True)
-
-
-def last_before_oom(workload: Workload, policy: str, gpu: GPU) -> int:
-    """The largest batch that the allocator can still lay out when it may first give cached segments back."""
-    growth = Growth(32, 64)
-    small, large = (trace_policies(workload, [policy], workload.step(batch))[0] for batch in (32, 64))
-    assert not isinstance(small, str)
-    assert not isinstance(large, str)
-    growth.learn(small, large)
-
-    def runs_out(batch: int) -> int:
-        scaled = growth.scale(small, batch, ops=False)
-        return int(replay([s.nbytes for s in scaled.storages], scaled.events, capacity=gpu.usable).oom_at is not None)
-
-    return largest_fitting(runs_out, 0, 512)
+        found = predict_max_batch_size(workload, policy, margin=0, max_batch_size=512)
+        print(f"| {policy} | {tried} | {found.batch} | {found.last} | {found.retries} |", flush=True)
 
 
 def finders() -> None:

@@ -130,7 +130,8 @@ def max_batch(
             workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=say
         )
     if as_json:
-        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, **vars(found.room)}
+        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch}
+        answer |= {"last": found.last, "retries": found.retries, **vars(found.room)}
         print(json.dumps(answer))
     else:
         print(f"{model} under '{policy}' on {device}: {found}")

@@ -18,7 +18,7 @@ from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .estimates import Estimates
-from .fitting import Room, make_room
+from .fitting import Room, largest_fitting, make_room
 from .proving import Runner, Trial, agreed, prove, restored
 from .search import search
 from .tracing import Report, Tracer
@@ -30,7 +30,9 @@ class MaxBatchSize:
 
     Attributes:
         batch: proved; where nothing was run, as predicted.
-        predicted: before any step was run.
+        predicted: before any step was run; its reserved bytes fit.
+        last: predicted only: the largest that runs at all on a GPU, because its allocator gives cached segments back
+            before it runs out. `retries` of its allocations in each step wait for the device meanwhile.
         trials: the real steps in order, the first one included, which only makes the optimizer's state.
         room: the bytes that were to be kept to.
     """
@@ -39,14 +41,26 @@ class MaxBatchSize:
     predicted: int
     room: Room
     trials: list[Trial] = field(default_factory=list)
+    last: int = 0
+    retries: int = 0
 
     def __str__(self) -> str:
         if not self.trials:
-            return f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}"
+            found = f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}"
+            return f"{found}; {self._price()}" if self.last > self.predicted else found
         out = sum(not trial.fits for trial in self.trials)
         steps = f"{len(self.trials)} step{'s' if len(self.trials) > 1 else ''}, {out} out of memory"
         within = format_bytes(self.room.budget)
         return f"largest batch in {within}: predicted {self.predicted}, proved {self.batch} ({steps})"
+
+    def _price(self) -> str:
+        """What the batches above `predicted` cost."""
+        if not self.retries:
+            return f"up to {self.last} runs: the first step gives cached memory back, later ones need not"
+        times = "once" if self.retries == 1 else f"{self.retries} times"
+        return (
+            f"up to {self.last} runs, but gives cached memory back {times} a step and waits for the device each time"
+        )
 
 
 @or_loop
@@ -109,8 +123,12 @@ def predict_max_batch_size(
         UserError: a budget that the device does not have, or a policy that does not suit the model.
     """
     room = make_room(budget, gpu_of(workload.device), margin, workload.launch)
-    _, batch = _predict(workload, str(Policy.parse(policy)), room, max_batch_size, report)
-    return MaxBatchSize(batch, batch, room)
+    policy = str(Policy.parse(policy))
+    estimates, batch = _predict(workload, policy, room, max_batch_size, report)
+    if gpu_of(workload.device) is None:
+        return MaxBatchSize(batch, batch, room)
+    runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, max_batch_size, {batch: 0})
+    return MaxBatchSize(batch, batch, room, last=runs, retries=estimates.retries(policy, runs) or 0 if runs else 0)
 
 
 def _predict(workload: Workload, policy: str, room: Room, most: int, report: Report | None) -> tuple[Estimates, int]:

@@ -95,6 +95,12 @@ class Estimates:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
         return self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
 
+    def retries(self, policy: str, batch: int) -> int | None:
+        """How often a step gives cached segments back to stay within the room; None where it runs out even so."""
+        trace = self.growth.scale(self.anchors[policy], batch, ops=False)
+        replay = trace.replay_within(self.room.limit)
+        return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
+
     def best(self, policy: str) -> Candidate | None:
         """The largest batch of `policy` that fits, as a candidate; the smallest there is for the target "memory"."""
         if policy not in self.bests:

@@ -23,13 +23,15 @@ DEFAULTS = AllocatorSettings()
 class Replay:
     """The allocator's counters after each event, in bytes; they end before the event `oom_at`, where one did not fit.
 
-    `retries`: allocations that first had to give cached segments back, which stalls the device each time.
+    `retries`: allocations that first had to give cached segments back, which stalls the device each time; `retried`
+    are their events, but for the one that did not fit even so.
     """
 
     allocated: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     oom_at: int | None = None
     retries: int = 0
+    retried: list[int] = field(default_factory=list)
 
     def peak_allocated(self, start: int = 0, stop: int | None = None) -> int:
         """max_memory_allocated over events [start, stop) had the peak been reset just before `start`."""
@@ -73,11 +75,14 @@ def replay(
         if event < 0:
             allocator.free(live.pop(~event))
         else:
+            before = allocator.retries
             try:
                 live[event] = allocator.malloc(sizes[event], streams[event] if streams else "")
             except OutOfMemory:
                 result.oom_at = at
                 break
+            if allocator.retries > before:
+                result.retried.append(at)
         result.allocated.append(allocator.allocated)
         result.reserved.append(allocator.reserved)
     result.retries = allocator.retries

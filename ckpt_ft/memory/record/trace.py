@@ -55,12 +55,18 @@ class StepTrace:
     @cached_property
     def replay(self) -> Replay:
         """Bytes allocated and reserved after each event, as `device` counts them."""
-        sizes = [storage.nbytes for storage in self.storages]
         if self.device != "cpu":
-            settings = AllocatorSettings.parse(self.alloc_conf)
-            return replay(sizes, self.events, settings, streams=[storage.stream for storage in self.storages])
+            return self.replay_within(None)
+        sizes = [storage.nbytes for storage in self.storages]
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
+
+    def replay_within(self, capacity: int | None) -> Replay:
+        """The same where the allocator can reserve `capacity` bytes: it gives cached segments back, or runs out."""
+        settings = AllocatorSettings.parse(self.alloc_conf)
+        sizes = [storage.nbytes for storage in self.storages]
+        streams = [storage.stream for storage in self.storages]
+        return replay(sizes, self.events, settings, capacity, streams=streams)
 
     @property
     def start(self) -> int:

@@ -180,7 +180,7 @@ def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-    """cuFFT's work area: the complex data once more, the least that its guide names; measured so in 1, 2 and 3 dimensions.
+    """cuFFT's work area: the complex data once more, the least that its guide names; measured in 2 and 3 dimensions.
 
     Complex to real also transforms a copy, because cuFFT may write into its input.
     [docs.nvidia.com/cuda/cufft: cufftEstimate; JuliaGPU/CUDA.jl issue 894; native/cuda/SpectralOps.cpp]
