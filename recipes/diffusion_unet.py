@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from ckpt_ft.errors import run
 from ckpt_ft.files import cache_root
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
 from ckpt_ft.training.diffusion.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
@@ -45,7 +45,7 @@ from ckpt_ft.training.diffusion.unet import (
 from ckpt_ft.training.diffusion.unet_workload import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.fit import Attempt, run_within
-from ckpt_ft.training.images.captioned import load_captioned
+from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.run.directory import RunDirectory

@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args

@@ -11,17 +11,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-if TYPE_CHECKING:
-    from ckpt_ft.memory.record.tracker import Tracker
-
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
+
+
+class Recorder(Protocol):
+    """What of a Tracker is told of streams.
+
+    stream: the name of the one that kernels and allocations belong to from now on.
+    """
+
+    stream: str
+
+    def synchronise(self, what: str, number: int, stream: str) -> None:
+        """Event `number` is recorded in `stream`, or is waited for there."""
 
 
 class _Stream:
@@ -73,7 +82,7 @@ class Streams:
     """What FSDP2 takes for `torch.cuda`; the names are torch's."""
 
     def __init__(self) -> None:
-        self.tracker: Tracker | None = None  # not before the model is wrapped
+        self.tracker: Recorder | None = None  # not before the model is wrapped
         self.numbers = count()
         self._made = 0
         self._default = _Stream(self, "")

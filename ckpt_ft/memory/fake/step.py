@@ -33,8 +33,9 @@ from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.memory.rules import cpu, cuda, fake_kernels
+from ckpt_ft.memory.rules import cuda, fake_kernels
 
+from . import cpu_scratch
 from .balanced import Balanced
 from .interrupts import Interrupts
 from .memo import CPU, Memo, call_key
@@ -137,7 +138,7 @@ class FakeTracker(Tracker):
     source = "predicted"
 
     def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts) -> None:
-        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu.AFTER)
+        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
         self.fake_mode, self.gpu, self.interrupts = fake_mode, gpu, interrupts
         self.values = Values()
         self.balanced = Balanced(self, self.values)

@@ -8,8 +8,9 @@ AT_FORALL_FP32, ...). Ops that both lists treat alike keep their C++ kernels and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -64,19 +65,26 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _to_lower(op: Any) -> Callable[..., Any]:
+def _lower(given: Iterable[Any]) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _float32(given: Iterable[Any]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(given: Iterable[Any]) -> torch.dtype:
+    wide = any(_is_castable(value) and value.dtype == torch.float32 for value in given)
+    return torch.float32 if wide else torch.get_autocast_dtype("cpu")
+
+
+def _casting(choose: Callable[[Iterable[Any]], torch.dtype], op: Any) -> Callable[..., Any]:
+    """`op` on arguments of the dtype that `choose(arguments)` says."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = choose((*args, *kwargs.values()))
         with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
             return op(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})
-
-    return kernel
-
-
-def _to_float32(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
-            return op(*_cast(args, torch.float32), **{k: _cast(v, torch.float32) for k, v in kwargs.items()})
 
     return kernel
 
@@ -94,16 +102,6 @@ def _with_float32_output(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _to_widest(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        wide = any(_is_castable(value) and value.dtype == torch.float32 for value in (*args, *kwargs.values()))
-        dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
-        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
-            return op(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})
-
-    return kernel
-
-
 def _as_it_is(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
@@ -113,10 +111,10 @@ def _as_it_is(op: Any) -> Callable[..., Any]:
 
 
 _TREATMENTS = (
-    (LOWER, _to_lower),
-    (FLOAT32, _to_float32),
+    (LOWER, partial(_casting, _lower)),
+    (FLOAT32, partial(_casting, _float32)),
     (FLOAT32_OUTPUT, _with_float32_output),
-    (WIDEST, _to_widest),
+    (WIDEST, partial(_casting, _widest)),
     (UNTOUCHED, _as_it_is),
 )
 

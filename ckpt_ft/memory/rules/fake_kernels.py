@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.memory.fake.memo import CPU
 from ckpt_ft.memory.record.opinfo import Rule
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,7 +40,7 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         shape = [a.size(1), b.size(1)]
     else:
         shape = [groups, a.size(0), b.size(1)] if a.dim() == b.dim() == 2 else [*a.shape[:-1], b.size(-1)]
-    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=CPU)
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=_CPU)
 
 
 RULES: dict[Any, Rule] = {

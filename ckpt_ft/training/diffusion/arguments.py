@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpt_ft.errors import UserError
-
-
-def _flag(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
-
+from ckpt_ft.training.flags import flag
 
 # Those of diffusers' get_scheduler that need nothing else.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
@@ -25,16 +20,16 @@ class DiffusionModelArguments:
         UserError: a rank, alpha or dropout that LoRA cannot have.
     """
 
-    pretrained_model_name_or_path: str | None = _flag(
+    pretrained_model_name_or_path: str | None = flag(
         None, "Hub id or local directory of an SD 1.x, 2.x or SDXL pipeline; without it, a tiny one made here."
     )
-    pretrained_vae_model_name_or_path: str | None = _flag(None, "Another VAE, such as one that is stable in fp16.")
-    revision: str | None = _flag(None, "Branch, tag or commit of the Hub pipeline.")
-    variant: str | None = _flag(None, "Variant of its weight files, e.g. fp16.")
-    rank: int | None = _flag(None, "Train LoRA adapters of this rank; without it, the whole U-Net.")
-    lora_alpha: int | None = _flag(None, "Scale of the adapters; the rank when left out.")
-    lora_dropout: float = _flag(0.0, "Dropout in front of the adapters.")
-    prediction_type: str | None = _flag(
+    pretrained_vae_model_name_or_path: str | None = flag(None, "Another VAE, such as one that is stable in fp16.")
+    revision: str | None = flag(None, "Branch, tag or commit of the Hub pipeline.")
+    variant: str | None = flag(None, "Variant of its weight files, e.g. fp16.")
+    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it, the whole U-Net.")
+    lora_alpha: int | None = flag(None, "Scale of the adapters; the rank when left out.")
+    lora_dropout: float = flag(0.0, "Dropout in front of the adapters.")
+    prediction_type: str | None = flag(
         None, "What the U-Net predicts; the scheduler's own when left out.", choices=["epsilon", "v_prediction"]
     )
 
@@ -52,59 +47,6 @@ class DiffusionModelArguments:
 
 
 @dataclass
-class ImageArguments:
-    """Which captioned images are trained on, and what is done to them first.
-
-    Raises:
-        UserError: a size that a VAE cannot take, or settings that contradict each other.
-    """
-
-    dataset_name: str | None = _flag(None, "Hub id of a dataset of images and captions.")
-    dataset_config_name: str | None = _flag(None, "Its configuration.")
-    train_data_dir: str | None = _flag(
-        None, "Image folder with a metadata.jsonl of file_name and text; without it and dataset_name, drawn shapes."
-    )
-    image_column: str = _flag("image", "Column of the images.")
-    caption_column: str = _flag("text", "Column, or key in metadata.jsonl, of the captions.")
-    max_train_samples: int | None = _flag(None, "Take only the first so many rows.")
-    resolution: int | None = _flag(None, "Side of the square images in pixels; the U-Net's own when left out.")
-    center_crop: bool = _flag(True, "Crop the middle; --no_center_crop crops anywhere, anew each time.")
-    random_flip: bool = _flag(False, "Mirror half of the images, anew each time.")
-    proportion_empty_prompts: float = _flag(0.0, "Share of captions left out, for classifier-free guidance.")
-    skip_bad_images: bool = _flag(False, "Train without images that cannot be read instead of stopping.")
-    cache_latents: bool | None = _flag(
-        None,
-        "Encode images and captions once, into files; only the U-Net is then on the device. "
-        "On when left out, unless images are cropped or flipped at random.",
-    )
-    dataloader_num_workers: int = _flag(0, "Processes that prepare batches.")
-
-    def __post_init__(self) -> None:
-        if self.resolution is not None and (self.resolution < 8 or self.resolution % 8):
-            below = max(8, self.resolution // 8 * 8)
-            raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
-        if self.dataset_name is not None and self.train_data_dir is not None:
-            raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
-        if not 0 <= self.proportion_empty_prompts < 1:
-            raise UserError(
-                f"--proportion_empty_prompts {self.proportion_empty_prompts}: give a share from 0 to below 1"
-            )
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 1")
-        if self.cache_latents and self.is_random:
-            raise UserError(
-                "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "
-                "drop one or the other"
-            )
-        if self.cache_latents is None:
-            self.cache_latents = not self.is_random
-
-    @property
-    def is_random(self) -> bool:
-        return self.random_flip or not self.center_crop
-
-
-@dataclass
 class LoopArguments:
     """How long and how it is trained, what is written meanwhile.
 
@@ -113,45 +55,43 @@ class LoopArguments:
         not installed.
     """
 
-    output_dir: str = _flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
-    seed: int = _flag(0, "Of everything random.")
-    train_batch_size: int = _flag(16, "Images per device and forward pass.")
-    gradient_accumulation_steps: int = _flag(1, "Forward passes per optimizer step.")
-    num_train_epochs: int = _flag(100, "Passes over the images, when max_train_steps is left out.")
-    max_train_steps: int | None = _flag(None, "Optimizer steps.")
-    learning_rate: float = _flag(1e-4, "Peak learning rate.")
-    scale_lr: bool = _flag(False, "Multiply it by devices, accumulation steps and batch size.")
-    lr_scheduler: str = _flag("constant", "The learning rate's schedule.", choices=SCHEDULES)
-    lr_warmup_steps: int = _flag(500, "Steps of warm-up, for schedules that have one.")
-    adam_beta1: float = _flag(0.9, "First moment's decay.")
-    adam_beta2: float = _flag(0.999, "Second moment's decay.")
-    adam_weight_decay: float = _flag(1e-2, "Decoupled weight decay.")
-    adam_epsilon: float = _flag(1e-8, "Added to the denominator.")
-    use_8bit_adam: bool = _flag(False, "AdamW with 8-bit states (bitsandbytes).")
-    max_grad_norm: float = _flag(1.0, "Gradients are clipped to this norm.")
-    snr_gamma: float | None = _flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
-    noise_offset: float = _flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
-    use_ema: bool = _flag(False, "Keep a moving average of what is trained; it is what is sampled and saved.")
-    mixed_precision: str | None = _flag(
-        None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"]
-    )
-    allow_tf32: bool = _flag(False, "TF32 matrix products on Ampere and later.")
-    checkpointing_steps: int = _flag(500, "Steps between checkpoints.")
-    checkpoints_total_limit: int | None = _flag(None, "Keep only the newest so many.")
-    resume_from_checkpoint: str | None = _flag(None, "latest, or the path of a checkpoint.")
-    overwrite_output_dir: bool = _flag(
+    output_dir: str = flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
+    seed: int = flag(0, "Of everything random.")
+    train_batch_size: int = flag(16, "Images per device and forward pass.")
+    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
+    num_train_epochs: int = flag(100, "Passes over the images, when max_train_steps is left out.")
+    max_train_steps: int | None = flag(None, "Optimizer steps.")
+    learning_rate: float = flag(1e-4, "Peak learning rate.")
+    scale_lr: bool = flag(False, "Multiply it by devices, accumulation steps and batch size.")
+    lr_scheduler: str = flag("constant", "The learning rate's schedule.", choices=SCHEDULES)
+    lr_warmup_steps: int = flag(500, "Steps of warm-up, for schedules that have one.")
+    adam_beta1: float = flag(0.9, "First moment's decay.")
+    adam_beta2: float = flag(0.999, "Second moment's decay.")
+    adam_weight_decay: float = flag(1e-2, "Decoupled weight decay.")
+    adam_epsilon: float = flag(1e-8, "Added to the denominator.")
+    use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
+    max_grad_norm: float = flag(1.0, "Gradients are clipped to this norm.")
+    snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
+    noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
+    use_ema: bool = flag(False, "Keep a moving average of what is trained; it is what is sampled and saved.")
+    mixed_precision: str | None = flag(None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"])
+    allow_tf32: bool = flag(False, "TF32 matrix products on Ampere and later.")
+    checkpointing_steps: int = flag(500, "Steps between checkpoints.")
+    checkpoints_total_limit: int | None = flag(None, "Keep only the newest so many.")
+    resume_from_checkpoint: str | None = flag(None, "latest, or the path of a checkpoint.")
+    overwrite_output_dir: bool = flag(
         False, "Throw the checkpoints and the result of an earlier run in output_dir away."
     )
     validation_prompt: list[str] | None = field(
         default=None, metadata={"help": "Prompts that are drawn during training and at its end."}
     )
-    num_validation_images: int = _flag(1, "Images per prompt.")
-    validation_steps: int = _flag(500, "Steps between validations.")
-    validation_inference_steps: int = _flag(25, "Denoising steps per image.")
-    validation_guidance_scale: float = _flag(7.5, "Classifier-free guidance.")
-    report_to: str = _flag("none", "Trackers: tensorboard, wandb, ..., all, or none.")
-    tracker_project_name: str = _flag("diffusion_unet", "Name of the run's project at the trackers.")
-    logging_dir: str = _flag("logs", "Where trackers write, inside output_dir.")
+    num_validation_images: int = flag(1, "Images per prompt.")
+    validation_steps: int = flag(500, "Steps between validations.")
+    validation_inference_steps: int = flag(25, "Denoising steps per image.")
+    validation_guidance_scale: float = flag(7.5, "Classifier-free guidance.")
+    report_to: str = flag("none", "Trackers: tensorboard, wandb, ..., all, or none.")
+    tracker_project_name: str = flag("diffusion_unet", "Name of the run's project at the trackers.")
+    logging_dir: str = flag("logs", "Where trackers write, inside output_dir.")
 
     def __post_init__(self) -> None:
         counts = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_train_steps",

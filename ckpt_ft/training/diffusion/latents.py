@@ -28,10 +28,8 @@ from torch.utils.data import Sampler
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
-from ckpt_ft.training.images.captioned import framed
+from ckpt_ft.training.images.captioned import ImageArguments, framed
 from ckpt_ft.training.images.files import open_image
-
-from .arguments import ImageArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset

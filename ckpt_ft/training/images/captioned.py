@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,66 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.diffusion.arguments import ImageArguments
+from ckpt_ft.training.flags import flag
 
-from .files import readable
+from .files import named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+@dataclass
+class ImageArguments:
+    """Which captioned images are trained on, and what is done to them first.
+
+    Raises:
+        UserError: a size that a VAE cannot take, or settings that contradict each other.
+    """
+
+    dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
+    dataset_config_name: str | None = flag(None, "Its configuration.")
+    train_data_dir: str | None = flag(
+        None, "Image folder with a metadata.jsonl of file_name and text; without it and dataset_name, drawn shapes."
+    )
+    image_column: str = flag("image", "Column of the images.")
+    caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
+    max_train_samples: int | None = flag(None, "Take only the first so many rows.")
+    resolution: int | None = flag(None, "Side of the square images in pixels; the U-Net's own when left out.")
+    center_crop: bool = flag(True, "Crop the middle; --no_center_crop crops anywhere, anew each time.")
+    random_flip: bool = flag(False, "Mirror half of the images, anew each time.")
+    proportion_empty_prompts: float = flag(0.0, "Share of captions left out, for classifier-free guidance.")
+    skip_bad_images: bool = flag(False, "Train without images that cannot be read instead of stopping.")
+    cache_latents: bool | None = flag(
+        None,
+        "Encode images and captions once, into files; only the U-Net is then on the device. "
+        "On when left out, unless images are cropped or flipped at random.",
+    )
+    dataloader_num_workers: int = flag(0, "Processes that prepare batches.")
+
+    def __post_init__(self) -> None:
+        if self.resolution is not None and (self.resolution < 8 or self.resolution % 8):
+            below = max(8, self.resolution // 8 * 8)
+            raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
+        if self.dataset_name is not None and self.train_data_dir is not None:
+            raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
+        if not 0 <= self.proportion_empty_prompts < 1:
+            raise UserError(
+                f"--proportion_empty_prompts {self.proportion_empty_prompts}: give a share from 0 to below 1"
+            )
+        if self.max_train_samples is not None and self.max_train_samples < 1:
+            raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 1")
+        if self.cache_latents and self.is_random:
+            raise UserError(
+                "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "
+                "drop one or the other"
+            )
+        if self.cache_latents is None:
+            self.cache_latents = not self.is_random
+
+    @property
+    def is_random(self) -> bool:
+        return self.random_flip or not self.center_crop
 
 
 def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
@@ -58,15 +112,10 @@ def _hub_dataset(args: ImageArguments) -> Dataset:
         rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
     except (OSError, ValueError) as error:
         raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {one_line(error)}") from error
-    for flag, column in (("image_column", args.image_column), ("caption_column", args.caption_column)):
-        if column not in rows.column_names:
-            raise UserError(
-                f"--{flag} {column}: {args.dataset_name} has no such column; it has {', '.join(rows.column_names)}"
-            )
-    rows = rows.select_columns([args.image_column, args.caption_column])
-    return rows.rename_columns(
-        {old: new for old, new in ((args.image_column, "image"), (args.caption_column, "text")) if old != new}
-    )
+    return named_columns(
+        rows, str(args.dataset_name), ("image_column", args.image_column, "image"),
+        ("caption_column", args.caption_column, "text"),
+    )  # fmt: skip
 
 
 def _image_folder(directory: str, caption_column: str) -> Dataset:

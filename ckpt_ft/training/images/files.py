@@ -5,6 +5,7 @@ Whatever is wrong with one is a line that names the file or row.
 
 from __future__ import annotations
 
+import difflib
 import io
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +23,23 @@ DECODED = 5_000  # images that are decoded to their end before training; of thos
 _SHOWN = 3  # bad images named in an error
 _UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
+    """Those columns of `rows` alone, each (the flag that names it, its name, ours) under our name.
+
+    Raises:
+        UserError: there is no such column.
+    """
+    for flag, column, _ in columns:
+        if column not in rows.column_names:
+            close = difflib.get_close_matches(column, rows.column_names, n=1)
+            meant = f"; did you mean '{close[0]}'?" if close else ""
+            raise UserError(
+                f"--{flag} {column}: {source} has no such column{meant}; it has {', '.join(rows.column_names)}"
+            )
+    rows = rows.select_columns([column for _, column, _ in columns])
+    return rows.rename_columns({theirs: ours for _, theirs, ours in columns if theirs != ours})
 
 
 def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:

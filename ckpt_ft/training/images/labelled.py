@@ -6,10 +6,9 @@ that names the folder, the row or the class.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,9 @@ import numpy as np
 from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.training.flags import SplitArguments, flag
 
-from .files import readable
+from .files import named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
@@ -30,41 +30,28 @@ _SHAPES_RESOLUTION = 40  # as drawn; the model's own resolution decides what it 
 
 
 @dataclass
-class VisionArguments:
+class VisionArguments(SplitArguments):
     """Which labelled images are trained on, and how they are shown to the model.
 
     Raises:
         UserError: a share, number or size that no dataset can have.
     """
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id, or a local folder with a folder of images per class, perhaps below folders named as "
-            "the splits; without it, drawn shapes."
-        },
+    dataset_name: str | None = flag(
+        None,
+        "Hub id, or a local folder with a folder of images per class, perhaps below folders named as the splits; "
+        "without it, drawn shapes.",
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, with --eval_strategy."})
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Evaluate on this share of the training split instead of a split of its own."}
-    )
-    image_column: str = field(default="image", metadata={"help": "Column of images of a Hub dataset."})
-    label_column: str = field(default="label", metadata={"help": "Column of classes of a Hub dataset."})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on so many images only, drawn at random."}
-    )
-    skip_bad_images: bool = field(default=False, metadata={"help": "Leave out images that cannot be read."})
-    resolution: int | None = field(default=None, metadata={"help": "Pixels of a side; by default the model's own."})
-    augment: bool = field(
-        default=True, metadata={"help": "Train on random crops that are mirrored half of the time (--no_augment)."}
-    )
-    min_crop: float = field(default=0.25, metadata={"help": "The least share of an image's area that a crop shows."})
+    image_column: str = flag("image", "Column of images of a Hub dataset.")
+    label_column: str = flag("label", "Column of classes of a Hub dataset.")
+    max_train_samples: int | None = flag(None, "Train on so many images only, drawn at random.")
+    skip_bad_images: bool = flag(False, "Leave out images that cannot be read.")
+    resolution: int | None = flag(None, "Pixels of a side; by default the model's own.")
+    augment: bool = flag(True, "Train on random crops that are mirrored half of the time (--no_augment).")
+    min_crop: float = flag(0.25, "The least share of an image's area that a crop shows.")
 
     def __post_init__(self) -> None:
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise UserError(f"--test_split_size {self.test_split_size}: give the share to hold out, between 0 and 1")
+        super().__post_init__()
         if self.max_train_samples is not None and self.max_train_samples < 2:
             raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 2, of two classes")
         if self.resolution is not None and self.resolution < 8:
@@ -82,7 +69,7 @@ def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Da
     """
     train, test = _load(args, evaluate)
     if evaluate and test is None:
-        train, test = _hold_out(train, args, seed)
+        train, test = args.hold_out(train, seed)
     if args.max_train_samples is not None:
         train = train.shuffle(seed=seed).select(range(min(args.max_train_samples, len(train))))
     source = args.dataset_name or "drawn shapes"
@@ -104,13 +91,6 @@ def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | Non
     return read(args, args.dataset_train_split), read(args, args.dataset_test_split) if own_test else None
 
 
-def _hold_out(rows: Dataset, args: VisionArguments, seed: int) -> tuple[Dataset, Dataset]:
-    if len(rows) < 2:
-        raise UserError(f"--test_split_size {args.test_split_size}: {len(rows)} image, nothing can be held out")
-    split = rows.train_test_split(test_size=args.test_split_size, seed=seed)
-    return split["train"], split["test"]
-
-
 def _hub(args: VisionArguments, split: str) -> Dataset:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -122,16 +102,12 @@ def _hub(args: VisionArguments, split: str) -> Dataset:
         reason = one_line(error.__cause__ or error)
         where = "neither a local folder nor a dataset of the Hub that can be read from here"
         raise UserError(f"--dataset_name {name}: {where}: {reason}") from error
-    for flag, column in (("image_column", args.image_column), ("label_column", args.label_column)):
-        if column not in rows.column_names:
-            close = difflib.get_close_matches(column, rows.column_names, n=1, cutoff=0.4)
-            meant = f"; did you mean '{close[0]}'?" if close else ""
-            raise UserError(f"--{flag} {column}: {name} has no such column{meant} ({', '.join(rows.column_names)})")
+    rows = named_columns(
+        rows, str(name), ("image_column", args.image_column, "image"), ("label_column", args.label_column, "label")
+    )
     if len(rows) == 0:
         raise UserError(f"--dataset_name {name}: split '{split}' is empty")
-    rows = rows.select_columns([args.image_column, args.label_column])
-    renamed = {args.image_column: "image", args.label_column: "label"}
-    return _undecoded(rows.rename_columns({old: new for old, new in renamed.items() if old != new}))
+    return _undecoded(rows)
 
 
 def _folder(args: VisionArguments, split: str) -> Dataset:

@@ -7,11 +7,12 @@ names the file, the line or the column.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.training.flags import SplitArguments, flag
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,39 +25,27 @@ _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass
-class DataArguments:
+class DataArguments(SplitArguments):
     """Which rows are trained on and how they become sequences; the names are TRL's.
 
     Raises:
         UserError: a length or a share that no dataset can have.
     """
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id, or a local directory or file (json, jsonl, csv, parquet, txt); without it, the sample."
-        },
+    dataset_name: str | None = flag(
+        None, "Hub id, or a local directory or file (json, jsonl, csv, parquet, txt); without it, the sample."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, with --eval_strategy."})
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Evaluate on this share of the training split instead of a split of its own."}
-    )
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens per sequence; what is longer is cut."})
-    packing: bool = field(
-        default=False, metadata={"help": "Several rows per sequence; attention and loss stay within each row."}
-    )
+    dataset_text_field: str = flag("text", "Column of plain text.")
+    dataset_num_proc: int | None = flag(None, "Processes that tokenize.")
+    max_length: int = flag(1024, "Tokens per sequence; what is longer is cut.")
+    packing: bool = flag(False, "Several rows per sequence; attention and loss stay within each row.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_length < 2:
             raise UserError(
                 f"--max_length {self.max_length}: a sequence needs at least 2 tokens to have anything to predict"
             )
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise UserError(f"--test_split_size {self.test_split_size}: give the share to hold out, between 0 and 1")
 
 
 def load_rows(args: DataArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -72,12 +61,7 @@ def load_rows(args: DataArguments, *, evaluate: bool, seed: int) -> tuple[Datase
         return train, None
     if args.test_split_size is None:
         return train, _load(args.dataset_name, args.dataset_config, args.dataset_test_split)
-    if len(train) < 2:
-        raise UserError(
-            f"--test_split_size {args.test_split_size}: {args.dataset_name} has one row, nothing can be held out"
-        )
-    split = train.train_test_split(test_size=args.test_split_size, seed=seed)
-    return split["train"], split["test"]
+    return args.hold_out(train, seed)
 
 
 def _load(name: str, config: str | None, split: str) -> Dataset:

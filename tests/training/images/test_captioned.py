@@ -13,8 +13,8 @@ from datasets import Dataset
 from PIL import Image
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, ImageArguments, LoopArguments
-from ckpt_ft.training.images.captioned import framed, load_captioned
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
+from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 
 
 def folder(path: Path, entries: list[Any], images: int = 2) -> Path:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ckpt_ft.memory.fake.memo import call_key
 from ckpt_ft.memory.record.opinfo import After
 from ckpt_ft.memory.record.scratch import KERNELS, observed
 from ckpt_ft.memory.record.tracker import Tracker
+
+from .memo import call_key
 
 _known: dict[Any, int] = {}  # bytes of scratch, by call
 
