@@ -11,8 +11,8 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,42 +20,27 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
 from accelerate.utils.memory import clear_device_cache
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
-from ckpt_ft.files import cache_root
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
-from ckpt_ft.training.diffusion.latents import CachedLatents, EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.diffusion.data import endless_batches, load_samples
+from ckpt_ft.training.diffusion.encoders import Encoders, frozen_dtype, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.latents import CachedLatents, FramedImages, Row
+from ckpt_ft.training.diffusion.noise import NoisyBatches
+from ckpt_ft.training.diffusion.state import TrainingState
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
-from ckpt_ft.training.diffusion.unet import (
-    averaged,
-    drop_prompts,
-    make_optimizer,
-    noisy_inputs,
-    prepare_unet,
-    save_only_what_is_trained,
-    save_result,
-)
+from ckpt_ft.training.diffusion.unet import prepare_unet, save_result
 from ckpt_ft.training.diffusion.unet_workload import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.fit import Attempt, run_within
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.fit import Fitted
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.loop_checkpoints import (
-    clear_when_disk_is_full,
-    hold_state,
-    load_checkpoint,
-    save_checkpoint,
-    written,
-)
+from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full, written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.stop import Stop, stopped
@@ -86,6 +71,16 @@ BUILT_IN = {
 }
 
 
+@dataclass(frozen=True)
+class Data:
+    """What the U-Net learns from: rows, what makes micro-batches of them, prompts that show what it has learned."""
+
+    samples: FramedImages | CachedLatents
+    noisy: NoisyBatches
+    validation: Validation
+    latent_side: int
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
         (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
@@ -95,23 +90,75 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
     )
     directory = RunDirectory.of(args, lora=model_args.rank is not None)
-    run_within(
-        lambda attempt: train(model_args, image_args, args, ac_args, directory, attempt),
-        ac_args,
-        directory,
-    )
+    run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
 @clear_when_disk_is_full()
 def train(
-    model_args: DiffusionModelArguments,
-    image_args: ImageArguments,
-    args: LoopArguments,
-    ac_args: ACArguments,
-    directory: RunDirectory,
-    attempt: Attempt,
+    model_args: DiffusionModelArguments, image_args: ImageArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
     """One run, from the checkpoint of `attempt` on."""
+    accelerator = start(attempt.args, directory)
+    if model_args.pretrained_model_name_or_path is None:
+        with accelerator.main_process_first():
+            model_args = replace(model_args, pretrained_model_name_or_path=tiny_pipeline_dir())
+
+    # 1. Images and captions: encoded once, after which VAE and text encoders leave the device
+    data = load_data(model_args, image_args, attempt.args, accelerator)
+    clear_device_cache(garbage_collection=True)
+
+    # 2. The U-Net, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
+    unet = load_unet(model_args)
+    dtype = frozen_dtype(accelerator)
+    parameters = prepare_unet(unet, model_args, dtype)
+    unet.to(accelerator.device)
+    workload = unet_workload(unet, attempt.args, accelerator, data.noisy.scheduler, data.latent_side, dtype)
+    fitted = fit_unet(workload, accelerator, attempt)
+    args = fitted.args
+    memory = LoopMemory(fitted, accelerator)
+    memory.apply(unet)
+
+    # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
+    state = TrainingState(unet, parameters, len(data.samples), model_args, args, accelerator)
+    set_seed(args.seed, device_specific=True)  # each rank draws noise of its own; checkpoints hold what it has drawn
+    if attempt.checkpoint is not None:
+        state.load(attempt.checkpoint)
+    if args.report_to != "none":
+        flags = vars(model_args) | vars(image_args) | vars(args) | vars(fitted.settings) | {"policy": memory.policy}
+        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in flags.items()})
+    directory.check_space(state.trained, state.optimizer)
+    directory.clear()
+
+    # 4. The loop
+    if state.step == 0:
+        draw(data.validation, state)
+    batches = endless_batches(data.samples, args, image_args.dataloader_num_workers, accelerator, state.samples_seen)
+    signal = run_steps(state, batches, data, fitted, memory, directory)
+
+    # 5. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
+    if state.done:
+        with state.averaged():
+            written(
+                accelerator, directory.path, "the result",
+                lambda: save_result(state.trained, data.validation.vae, model_args, args.output_dir), main_only=True,
+            )  # fmt: skip
+        if data.validation.prompts and accelerator.is_main_process:
+            data.validation.write_sheet(Path(args.output_dir, "samples.png"))
+    state.unwrap()
+    memory.report(
+        args.output_dir,
+        workload=replace(fitted.workload, make_batch=lambda samples, length: dict(data.noisy.last)),
+        model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=data.validation.size,
+        rank=model_args.rank,
+    )  # fmt: skip
+    accelerator.end_training()
+    if not state.done:
+        raise stopped(signal, directory.last_complete())
+
+
+def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
+    """Accelerate with its trackers, the output directory for this run alone, the seed."""
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
@@ -121,169 +168,80 @@ def train(
     directory.open()
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     set_seed(args.seed)
-    frozen_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
+    return accelerator
 
-    # 1. The pipeline: its U-Net's configuration says what it is before any weights are read
-    if model_args.pretrained_model_name_or_path is None:
-        with accelerator.main_process_first():
-            model_args.pretrained_model_name_or_path = tiny_pipeline_dir()
-    config = unet_config(model_args)
+
+def load_data(
+    model_args: DiffusionModelArguments, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+) -> Data:
+    """The images as the pipeline's U-Net is shown them; of what is frozen only what is still needed is kept."""
+    config = unet_config(model_args)  # what it is, before any weights are read
     sdxl = config["addition_embed_type"] == "text_time"
-    frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype)
-    vae_config = frozen.vae.config
-    resolution = image_args.resolution or config["sample_size"] * 2 ** (len(vae_config.block_out_channels) - 1)
-
-    # 2. Images and captions: encoded once, after which VAE and text encoders leave the device
-    with accelerator.main_process_first():
-        rows = load_captioned(image_args, resolution)
-    images = FramedImages(rows, frozen.tokenize, resolution, image_args, args.seed)
-    empty_prompt = {name: value.to(accelerator.device) for name, value in frozen.encode_prompts([""]).items()}
-    validation = Validation(model_args, args, frozen, resolution, Path(args.output_dir, "samples"))
-    samples: FramedImages | CachedLatents = images
-    encoders: Encoders | None = frozen
-    if image_args.cache_latents:
-        samples = cache_latents(
-            images, frozen, cache_root() / "latents", args.train_batch_size,
-            accelerator.process_index, accelerator.num_processes,
-        )  # fmt: skip
-        accelerator.wait_for_everyone()
-        frozen.vae.to("cpu")  # validations bring it back
-        encoders = None
-    del frozen
-    clear_device_cache(garbage_collection=True)
-
-    # 3. The U-Net, under the policy
-    unet = load_unet(model_args)
-    parameters = prepare_unet(unet, model_args, frozen_dtype)
-    unet.to(accelerator.device)
-    noise_scheduler = load_scheduler(model_args)
-    side = resolution // 2 ** (len(vae_config.block_out_channels) - 1)
-    workload = unet_workload(unet, args, accelerator, noise_scheduler, side, frozen_dtype)
-    # what --ac_policy auto and --find_max_batch_size leave open
-    fitted = fit_unet(workload, args, ac_args, accelerator, attempt)
-    memory = LoopMemory(ac_args, accelerator)
-    memory.add_to_report = fitted.describe
-    memory.apply(unet)
-
-    # 4. Optimizer, schedule, moving average, and what of all this a checkpoint holds
-    per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
-    max_train_steps = args.max_train_steps or args.num_train_epochs * -(-len(samples) // per_step)
-    optimizer = make_optimizer(parameters, args, args.learning_rate * (per_step if args.scale_lr else 1))
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=max_train_steps
+    frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype(accelerator))
+    resolution = image_args.resolution or config["sample_size"] * frozen.vae_scale_factor
+    return Data(
+        load_samples(frozen, resolution, image_args, args, accelerator),
+        NoisyBatches(frozen, load_scheduler(model_args), image_args, args),
+        Validation(model_args, args, frozen, resolution, Path(args.output_dir, "samples")),
+        resolution // frozen.vae_scale_factor,
     )
-    ema = EMAModel(parameters) if args.use_ema else None
-    unet, optimizer = accelerator.prepare(unet, optimizer)
-    save_only_what_is_trained(accelerator, model_args)
-    hold_state(accelerator, lr_scheduler=lr_scheduler, **({} if ema is None else {"ema": ema}))
-    # Each rank draws noise of its own; what of it has been drawn is in the checkpoint.
-    set_seed(args.seed, device_specific=True)
-    identity = {"rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes}
-    step, samples_seen = 0, 0
-    if attempt.checkpoint is not None:
-        step, samples_seen = load_checkpoint(accelerator, attempt.checkpoint, identity)
-    if ema is not None:
-        ema.to(accelerator.device)
 
-    # 5. Batches, endless, from where the checkpoint stopped; not `prepare`d, because they are already this rank's
-    order = EndlessBatches(
-        len(samples), args.train_batch_size, args.seed, accelerator.process_index, accelerator.num_processes,
-        start=samples_seen // (args.train_batch_size * accelerator.num_processes),
-    )  # fmt: skip
-    loader = DataLoader(
-        samples,
-        batch_sampler=order,
-        num_workers=image_args.dataloader_num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-        generator=torch.Generator(),  # a loader draws a seed when it starts: not from the RNG that draws the noise
-    )
-    if args.report_to != "none":
-        settings = vars(model_args) | vars(image_args) | vars(args) | vars(ac_args)
-        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in settings.items()})
-    directory.check_space(accelerator.unwrap_model(unet), optimizer)
-    directory.clear()
-    losses = LossLog(accelerator, args.output_dir, step)
-    if validation.prompts and step == 0 and accelerator.is_main_process:
-        validation.run(accelerator.unwrap_model(unet), accelerator, step)
 
-    # 6. The loop
-    def noisy(batch: dict[str, torch.Tensor]) -> Batch:
-        """A micro-batch for the U-Net: encoded, if it was not before, and with noise."""
-        if encoders is None:
-            encoded = {name: value.to(accelerator.device) for name, value in batch.items()}
-        else:
-            encoded = encoders.encode(batch)
-        drop_prompts(encoded, empty_prompt, image_args.proportion_empty_prompts)
-        latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * vae_config.scaling_factor
-        inputs, target = noisy_inputs(latents, encoded, noise_scheduler, args.noise_offset)
-        if samples_seen == 0:
-            memory.check(inputs)
-        last.update(inputs=inputs, target=target)
-        return dict(last)
-
-    def noted_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        loss = workload.compute_loss(model, batch)
-        losses.add(loss)
-        return loss
-
-    last: Batch = {}  # for the prediction beside what was measured
-    progress = tqdm(total=max_train_steps, initial=step, disable=not accelerator.is_main_process, desc="steps")
-    batches = iter(loader)
+def run_steps(
+    state: TrainingState,
+    batches: Iterator[Row],
+    data: Data,
+    fitted: Fitted,
+    memory: LoopMemory,
+    directory: RunDirectory,
+) -> int | None:
+    """All steps that are left, or those until a Ctrl-C or a scheduler's SIGTERM, of which the number is returned."""
+    args, accelerator = fitted.args, state.accelerator
+    losses = LossLog(accelerator, args.output_dir, state.step)
+    compute_loss = losses.noting(fitted.workload.compute_loss)
+    progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
     stopping = False
     with (
         Stop() as stop,
         advise_on_oom(memory, "--train_batch_size"),
-        memory.measure(unet, optimizer, max_train_steps - step, args.output_dir),
+        memory.measure(state.unet, state.optimizer, state.total_steps - state.step, args.output_dir),
     ):
-        while step < max_train_steps and not stopping:
-            micro_batches = map(noisy, islice(batches, args.gradient_accumulation_steps))
+        while not (state.done or stopping):
+            micro_batches: Iterable[Batch] = map(data.noisy, islice(batches, args.gradient_accumulation_steps))
             optimizer_step(
-                unet, optimizer, micro_batches, noted_loss,
-                max_grad_norm=args.max_grad_norm, parameters=parameters, engine=accelerator,
+                state.unet, state.optimizer, micro_batches if state.step else checked(micro_batches, memory),
+                compute_loss, max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
             )  # fmt: skip
             memory.step()
-            step, samples_seen = step + 1, samples_seen + per_step
             progress.update()
-            progress.set_postfix(loss=f"{losses.step(step, lr_scheduler.get_last_lr()[0]):.4f}")
-            lr_scheduler.step()
-            if ema is not None:
-                ema.step(parameters)
-            stopping = stop.agreed() and step < max_train_steps  # Ctrl-C, or SIGTERM from a scheduler
-            if step % args.checkpointing_steps == 0 or stopping:
-                save_checkpoint(accelerator, directory, step, samples_seen, identity, args.checkpoints_total_limit)
-            if validation.prompts and (step % args.validation_steps == 0 or step == max_train_steps):
-                if accelerator.is_main_process:
-                    with averaged(ema, parameters):
-                        validation.run(accelerator.unwrap_model(unet), accelerator, step)
-                accelerator.wait_for_everyone()
-            if step < max_train_steps:
+            progress.set_postfix(loss=f"{losses.step(state.step + 1, state.learning_rate):.4f}")
+            state.advance()
+            stopping = stop.agreed() and not state.done
+            if state.step % args.checkpointing_steps == 0 or stopping:
+                state.save(directory, args.checkpoints_total_limit)
+            if state.step % args.validation_steps == 0 or state.done:
+                draw(data.validation, state)
+            if not state.done:
                 memory.begin_step()  # what was between is not part of a step
     progress.close()
+    return stop.signal
 
-    # 7. What is left behind: adapters or a pipeline, the sheet of samples, the memory report
-    trained = accelerator.unwrap_model(unet)
-    if not stopping:
-        with averaged(ema, parameters):
-            written(
-                accelerator, directory.path, "the result",
-                lambda: save_result(trained, validation.vae, model_args, args.output_dir), main_only=True,
-            )  # fmt: skip
-        if validation.prompts and accelerator.is_main_process:
-            validation.write_sheet(Path(args.output_dir, "samples.png"))
-    # DDP's wrapper goes before the process group. Were it to hold the group's last reference, torch would join gloo's
-    # thread with the GIL held, and that thread may be waiting for the GIL to free its last tensors: neither ends.
-    del unet
-    accelerator.free_memory()
 
-    memory.report(
-        args.output_dir,
-        workload=replace(workload, model=trained, make_batch=lambda samples, length: dict(last)),
-        model=model_args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=resolution, rank=model_args.rank,
-    )  # fmt: skip
-    accelerator.end_training()
-    if stopping:
-        raise stopped(stop.signal, directory.last_complete())
+def checked(micro_batches: Iterable[Batch], memory: LoopMemory) -> Iterator[Batch]:
+    """`micro_batches`; with --ac_check a step on each is first compared with and without the policy."""
+    for batch in micro_batches:
+        memory.check(batch["inputs"])
+        yield batch
+
+
+def draw(validation: Validation, state: TrainingState) -> None:
+    """The prompts as the U-Net draws them now, averaged where an average is kept; the other ranks wait."""
+    if not validation.prompts:
+        return
+    if state.accelerator.is_main_process:
+        with state.averaged():
+            validation.run(state.trained, state.accelerator, state.step)
+    state.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory, train_within
+from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
 from ckpt_ft.training.images.classifiers import (
     load_classifier,
@@ -34,6 +34,7 @@ from ckpt_ft.training.images.classifiers import (
 from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
@@ -95,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 4. What --ac_policy auto and --find_max_batch_size leave open
     collator = Collator(position_arguments(model, data_args.resolution))
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-    mind_batch_norm(model, training_args, len(train_rows))
+    training_args = mind_batch_norm(model, fitted.args, len(train_rows))
 
     # 5. Training: the policy and the memory report are one callback
-    memory = ACCallback(ac_args)
+    memory = ACCallback(fitted)
     trainer = Trainer(
         model=model,
         args=training_args,
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         callbacks=[memory, NewCropsEachEpoch(train_dataset)],
     )
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, fitted, directory)
+        metrics = train_within(trainer, memory, directory)
 
     # 6. What is left behind beside the weights or the adapter and the image processor, which training ends with:
     # metrics, a card with the memory table

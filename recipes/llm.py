@@ -16,6 +16,7 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer, set_seed
@@ -23,9 +24,10 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory, train_within
+from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
@@ -71,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 1. Model and tokenizer
     if model_args.model_name_or_path is None:
         with training_args.main_process_first(desc="making the built-in sample"):
-            model_args.model_name_or_path, corpus = make_sample()
-        data_args.dataset_name = data_args.dataset_name or corpus
+            built_in, corpus = make_sample()
+        model_args = replace(model_args, model_name_or_path=built_in)
+        data_args = replace(data_args, dataset_name=data_args.dataset_name or corpus)
     tokenizer = load_tokenizer(model_args)
 
     # 2. Data: one process tokenizes, the others read its cache
@@ -91,15 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 4. Training: the policy and the memory report are one callback
     trainer = Trainer(
         model=model,
-        args=training_args,
+        args=fitted.args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         data_collator=collator,
     )
-    memory = ACCallback(ac_args).attach(trainer)
+    memory = ACCallback(fitted).attach(trainer)
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, fitted, directory)
+        metrics = train_within(trainer, memory, directory)
 
     # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with the
     # memory table

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.measure.report import KINDS as REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import parse_bytes
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
 
-REPORT_KINDS = ("json", "md", "png")
 ON_OOM = ("replan", "stop")
 
 

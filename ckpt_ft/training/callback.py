@@ -25,7 +25,7 @@ from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
-from .fit import fit_to_memory
+from .fit import Fitted, fit_to_memory
 from .reporting import add_prediction, holder_lines, never_fatal, refuse_fsdp, require_parity, show_and_write
 from .trainer_workload import loss_of, measured_workload
 
@@ -38,10 +38,11 @@ class ACCallback(TrainerCallback):
     """Applies a policy when training begins, measures while it runs, takes the policy off and reports at the end.
 
     Args:
-        policy: a policy, or `ACArguments` for all settings; None only measures.
+        policy: a policy, `ACArguments` for all settings, or what `fit_to_memory` chose for them; None only measures.
 
     Attributes:
         policy: the policy, None when the model is left as it is.
+        fitted: what `auto` and the largest batch were settled to; None where nothing was open.
         applied: what stands on the model while it trains.
         report: the MemoryReport of all ranks, once training has ended; None with `ac_report="none"`.
 
@@ -50,15 +51,15 @@ class ACCallback(TrainerCallback):
         WorkFailed: (when training begins) `ac_check` found a number that the policy changes.
     """
 
-    def __init__(self, policy: str | dict[str, Any] | Policy | ACArguments | None = None) -> None:
-        if not isinstance(policy, ACArguments):
+    def __init__(self, policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None) -> None:
+        if not isinstance(policy, (ACArguments, Fitted)):
             policy = ACArguments(ac_policy=None if policy is None else str(Policy.parse(policy)))
-        self.settings = policy
+        self.fitted = policy if isinstance(policy, Fitted) else None
+        self.settings = policy.settings if isinstance(policy, Fitted) else policy
         self.policy = policy.policy
         self.applied: AppliedPolicy | None = None
         self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
-        self.add_to_report: Callable[[MemoryReport], None] | None = None  # called before the report is shown
         self._accelerator: Accelerator | None = None
         self._scalars: dict[str, float] = {}
 
@@ -74,7 +75,7 @@ class ACCallback(TrainerCallback):
             UserError: (under "auto") nothing fits, or no budget on a CPU.
         """
         self._accelerator = trainer.accelerator
-        if self.settings.ac_policy == "auto":
+        if self.policy is not None and self.policy.auto:
             self._plan(trainer)
         trainer.callback_handler.callbacks.insert(0, self)
         trainer.train = self._stopped_by_errors(trainer.train)
@@ -143,9 +144,13 @@ class ACCallback(TrainerCallback):
         )
         if self.report.main and profiler.batch.elements:
             self._predict(model, optimizer, args)
-        if self.add_to_report is not None:
-            self.add_to_report(self.report)
+        if self.fitted is not None:
+            self.fitted.describe(self.report)
         show_and_write(self.report, self.settings.reports, args.output_dir)
+
+    def take(self, fitted: Fitted) -> None:
+        """Train under `fitted` from the next `trainer.train()` on."""
+        self.fitted, self.policy = fitted, fitted.policy
 
     def close(self) -> None:
         """Stop measuring and take the policy off; for a script that goes on after training has failed."""
@@ -185,8 +190,7 @@ class ACCallback(TrainerCallback):
         with torch.random.fork_rng(devices=[]):
             loader = trainer.get_train_dataloader()
         loss = loss_of(trainer)
-        fitted = fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss)
-        self.policy, self.add_to_report = self.settings.policy, fitted.describe
+        self.take(fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss))
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Put the prediction of the largest measured step into the report."""

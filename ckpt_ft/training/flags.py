@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_ft.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Arguments = TypeVar("Arguments")
+
 
 def flag(default: Any, help: str, **more: Any) -> Any:
     """A field of such a dataclass; `more` is argparse's, such as `choices`."""
     return field(default=default, metadata={"help": help, **more})
+
+
+def changed(args: Arguments, **values: Any) -> Arguments:
+    """`args` with other `values`; they stay as they are. Not `dataclasses.replace`: TrainingArguments set up devices
+    when they are made."""
+    other = copy.copy(args)
+    vars(other).update(values)
+    return other
 
 
 @dataclass

@@ -11,7 +11,7 @@ memory.report(output_dir, step=..., batch_size=...)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 
 from .arguments import ACArguments
+from .fit import Fitted
 from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity, show_and_write
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 class LoopMemory:
     """The `--ac_*` flags at work in an Accelerate loop.
 
+    Args:
+        settings: the flags, or what was fitted for them.
+
     Attributes:
         policy: the policy, None when the model is left as it is.
         model: what the policy stands on, None before `apply`.
@@ -44,12 +48,13 @@ class LoopMemory:
         profiler: measures the loop; None where nothing asks for it.
     """
 
-    def __init__(self, settings: ACArguments, accelerator: Accelerator) -> None:
-        self.settings, self.accelerator, self.policy = settings, accelerator, settings.policy
+    def __init__(self, settings: ACArguments | Fitted, accelerator: Accelerator) -> None:
+        self.fitted = settings if isinstance(settings, Fitted) else None
+        self.settings = settings.settings if isinstance(settings, Fitted) else settings
+        self.policy, self.accelerator = settings.policy, accelerator
         self.model: nn.Module | None = None
         self.applied: AppliedPolicy | None = None
         self.profiler: MemoryProfiler | None = None
-        self.add_to_report: Callable[[MemoryReport], None] | None = None  # called before the report is shown
 
     def apply(self, model: nn.Module) -> None:
         """Put the policy on `model`.
@@ -117,8 +122,8 @@ class LoopMemory:
             return report
         if workload is not None:
             self._predict(report, workload)
-        if self.add_to_report is not None:
-            self.add_to_report(report)
+        if self.fitted is not None:
+            self.fitted.describe(report)
         show_and_write(report, self.settings.reports, output_dir)
         return report
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ckpt_ft import plots
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.memory.record.holders import holder_line
 from ckpt_ft.policy import Policy
@@ -82,16 +80,8 @@ def show_and_write(report: MemoryReport, kinds: Sequence[str], output_dir: str) 
     """
     if not report.main:
         return
-    base = Path(output_dir) / "memory_report"
-    writers: dict[str, Callable[[Path], object]] = {
-        "json": report.to_json,
-        "md": report.to_markdown,
-        "png": report.plot,
-    }
     with never_fatal("printing the memory report"):
         report.print()
     for kind in kinds:
-        if kind == "png" and not plots.available():
-            continue
         with never_fatal(f"writing memory_report.{kind}"):
-            writers[kind](base.with_suffix(f".{kind}"))
+            report.write(output_dir, (kind,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.loop_memory import LoopMemory
@@ -173,14 +175,16 @@ def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
 
 def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="100KiB", ac_report="none")
-    settings.ac_policy = "full"  # as a recipe does when the planner has chosen
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
-    callback = ACCallback(settings).attach(trainer)
+    callback = ACCallback(settings)
+    callback.policy = Policy.parse("full")  # as where the planner has chosen it
+    callback.attach(trainer)
     with pytest.raises(WorkFailed, match=r"of the limit of 100\.0 KiB set for this run"), advise_on_oom(callback):
         trainer.train()
-    settings.ac_budget = "1GiB"
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
-    callback = ACCallback(settings).attach(trainer)
+    callback = ACCallback(replace(settings, ac_budget="1GiB"))
+    callback.policy = Policy.parse("full")
+    callback.attach(trainer)
     trainer.train()
     assert callback.report is None
     assert not list(tmp_path.glob("memory_report.*"))

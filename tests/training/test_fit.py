@@ -14,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.planning.plan import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.fit import Fitted, fit_to_memory, train_within
+from ckpt_ft.training.fit import Fitted, fit_to_memory
+from ckpt_ft.training.replan import Attempt, train_within
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.text.encode import PadCollator
@@ -45,14 +47,15 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB")
     fitted = fit(tmp_path, settings, per_device_train_batch_size=8)
     assert fitted.plan is not None
-    assert settings.ac_policy == fitted.plan.best.policy
+    assert str(fitted.policy) == fitted.plan.best.policy
+    assert settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
     assert fitted.plan.best.batch == 8
     trained = fitted.workload.model
     assert fitted.workload.make_optimizer is not None
     step, optimizer = fitted.workload.step(8), fitted.workload.make_optimizer(trained)
     from ckpt_ft.checkpointing.apply import apply_policy
 
-    apply_policy(trained, settings.ac_policy)
+    apply_policy(trained, fitted.policy)
     for _ in range(2):
         with Tracker(trained, optimizer, limit=3 * MIB, ops=False) as tracker:
             step(trained, optimizer)
@@ -61,10 +64,13 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
 
 def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
-    fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
+    given = arguments(tmp_path, per_device_train_batch_size=64)
+    fitted = fit_to_memory(model(), given, settings, Dataset.from_list(ROWS), PadCollator(0))
     assert fitted.largest is not None
     assert 1 < fitted.args.per_device_train_batch_size <= fitted.largest.batch < 64
     assert fitted.args.per_device_train_batch_size * fitted.args.gradient_accumulation_steps == 64
+    assert fitted.workload.accumulation == fitted.args.gradient_accumulation_steps
+    assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (64, 1)
     assert "the effective batch stays 64 per device" in capsys.readouterr().out
 
 
@@ -95,18 +101,27 @@ class Failing:
         return SimpleNamespace(metrics={"loss": 1.0})
 
 
-def within(fitted: Fitted, trainer: Failing, directory: RunDirectory) -> tuple[Any, SimpleNamespace]:
-    memory = SimpleNamespace(close=lambda: None, policy=Policy.parse("none"), add_to_report=None)
-    return train_within(trainer, memory, fitted, directory), memory  # type: ignore[arg-type]
+class Memory:
+    """What of ACCallback training again needs."""
+
+    def __init__(self, fitted: Fitted) -> None:
+        self.fitted: Fitted | None = None
+        self.plans: list[Plan] = []
+        self.take(fitted)
+
+    def take(self, fitted: Fitted) -> None:
+        assert fitted.plan is not None
+        self.fitted = fitted
+        self.plans.append(fitted.plan)
+
+    def close(self) -> None:
+        pass
 
 
-def test_out_of_memory_is_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     """The pick that failed is not tried again, nor one that needs as much."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
-    fitted = fit(tmp_path, settings)
-    assert fitted.plan is not None
-    plans, make = [fitted.plan], Fitted.make_plan
-    monkeypatch.setattr(Fitted, "make_plan", lambda *args: plans.append(make(*args)) or plans[-1])
+    memory = Memory(fit(tmp_path, settings))
     directory = RunDirectory(str(tmp_path / "out"), lora=False)
     for step, run in ((7, directory.run), (8, "another run's")):
         checkpoint = tmp_path / "out" / f"checkpoint-{step}"
@@ -114,24 +129,40 @@ def test_out_of_memory_is_planned_again(tmp_path: Path, monkeypatch: pytest.Monk
         (checkpoint / "trainer_state.json").write_text("{}")
         write_manifest(checkpoint, run)
     trainer = Failing(2, at_step=9)
-    metrics, memory = within(fitted, trainer, directory)
-    assert metrics == {"loss": 1.0}
+    assert train_within(trainer, memory, directory) == {"loss": 1.0}  # type: ignore[arg-type]
     assert trainer.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
-    assert fitted.plan is not None
-    assert len(plans) == 3
-    for before, after in pairwise(plans):
+    assert len(memory.plans) == 3
+    for before, after in pairwise(memory.plans):
         assert after.best.reserved < before.best.reserved
         assert not after.room.fits(before.best)
         assert after.room.budget <= round(before.room.budget * 0.9)
-    assert str(memory.policy) == fitted.plan.best.policy == settings.ac_policy
+    assert memory.fitted is not None
+    assert str(memory.fitted.policy) == memory.plans[-1].best.policy
+    assert settings.ac_policy == "auto"
 
 
 @pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
 def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
     """Asked to stop; or steps were made and no checkpoint holds them."""
-    fitted = fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom))
+    memory = Memory(fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom)))
+    directory = RunDirectory(str(tmp_path), lora=False)
     with pytest.raises(torch.OutOfMemoryError):
-        within(fitted, Failing(1, at_step), RunDirectory(str(tmp_path), lora=False))
+        train_within(Failing(1, at_step), memory, directory)  # type: ignore[arg-type]
+
+
+def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None:
+    settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
+    fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
+    assert fitted.plan is not None
+    first = Attempt(arguments(tmp_path, per_device_train_batch_size=64), settings, None)
+    first.note(fitted)
+    second = first.leaner("checkpoint-3")
+    assert second.args is fitted.args
+    assert second.settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
+    assert second.checkpoint == "checkpoint-3"
+    assert second.budget is not None
+    assert second.budget < 3 * MIB
+    assert (first.settings, second.plan) == (settings, None)
 
 
 @pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])

@@ -10,6 +10,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from .report_tables import headline, markdown_report, print_report
 if TYPE_CHECKING:
     from rich.console import Console
 
+KINDS = ("json", "md", "png")
 _PACKAGES = ("torch", "transformers", "accelerate", "diffusers", "peft")
 
 
@@ -87,26 +89,26 @@ class MemoryReport(RunMemory):
             return None
         return self.timeline.draw(path, headline(self))
 
-    def write(self, directory: str | Path) -> list[Path]:
+    def write(self, directory: str | Path, kinds: Collection[str] = KINDS) -> list[Path]:
         """Write memory_report.json, .md and (with matplotlib and a recorded step) .png; each is whole or not there.
 
-        Returns what was written: nothing on other than the main process.
+        Returns what was written of `kinds`: nothing on other than the main process.
 
         Raises:
             UserError: `directory` cannot be written to.
         """
         if not self.main:
             return []
-        base = Path(directory) / "memory_report"
+        writers: dict[str, Callable[[Path], object]] = {"json": self.to_json, "md": self.to_markdown}
+        if self.timeline is not None and plots.available():
+            writers["png"] = self.plot
+        paths = {kind: Path(directory) / f"memory_report.{kind}" for kind in kinds if kind in writers}
         try:
-            base.parent.mkdir(parents=True, exist_ok=True)
-            self.to_json(base.with_suffix(".json"))
-            self.to_markdown(base.with_suffix(".md"))
+            for kind, path in paths.items():
+                writers[kind](path)
         except OSError as error:
             raise UserError(f"{directory}: the memory report cannot be written ({error.strerror})") from error
-        written = [base.with_suffix(".json"), base.with_suffix(".md")]
-        drawn = self.plot(base.with_suffix(".png")) if plots.available() else None
-        return written + ([drawn] if drawn else [])
+        return list(paths.values())
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

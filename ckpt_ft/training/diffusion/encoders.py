@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.workloads.settings import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from diffusers import DDPMScheduler, UNet2DConditionModel
 
 
@@ -66,6 +68,12 @@ class Encoders:
     def modules(self) -> list[nn.Module]:
         return [self.vae, *self.text_encoders]
 
+    @property
+    def vae_scale_factor(self) -> int:
+        """Pixels of an image's side for one of a latent."""
+        factor: int = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        return factor
+
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.
@@ -92,6 +100,11 @@ class Encoders:
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """`encode_text` of captions."""
         return self.encode_text(self.tokenize(prompts))
+
+
+def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
+    """That of weights which are not trained: mixed precision's."""
+    return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
 
 
 def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:

@@ -9,13 +9,11 @@ tokenizers and of the encoders' weights; nothing that changes the latents can me
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import os
 import random
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import Sampler
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
@@ -81,29 +78,6 @@ class CachedLatents(TorchDataset[Row]):
         tensors = self._open[place]
         # A clone, because the slice keeps the whole mapped shard alive.
         return {name: tensors.get_slice(name)[row].clone() for name in tensors.keys()}  # noqa: SIM118  not a dict
-
-
-class EndlessBatches(Sampler[list[Key]]):
-    """This rank's micro-batches of (epoch, index), shuffled anew each epoch, from micro-batch `start` on, without end.
-
-    Micro-batch m is a function of the arguments and m: the position in the data is one number, and a run resumed at m
-    sees what an uninterrupted one would have seen. A batch may hold the end of one epoch and the start of the next.
-    """
-
-    def __init__(self, rows: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1, start: int = 0) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
-        self.rank, self.ranks, self.start = rank, ranks, start
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        order = lru_cache(maxsize=2)(self._order)
-        for batch in itertools.count(self.start):
-            first = (batch * self.ranks + self.rank) * self.batch_size
-            places = [divmod(sample, self.rows) for sample in range(first, first + self.batch_size)]
-            yield [(epoch, order(epoch)[place]) for epoch, place in places]
-
-    def _order(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.rows, generator=generator).tolist()
 
 
 def cache_latents(

@@ -1,22 +1,18 @@
-"""What the diffusion recipe does to a U-Net: adapters, the denoising loss, checkpoint hooks, and the saved result."""
+"""The U-Net of the diffusion recipe: its adapters, what of it a checkpoint holds, and the saved result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from .arguments import DiffusionModelArguments, LoopArguments
+from .arguments import DiffusionModelArguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from diffusers import DDPMScheduler, UNet2DConditionModel
-    from diffusers.training_utils import EMAModel
+    from diffusers import UNet2DConditionModel
 
 LORA_TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]  # the attention projections, as in diffusers' scripts
 
@@ -40,76 +36,6 @@ def prepare_unet(unet: UNet2DConditionModel, args: DiffusionModelArguments, dtyp
         cast_training_params(unet, dtype=torch.float32)
     unet.train()
     return [parameter for parameter in unet.parameters() if parameter.requires_grad]
-
-
-def make_optimizer(parameters: list[nn.Parameter], args: LoopArguments, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW, fused: one kernel and no temporaries (torch's default on CUDA makes some as large as the weights).
-
-    With `use_8bit_adam` that of bitsandbytes.
-    """
-    settings: dict[str, Any] = {
-        "lr": learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "weight_decay": args.adam_weight_decay,
-        "eps": args.adam_epsilon,
-    }
-    if args.use_8bit_adam:
-        import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(parameters, **settings)
-    return torch.optim.AdamW(parameters, fused=True, **settings)
-
-
-def noisy_inputs(
-    latents: Tensor, encoded: dict[str, Tensor], scheduler: DDPMScheduler, noise_offset: float = 0.0
-) -> tuple[dict[str, Any], Tensor]:
-    """The U-Net's keyword arguments for `latents` (B, C, h, w) at random times, and what it should predict.
-
-    Draws from torch's global RNG. `noise_offset` adds noise that is constant over each channel of an image
-    (https://www.crosslabs.org/blog/diffusion-with-offset-noise), so that a model learns very dark and bright images.
-    """
-    noise = torch.randn_like(latents)
-    if noise_offset:
-        noise = noise + noise_offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
-    steps = scheduler.config.num_train_timesteps
-    times = torch.randint(0, steps, (len(latents),), device=latents.device)
-    inputs: dict[str, Any] = {
-        "sample": scheduler.add_noise(latents, noise, times),
-        "timestep": times,
-        "encoder_hidden_states": encoded["prompt_embeds"],
-    }
-    if "pooled_embeds" in encoded:
-        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_embeds"], "time_ids": encoded["time_ids"]}
-    if scheduler.config.prediction_type == "v_prediction":
-        return inputs, scheduler.get_velocity(latents, noise, times)
-    return inputs, noise
-
-
-def denoising_loss(
-    prediction: Tensor, target: Tensor, scheduler: DDPMScheduler, times: Tensor, snr_gamma: float | None = None
-) -> Tensor:
-    """Mean squared error, with `snr_gamma` weighted by Min-SNR (Hang et al., 2023, https://arxiv.org/abs/2303.09556).
-
-    Always in float32. The weight is min(SNR, gamma) in terms of the clean image; predicting noise multiplies that by
-    1 / SNR and predicting velocity by 1 / (SNR + 1).
-    """
-    if snr_gamma is None:
-        return functional.mse_loss(prediction.float(), target.float())
-    from diffusers.training_utils import compute_snr
-
-    snr = compute_snr(scheduler, times)
-    divisor = snr + 1 if scheduler.config.prediction_type == "v_prediction" else snr
-    weight = snr.clamp(max=snr_gamma) / divisor
-    loss = functional.mse_loss(prediction.float(), target.float(), reduction="none")
-    return (loss.mean(dim=(1, 2, 3)) * weight).mean()
-
-
-def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
-    """Replace, in place, the captions of a random `share` of the batch by the empty one's encoding."""
-    if share:
-        dropped = torch.rand(len(encoded["prompt_embeds"])).to(encoded["prompt_embeds"].device) < share
-        for name, value in empty.items():
-            encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])
 
 
 def save_only_what_is_trained(accelerator: Accelerator, args: DiffusionModelArguments) -> None:
@@ -166,20 +92,6 @@ def load_unet_weights(unet: UNet2DConditionModel, input_dir: str | Path, lora: b
     outcome = set_peft_model_state_dict(unet, convert_unet_state_dict_to_peft(weights), adapter_name="default")
     if outcome.unexpected_keys:
         raise RuntimeError(f"adapter weights that this U-Net has no place for: {outcome.unexpected_keys[:3]}")
-
-
-@contextmanager
-def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside, `parameters` are their moving average, if one is kept."""
-    if ema is None:
-        yield
-        return
-    ema.store(parameters)
-    ema.copy_to(parameters)
-    try:
-        yield
-    finally:
-        ema.restore(parameters)
 
 
 def save_result(unet: UNet2DConditionModel, vae: Any, args: DiffusionModelArguments, output_dir: str) -> None:

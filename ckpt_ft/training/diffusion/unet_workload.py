@@ -9,17 +9,17 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.training.fit import Attempt, Fitted, settle
+from ckpt_ft.training.fit import Fitted, fit
+from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
+from ckpt_ft.workloads.settings import MIXED_PRECISION
 from ckpt_ft.workloads.workload import Batch, Forward, Workload
 
-from .unet import denoising_loss
+from .noise import denoising_loss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from ckpt_ft.training.arguments import ACArguments
 
     from .arguments import LoopArguments
 
@@ -41,7 +41,6 @@ def unet_workload(
         prediction = model(**inputs).sample
         return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], args.snr_gamma)
 
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return Workload(
         unet,
         make_batch,
@@ -49,7 +48,7 @@ def unet_workload(
         # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
         make_optimizer=optimizer_maker("adamw_8bit" if args.use_8bit_adam else "adamw_fused"),
         device=current_gpu() or "cpu",
-        autocast=precision.get(accelerator.mixed_precision),
+        autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
@@ -57,15 +56,10 @@ def unet_workload(
     )
 
 
-def fit_unet(
-    workload: Workload,
-    args: LoopArguments,
-    settings: ACArguments,
-    accelerator: Accelerator,
-    attempt: Attempt,
-) -> Fitted:
-    """`fit_to_memory` for the diffusion recipe's loop."""
-    fitted = Fitted(workload, args, settings, "train_batch_size")
-    settle(fitted, accelerator.device, attempt)
-    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+def fit_unet(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
+    """`fit_to_memory` for the diffusion recipe's loop; `accelerator` is told the accumulation."""
+    device, budget = accelerator.device, attempt.budget
+    fitted = fit(workload, attempt.args, attempt.settings, device, "train_batch_size", budget)
+    attempt.note(fitted)
+    accelerator.gradient_accumulation_steps = fitted.args.gradient_accumulation_steps
     return fitted

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.training.flags import changed
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 
 if TYPE_CHECKING:
@@ -97,15 +98,15 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
     return {}
 
 
-def mind_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> None:
-    """Keep BatchNorm from taking statistics of one image: `dataloader_drop_last` is set, and said, where the last of
-    `count` images would be a batch of its own.
+def mind_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
+    """`args` as they keep BatchNorm from taking statistics of one image: with `dataloader_drop_last`, which is said,
+    where the last of `count` images would be a batch of its own.
 
     Raises:
         UserError: every batch is one image.
     """
     if not any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
-        return
+        return args
     size = args.train_batch_size
     if size == 1:
         raise UserError(
@@ -117,7 +118,8 @@ def mind_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> No
             f"the last of {count} images is left out of each epoch: BatchNorm cannot train on a batch of one",
             flush=True,
         )
-        args.dataloader_drop_last = True
+        return changed(args, dataloader_drop_last=True)
+    return args
 
 
 def _head(model: PreTrainedModel) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckpt_ft.files import write
+from ckpt_ft.workloads.workload import Batch, Forward, Loss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,6 +36,16 @@ class LossLog:
     def add(self, loss: Tensor) -> None:
         """The loss of one micro-batch; nothing waits for the device here."""
         self._losses.append(loss.detach())
+
+    def noting(self, compute_loss: Loss) -> Loss:
+        """`compute_loss`, of which each value is noted."""
+
+        def noted(model: Forward, batch: Batch) -> Tensor:
+            loss = compute_loss(model, batch)
+            self.add(loss)
+            return loss
+
+        return noted
 
     def step(self, step: int, learning_rate: float) -> float:
         """The mean loss since the last call, over all ranks, written and tracked. Called on every rank."""

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, default_collate
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.training.diffusion import latents as module
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.data import EndlessBatches
 from ckpt_ft.training.diffusion.encoders import Encoders
-from ckpt_ft.training.diffusion.latents import EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.diffusion.latents import FramedImages, cache_latents
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
 

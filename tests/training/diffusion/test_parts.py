@@ -13,16 +13,10 @@ from diffusers.training_utils import EMAModel
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.noise import denoising_loss, drop_prompts, noisy_inputs
+from ckpt_ft.training.diffusion.state import averaged
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
-from ckpt_ft.training.diffusion.unet import (
-    averaged,
-    denoising_loss,
-    drop_prompts,
-    load_unet_weights,
-    noisy_inputs,
-    prepare_unet,
-    save_unet,
-)
+from ckpt_ft.training.diffusion.unet import load_unet_weights, prepare_unet, save_unet
 
 
 @pytest.fixture(scope="module")

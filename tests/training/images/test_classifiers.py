@@ -140,18 +140,16 @@ def test_batch_norm_gets_no_batch_of_one(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(UserError, match="--per_device_train_batch_size 1: ResNetForImageClassification has BatchNorm"):
         mind_batch_norm(model, arguments(tmp_path, per_device_train_batch_size=1), 10)
     args = arguments(tmp_path, per_device_train_batch_size=4)
-    mind_batch_norm(model, args, 10)
+    assert not mind_batch_norm(model, args, 10).dataloader_drop_last
+    assert mind_batch_norm(model, args, 9).dataloader_drop_last
     assert not args.dataloader_drop_last
-    mind_batch_norm(model, args, 9)
-    assert args.dataloader_drop_last
     assert "the last of 9 images is left out of each epoch" in capsys.readouterr().out
 
 
 def test_no_batch_norm_no_such_need(tmp_path: Path) -> None:
     model = load_classifier(ModelArguments(model_name_or_path=saved_vit(tmp_path)), [str(i) for i in range(5)])
     args = arguments(tmp_path, per_device_train_batch_size=1)
-    mind_batch_norm(model, args, 9)
-    assert not args.dataloader_drop_last
+    assert not mind_batch_norm(model, args, 9).dataloader_drop_last
 
 
 @pytest.mark.parametrize("loader", [lambda args: load_classifier(args, NAMES), load_processor])

@@ -1,0 +1,88 @@
+"""The rows of the diffusion recipe, and the order in which each rank is shown them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from ckpt_ft.files import cache_root
+from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+
+from .arguments import LoopArguments
+from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .encoders import Encoders
+
+
+def load_samples(
+    encoders: Encoders, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+) -> FramedImages | CachedLatents:
+    """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
+
+    Raises:
+        UserError: images or captions that cannot be trained on.
+        WorkFailed: the VAE's output is no number.
+    """
+    with accelerator.main_process_first():
+        rows = load_captioned(image_args, resolution)
+    images = FramedImages(rows, encoders.tokenize, resolution, image_args, args.seed)
+    if not image_args.cache_latents:
+        return images
+    samples = cache_latents(
+        images, encoders, cache_root() / "latents", args.train_batch_size,
+        accelerator.process_index, accelerator.num_processes,
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    encoders.vae.to("cpu")  # validations bring it back
+    return samples
+
+
+def endless_batches(
+    samples: FramedImages | CachedLatents, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
+) -> Iterator[Row]:
+    """This rank's micro-batches of `samples` without end, from where a run stood that had seen so many of them.
+
+    Not for `accelerator.prepare`, because they are already this rank's. `workers`: processes that make them.
+    """
+    ranks = accelerator.num_processes
+    start = seen // (args.train_batch_size * ranks)
+    order = EndlessBatches(len(samples), args.train_batch_size, args.seed, accelerator.process_index, ranks, start)
+    loader = DataLoader(
+        samples,
+        batch_sampler=order,
+        num_workers=workers,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # a loader draws a seed when it starts: not from the RNG that draws the noise
+    )
+    return iter(loader)
+
+
+class EndlessBatches(Sampler[list[Key]]):
+    """This rank's micro-batches of (epoch, index), shuffled anew each epoch, from micro-batch `start` on, without end.
+
+    Micro-batch m is a function of the arguments and m: the position in the data is one number, and a run resumed at m
+    sees what an uninterrupted one would have seen. A batch may hold the end of one epoch and the start of the next.
+    """
+
+    def __init__(self, rows: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1, start: int = 0) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.rank, self.ranks, self.start = rank, ranks, start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order = lru_cache(maxsize=2)(self._order)
+        for batch in itertools.count(self.start):
+            first = (batch * self.ranks + self.rank) * self.batch_size
+            places = [divmod(sample, self.rows) for sample in range(first, first + self.batch_size)]
+            yield [(epoch, order(epoch)[place]) for epoch, place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.rows, generator=generator).tolist()

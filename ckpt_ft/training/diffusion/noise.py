@@ -1,0 +1,106 @@
+"""What the U-Net is shown and how it is judged: latents with noise, captions left out, the denoising loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from torch import Tensor
+from torch.nn import functional
+
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.workloads.workload import Batch
+
+from .arguments import LoopArguments
+
+if TYPE_CHECKING:
+    from diffusers import DDPMScheduler
+
+    from .encoders import Encoders
+
+
+class NoisyBatches:
+    """Makes micro-batches {"inputs": the U-Net's, "target": what it is to predict} of what a loader yields.
+
+    Args:
+        encoders: kept only where the loader's rows are not encoded yet (`cache_latents` off).
+
+    Attributes:
+        scheduler: adds the noise.
+        last: what was made last.
+    """
+
+    def __init__(
+        self, encoders: Encoders, scheduler: DDPMScheduler, image_args: ImageArguments, args: LoopArguments
+    ) -> None:
+        self.scheduler = scheduler
+        self.last: Batch = {}
+        self._encoders = None if image_args.cache_latents else encoders
+        self._device, self._scaling = encoders.device, encoders.vae.config.scaling_factor
+        self._empty_prompt, self._share_of_it = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
+        self._noise_offset = args.noise_offset
+
+    def __call__(self, rows: dict[str, Tensor]) -> Batch:
+        """Draws from torch's global RNG: noise, times, and the captions that are left out."""
+        if self._encoders is None:
+            encoded = {name: value.to(self._device) for name, value in rows.items()}
+        else:
+            encoded = self._encoders.encode(rows)
+        drop_prompts(encoded, self._empty_prompt, self._share_of_it)
+        latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self._scaling
+        inputs, target = noisy_inputs(latents, encoded, self.scheduler, self._noise_offset)
+        self.last = {"inputs": inputs, "target": target}
+        return self.last
+
+
+def noisy_inputs(
+    latents: Tensor, encoded: dict[str, Tensor], scheduler: DDPMScheduler, noise_offset: float = 0.0
+) -> tuple[dict[str, Any], Tensor]:
+    """The U-Net's keyword arguments for `latents` (B, C, h, w) at random times, and what it should predict.
+
+    Draws from torch's global RNG. `noise_offset` adds noise that is constant over each channel of an image
+    (https://www.crosslabs.org/blog/diffusion-with-offset-noise), so that a model learns very dark and bright images.
+    """
+    noise = torch.randn_like(latents)
+    if noise_offset:
+        noise = noise + noise_offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
+    steps = scheduler.config.num_train_timesteps
+    times = torch.randint(0, steps, (len(latents),), device=latents.device)
+    inputs: dict[str, Any] = {
+        "sample": scheduler.add_noise(latents, noise, times),
+        "timestep": times,
+        "encoder_hidden_states": encoded["prompt_embeds"],
+    }
+    if "pooled_embeds" in encoded:
+        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_embeds"], "time_ids": encoded["time_ids"]}
+    if scheduler.config.prediction_type == "v_prediction":
+        return inputs, scheduler.get_velocity(latents, noise, times)
+    return inputs, noise
+
+
+def denoising_loss(
+    prediction: Tensor, target: Tensor, scheduler: DDPMScheduler, times: Tensor, snr_gamma: float | None = None
+) -> Tensor:
+    """Mean squared error, with `snr_gamma` weighted by Min-SNR (Hang et al., 2023, https://arxiv.org/abs/2303.09556).
+
+    Always in float32. The weight is min(SNR, gamma) in terms of the clean image; predicting noise multiplies that by
+    1 / SNR and predicting velocity by 1 / (SNR + 1).
+    """
+    if snr_gamma is None:
+        return functional.mse_loss(prediction.float(), target.float())
+    from diffusers.training_utils import compute_snr
+
+    snr = compute_snr(scheduler, times)
+    divisor = snr + 1 if scheduler.config.prediction_type == "v_prediction" else snr
+    weight = snr.clamp(max=snr_gamma) / divisor
+    loss = functional.mse_loss(prediction.float(), target.float(), reduction="none")
+    return (loss.mean(dim=(1, 2, 3)) * weight).mean()
+
+
+def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
+    """Replace, in place, the captions of a random `share` of the batch by the empty one's encoding."""
+    if share:
+        dropped = torch.rand(len(encoded["prompt_embeds"])).to(encoded["prompt_embeds"].device) < share
+        for name, value in empty.items():
+            encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])

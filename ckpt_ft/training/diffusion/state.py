@@ -1,0 +1,146 @@
+"""What changes from step to step in the diffusion recipe: the U-Net, its optimizer, schedule and moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint
+
+from .arguments import DiffusionModelArguments, LoopArguments
+from .unet import save_only_what_is_trained
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from diffusers import UNet2DConditionModel
+    from diffusers.training_utils import EMAModel
+
+
+class TrainingState:
+    """All that a checkpoint holds but for random states, which accelerate adds.
+
+    Args:
+        parameters: what of `unet` is trained.
+        rows: images of an epoch, over all ranks.
+
+    Attributes:
+        unet: as accelerate has prepared it.
+        ema: the moving average of `parameters`; None where none is kept.
+        step: optimizer steps made, of `total_steps`.
+        samples_seen: images that these took, over all ranks.
+    """
+
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        parameters: list[nn.Parameter],
+        rows: int,
+        model_args: DiffusionModelArguments,
+        args: LoopArguments,
+        accelerator: Accelerator,
+    ) -> None:
+        from diffusers.optimization import get_scheduler
+        from diffusers.training_utils import EMAModel
+
+        self.accelerator, self.parameters = accelerator, parameters
+        self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
+        self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
+        self.step = self.samples_seen = 0
+        optimizer = make_optimizer(parameters, args, args.learning_rate * (self.per_step if args.scale_lr else 1))
+        self.lr_scheduler = get_scheduler(
+            args.lr_scheduler,
+            optimizer,
+            num_warmup_steps=args.lr_warmup_steps,
+            num_training_steps=self.total_steps,
+        )
+        self.ema = EMAModel(parameters) if args.use_ema else None
+        self.unet, self.optimizer = accelerator.prepare(unet, optimizer)
+        save_only_what_is_trained(accelerator, model_args)
+        hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
+        self._identity = {
+            "rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes,
+        }  # fmt: skip
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made."""
+        return self.step >= self.total_steps
+
+    @property
+    def trained(self) -> UNet2DConditionModel:
+        """The U-Net without what accelerate has put around it."""
+        return self.accelerator.unwrap_model(self.unet)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step that is next."""
+        rate: float = self.lr_scheduler.get_last_lr()[0]
+        return rate
+
+    def advance(self) -> None:
+        """Count the step that was made; the schedule and the moving average follow."""
+        self.step, self.samples_seen = self.step + 1, self.samples_seen + self.per_step
+        self.lr_scheduler.step()
+        if self.ema is not None:
+            self.ema.step(self.parameters)
+
+    def save(self, directory: RunDirectory, total_limit: int | None) -> None:
+        """Write a checkpoint; called on every rank (see `save_checkpoint`)."""
+        save_checkpoint(self.accelerator, directory, self.step, self.samples_seen, self._identity, total_limit)
+
+    def load(self, checkpoint: str) -> None:
+        """Go on from `checkpoint`: random states as they were then, too (see `load_checkpoint`)."""
+        self.step, self.samples_seen = load_checkpoint(self.accelerator, checkpoint, self._identity)
+        if self.ema is not None:
+            self.ema.to(self.accelerator.device)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, what is trained is its moving average, if one is kept."""
+        return averaged(self.ema, self.parameters)
+
+    def unwrap(self) -> None:
+        """Let go of what accelerate has prepared.
+
+        DDP's wrapper goes before the process group. Were it to hold the group's last reference, torch would join
+        gloo's thread with the GIL held, and that thread may be waiting for the GIL to free its last tensors: neither
+        ends.
+        """
+        self.unet = self.trained
+        self.accelerator.free_memory()
+
+
+def make_optimizer(parameters: list[nn.Parameter], args: LoopArguments, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW, fused: one kernel and no temporaries (torch's default on CUDA makes some as large as the weights).
+
+    With `use_8bit_adam` that of bitsandbytes.
+    """
+    settings: dict[str, Any] = {
+        "lr": learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "weight_decay": args.adam_weight_decay,
+        "eps": args.adam_epsilon,
+    }
+    if args.use_8bit_adam:
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **settings)
+    return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+@contextmanager
+def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, `parameters` are their moving average, if one is kept."""
+    if ema is None:
+        yield
+        return
+    ema.store(parameters)
+    ema.copy_to(parameters)
+    try:
+        yield
+    finally:
+        ema.restore(parameters)
