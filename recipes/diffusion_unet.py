@@ -12,9 +12,10 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -71,8 +72,7 @@ BUILT_IN = {
 }
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """What the U-Net learns from: rows, what makes micro-batches of them, prompts that show what it has learned."""
 
     samples: FramedImages | CachedLatents

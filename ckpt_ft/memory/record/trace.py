@@ -124,8 +124,8 @@ class StepTrace:
         groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
         for storage, nbytes in self.live_at(self.peak_at):
             groups[storage.module, storage.op, storage.category].append(nbytes)
-        rows = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
-        return sorted(rows, key=lambda row: -row.nbytes)[:n]
+        held = [Holder(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
+        return sorted(held, key=lambda holder: -holder.nbytes)[:n]
 
     def grouped_holders(self, n: int = 10) -> list[Holder]:
         """The `n` largest holders of the peak, with a model's repeated layers taken together, as "layers.*.mlp"."""
