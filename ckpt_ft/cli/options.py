@@ -48,7 +48,6 @@ Link = Annotated[
     str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")
 ]
 AllocConf = Annotated[str, typer.Option("--alloc-conf", help="as in PYTORCH_CUDA_ALLOC_CONF")]
-PLAIN = {"load_in_4bit": False, "prepare_kbit": False}  # weights that a CPU can train
 ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": ""}
 PrepareKbit = Annotated[
     bool,

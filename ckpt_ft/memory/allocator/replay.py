@@ -41,12 +41,6 @@ class Replay:
         """max_memory_reserved over events [start, stop) had the peak been reset just before `start`."""
         return _peak(self.reserved, start, stop)
 
-    def fragmentation(self, start: int = 0, stop: int | None = None) -> int:
-        """Bytes reserved and not allocated when events [start, stop) held the most: what packing could save."""
-        window = range(start, len(self.allocated) if stop is None else stop)
-        fullest = max(window, key=self.allocated.__getitem__, default=None)
-        return 0 if fullest is None else self.reserved[fullest] - self.allocated[fullest]
-
 
 def replay(
     sizes: Sequence[int],

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-STREAM = "all-reduce"
 
 
 class Buckets:
