@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = (torch.Tensor, bool, int, float, str, type(None))

@@ -28,8 +28,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..errors import UserError
-from ..units import MIB, format_bytes
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import MIB, format_bytes
 
 
 class _Watched:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:

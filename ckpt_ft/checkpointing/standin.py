@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UserError
+from ckpt_ft.errors import UserError
 
 
 class StandIn:
