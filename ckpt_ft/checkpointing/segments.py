@@ -100,7 +100,7 @@ class _Call:
         self.autocast = _Autocast(device)
 
     def again(self, made: list[list[Any]]) -> list[Any]:
-        """Run it once more; `made` are the outputs of the calls before it. Returns its outputs, in `_leaves` order."""
+        """Run it once more, `made` being the outputs of the calls before it; returns its own (see `_outputs`)."""
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, _Link):
