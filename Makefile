@@ -43,14 +43,16 @@ wheel: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# The suite on the lowest versions that pyproject.toml allows; on a machine without a GPU torch brings CUDA along.
+# The suite on the lowest versions that pyproject.toml allows; torch brings CUDA along, and old libraries warn of what
+# newer ones have mended. constraints.txt has other versions.
 oldest:
 	mkdir -p out
 	grep -oE '"(torch|transformers|accelerate|peft|datasets|diffusers)>=[0-9.]+"' pyproject.toml | tr -d '"' | \
 		sed 's/>=/==/' > out/oldest.txt
 	$(PYTHON) -m venv out/oldest
 	out/oldest/bin/python -m pip install --quiet -c out/oldest.txt -e '.[diffusion,vision,plot,test]'
-	OMP_NUM_THREADS=1 out/oldest/bin/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 out/oldest/bin/python -m pytest -n 2 -m "not slow" -W ignore \
+		--deselect tests/test_package.py::test_every_tested_version_is_one_that_is_installed
 
 clean:
 	rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
