@@ -24,7 +24,7 @@ from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
 
-from . import recipe
+from . import merge, recipe
 from .console import progress, stdout
 from .options import (
     ONE_PROCESS,
@@ -260,6 +260,7 @@ def _inside(activations: dict[str, int], names: list[str]) -> int:
 
 register(app)
 recipe.register(app)
+merge.register(app)
 
 if __name__ == "__main__":
     main()

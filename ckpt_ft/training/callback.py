@@ -20,6 +20,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
@@ -27,7 +28,7 @@ from ckpt_ft.policy import Policy
 from .arguments import ACArguments
 from .fit import Fitted, fit_to_memory
 from .reporting import add_prediction, holder_lines, never_fatal, refuse_fsdp, require_parity, show_and_write
-from .trainer_workload import loss_of, measured_workload
+from .trainer_workload import has_own_loss, loss_of, measured_workload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,22 +62,30 @@ class ACCallback(TrainerCallback):
         self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
         self._accelerator: Accelerator | None = None
+        self._loss: Callable[..., torch.Tensor] | None = None  # of a trainer that computes more than its model's
+        self._given = LargestBatch()  # that it was given
         self._scalars: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> ACCallback:
         """Add this callback to `trainer`, before its trackers' callbacks, so that these get the `memory/...` scalars.
 
-        Policy "auto" is planned here, from the trainer's model, arguments, data and loss. When `trainer.train()`
-        raises, the callback stops measuring and takes the policy off. Given as `Trainer(callbacks=[...])` it would
-        come after the trackers', could not plan and would not be told of an error: a script that goes on after one
-        then calls `close()`. Everything else works the same.
+        Policy "auto" and `find_max_batch_size` are settled here, from the trainer's model, arguments, data and loss.
+        When `trainer.train()` raises, the callback stops measuring and takes the policy off. Given as
+        `Trainer(callbacks=[...])` it would come after the trackers', could not plan and would not be told of an
+        error: a script that goes on after one then calls `close()`. Everything else works the same.
 
         Raises:
             UserError: (under "auto") nothing fits, or no budget on a CPU.
         """
         self._accelerator = trainer.accelerator
-        if self.policy is not None and self.policy.auto:
+        if has_own_loss(trainer):
+            self._loss = loss_of(trainer)
+        if (self.policy is not None and self.policy.auto) or (
+            self.fitted is None and self.settings.find_max_batch_size
+        ):
             self._plan(trainer)
+        if self._loss is not None:
+            trainer.compute_loss = self._noting(trainer.compute_loss)
         trainer.callback_handler.callbacks.insert(0, self)
         trainer.train = self._stopped_by_errors(trainer.train)
         return self
@@ -182,22 +191,37 @@ class ACCallback(TrainerCallback):
 
         return watched
 
+    def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute_loss`, of whose largest batch in training the outlines are kept."""
+
+        @functools.wraps(compute_loss)
+        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training and self.profiler is not None and self.profiler.measuring:
+                self._given.note(args, kwargs)
+            return compute_loss(model, *args, **kwargs)
+
+        return noting
+
     def _plan(self, trainer: Trainer) -> None:
-        """Choose what `auto` leaves open; random state, and with it the order of the data, stays as it is."""
-        if self.settings.find_max_batch_size:
-            raise UserError("find_max_batch_size sets what a trainer is made with: call fit_to_memory before that")
+        """Choose what the flags leave open; random state, and with it the order of the data, stays as it is."""
         check_conflicts(trainer.args, self.policy)
         with torch.random.fork_rng(devices=[]):
             loader = trainer.get_train_dataloader()
-        loss = loss_of(trainer)
-        self.take(fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss))
+        loss = self._loss or loss_of(trainer)
+        fitted = fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss)
+        self.take(fitted)
+        if fitted.largest is not None:
+            _retake_batch(trainer, fitted.args)
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Put the prediction of the largest measured step into the report."""
         assert self.report is not None
         assert self.profiler is not None
-        batch, device = self.profiler.batch, current_gpu(args.device.index) or "cpu"
-        workload = measured_workload(model, optimizer, batch, args, device)
+        device = current_gpu(args.device.index) or "cpu"
+        if self._loss is None:
+            workload = measured_workload(model, optimizer, self.profiler.batch, args, device)
+        else:
+            workload = measured_workload(model, optimizer, self._given, args, device, self._loss)
         add_prediction(self.report, args.world_size, workload.trace)
 
     def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
@@ -206,7 +230,14 @@ class ACCallback(TrainerCallback):
 
         assert self.policy is not None
         rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), batch_size))]
-        require_parity(model, send_to_device(dict(dataloader.collate_fn(rows)), model.device), self.policy)
+        batch = send_to_device(dict(dataloader.collate_fn(rows)), model.device)
+        require_parity(model, batch, self.policy, loss=self._loss)
+
+
+def _retake_batch(trainer: Trainer, args: TrainingArguments) -> None:
+    """Make a trainer that stands take the micro-batch and the accumulation of `args`."""
+    trainer.args = args
+    trainer._train_batch_size = args.train_batch_size
 
 
 def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:

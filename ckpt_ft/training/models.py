@@ -12,6 +12,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.workloads.settings import LORA_DROPOUT
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -106,11 +107,23 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     Raises:
         UserError: the model has no modules of the names that are to get an adapter.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    config = lora_config(args, **more)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        named = args.lora_target_modules or more.get("target_modules") or ["(none given)"]
+        raise UserError(f"--lora_target_modules {' '.join(named)}: {one_line(error)}") from error
+
+
+def lora_config(args: ModelArguments, **more: Any) -> LoraConfig:
+    """What peft makes adapters from; `more` as in `with_adapters`."""
+    from peft import LoraConfig
 
     default = more.pop("target_modules", None)
     targets = args.lora_target_modules or default
-    config = LoraConfig(
+    return LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
@@ -118,10 +131,6 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
         use_dora=args.use_dora,
         **more,
     )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"--lora_target_modules {' '.join(targets or ['(none given)'])}: {one_line(error)}") from error
 
 
 def _quantization(args: ModelArguments) -> Any:

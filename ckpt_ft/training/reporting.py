@@ -14,6 +14,8 @@ from ckpt_ft.memory.record.holders import holder_line
 from ckpt_ft.policy import Policy
 
 if TYPE_CHECKING:
+    import torch
+
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.memory.record.trace import StepTrace
@@ -39,16 +41,20 @@ def refuse_fsdp(policy: Policy) -> None:
 
 
 def require_parity(
-    model: nn.Module, inputs: Mapping[str, Any], policy: Policy, say: Callable[[object], None] = print
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    policy: Policy,
+    say: Callable[[object], None] = print,
+    loss: Callable[..., torch.Tensor] | None = None,
 ) -> None:
-    """`--ac_check`: compare a step of `model` on `inputs` with and without `policy`.
+    """`--ac_check`: compare a step of `model` on `inputs` with and without `policy`; `loss` as in `check_parity`.
 
     Raises:
         WorkFailed: a number differs.
     """
     from ckpt_ft.checkpointing.parity import check_parity
 
-    parity = check_parity(model, dict(inputs), policy)
+    parity = check_parity(model, dict(inputs), policy, loss=loss)
     say(parity)
     if not parity.ok:
         raise WorkFailed(f"--ac_check: policy {policy} changes the numbers of a step; nothing was trained")

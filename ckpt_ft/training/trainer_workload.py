@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
 
-from .text.dataset_lengths import row_lengths
+from .text.dataset_lengths import have_lengths, row_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -34,8 +35,8 @@ def trainer_workload(
     """What a Trainer with `args` will do with `model` on `rows`, on the device at hand.
 
     Args:
-        rows: the training data, a map-style dataset of dicts; those of a `datasets.Dataset` with "input_ids" have
-            lengths.
+        rows: the training data, a map-style dataset of dicts; those of a `datasets.Dataset` with "input_ids", or
+            with a DPOTrainer's preferences, have lengths.
         compute_loss: the trainer's, where it has one of its own.
     """
     of_length, lengths = _by_length(args, rows)
@@ -62,12 +63,23 @@ def trainer_workload(
     )
 
 
-def loss_of(trainer: Trainer) -> Loss:
+def loss_of(trainer: Trainer) -> Callable[..., torch.Tensor]:
     """The loss that `trainer` computes, a subclass's own included; the trainer stays as it is."""
     twin: Any = copy.copy(trainer)
     if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
         twin._metrics = copy.deepcopy(trainer._metrics)
-    return lambda model, batch: twin.compute_loss(model, batch)
+    return partial(type(trainer).compute_loss, twin)
+
+
+def has_own_loss(trainer: Trainer) -> bool:
+    """Whether it computes more than the model's loss, as a DPOTrainer does with its reference model."""
+    return type(trainer).compute_loss is not Trainer.compute_loss
+
+
+def loss_of_model(model: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The model's own loss on what it was called with."""
+    loss: torch.Tensor = model(*args, **kwargs).loss
+    return loss
 
 
 def measured_workload(
@@ -76,12 +88,16 @@ def measured_workload(
     batch: LargestBatch,
     args: TrainingArguments,
     device: str | GPU,
+    loss: Callable[..., torch.Tensor] = loss_of_model,
 ) -> Workload:
-    """The step that a Trainer made on the largest batch that it saw; `model` carries its own autocast by then."""
+    """The step that a Trainer made on the largest batch that it saw; `model` carries its own autocast by then.
+
+    Args:
+        loss: called with the model and what `batch` has noted.
+    """
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(*batch["args"], **batch["kwargs"]).loss
-        return loss
+        return loss(model, *batch["args"], **batch["kwargs"])
 
     def make_batch(samples: int, length: int | None) -> Batch:
         given, named = batch.again()
@@ -122,7 +138,7 @@ def _optimizer(args: TrainingArguments, model: nn.Module) -> Any:
 
 def _by_length(args: TrainingArguments, rows: Any) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
     """(samples, length) -> rows of which the first is the one of that length; and the lengths there are."""
-    if "input_ids" not in (getattr(rows, "column_names", None) or ()):
+    if not have_lengths(rows):
         return lambda samples, length: [rows[0]] * samples, None
     lengths = row_lengths(rows)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)

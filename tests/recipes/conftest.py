@@ -16,12 +16,17 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session")
-def llm(sample: tuple[Path, Path]) -> ModuleType:
-    """recipes/llm.py, with its built-in sample made."""
-    spec = importlib.util.spec_from_file_location("recipes_llm", ROOT / "recipes" / "llm.py")
+def load_recipe(name: str) -> ModuleType:
+    """recipes/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def llm(sample: tuple[Path, Path]) -> ModuleType:
+    """recipes/llm.py, with its built-in sample made."""
+    return load_recipe("llm")

@@ -117,6 +117,11 @@ class MemoryProfiler:
             self._hooks.clear()
             self._snapshot = None
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the step that runs is one of those that are measured."""
+        return self._open
+
     def begin_step(self) -> None:
         """Begin the next step's measurement here rather than where the last one ended (after an evaluation, say)."""
         self._cancel()

@@ -216,6 +216,10 @@ class Tracker(Storages, TorchDispatchMode):
         return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """A tensor made elsewhere: it was there all along if this is the first step, else it came just now."""
+        """A tensor made elsewhere: it was there all along if this is the first step, else it came just now.
+
+        A second model's parameters, such as those of a reference in preference training, come this way.
+        """
         first = sum(name == "step" for _, name in self._marks) <= 1
-        self._follow(tensor, "activations", "", resident=first)
+        category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
+        self._follow(tensor, category, "", resident=first)

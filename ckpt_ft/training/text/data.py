@@ -48,7 +48,7 @@ class DataArguments(SplitArguments):
             )
 
 
-def load_rows(args: DataArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
+def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
     """The rows to train on, and those to evaluate on when `evaluate` is set.
 
     Raises:

@@ -1,0 +1,106 @@
+"""A trained adapter merged into its base: full weights that load without peft."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import make_directory
+
+UNET_LORA = "pytorch_lora_weights.safetensors"
+_LOADING = (OSError, ValueError, KeyError, RuntimeError)
+
+
+def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
+    """Write the model that `adapter` was trained on, with the adapter in its weights, to `output`.
+
+    Args:
+        adapter: a directory as a recipe leaves it: peft's (`adapter_config.json`), or a pipeline's LoRA
+            (`pytorch_lora_weights.safetensors`), whose base is a whole pipeline.
+        output: a directory that is not there yet, or is empty.
+        base: Hub id or directory; by default the one that the adapter names.
+        dtype: of the merged weights; "auto" keeps the base's. A base that was trained in 4 bits is read in its own
+            precision, as the weights that it was quantised from.
+
+    Raises:
+        UserError: there is no adapter, its base cannot be read from here or does not fit, or `output` is taken.
+    """
+    source, target = Path(adapter), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"--output {output} is there already; give a directory that is not")
+    if (source / UNET_LORA).is_file():
+        merged = _merged_pipeline(source, base, dtype)
+    elif (source / "adapter_config.json").is_file():
+        merged = _merged_model(source, base, dtype)
+    else:
+        raise UserError(
+            f"{adapter} holds no adapter: neither adapter_config.json nor {UNET_LORA}; give a LoRA run's output_dir"
+        )
+    if target.is_dir():
+        target.rmdir()
+    try:
+        return make_directory(target, lambda directory: [part.save_pretrained(directory) for part in merged])
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {one_line(error)}") from error
+
+
+def _merged_model(source: Path, base: str, dtype: str) -> list[Any]:
+    """The model, and its tokenizer or processor where it has one."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoProcessor
+
+    name = base or _named_base(source)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        kind = _class_of(config)
+        model = kind.from_pretrained(name, dtype=dtype)
+        tuned = PeftModel.from_pretrained(model, str(source))
+    except _LOADING as error:
+        raise UserError(f"base {name} of {source}: {one_line(error)}; give another with --base") from error
+    parts: list[Any] = [tuned.merge_and_unload(safe_merge=True)]
+    for place in (source, name):
+        try:
+            return [*parts, AutoProcessor.from_pretrained(place)]
+        except _LOADING:
+            continue  # the run wrote none, and some models have none
+    return parts
+
+
+def _named_base(source: Path) -> str:
+    try:
+        named = json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{source / 'adapter_config.json'} cannot be read: {one_line(error)}") from error
+    if not named:
+        raise UserError(f"{source / 'adapter_config.json'} names no base model; give it with --base")
+    return str(named)
+
+
+def _class_of(config: Any) -> Any:
+    """The class that the base was trained as."""
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(importlib.import_module("transformers"), names[0], None) if names else None
+    if kind is None:
+        raise UserError(f"the base's configuration names the class {names or 'of none'}, which transformers has not")
+    return kind
+
+
+def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
+    if not base:
+        raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
+    from diffusers import DiffusionPipeline
+
+    precision = {} if dtype == "auto" else {"torch_dtype": getattr(torch, dtype)}
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(base, **precision)
+        pipeline.load_lora_weights(str(source))
+    except _LOADING as error:
+        raise UserError(f"base {base} of {source}: {one_line(error)}; give another with --base") from error
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    return [pipeline]

@@ -1,0 +1,113 @@
+"""Train a language model on preferences (DPO) with TRL: all weights, LoRA or QLoRA, under a checkpointing policy.
+
+    accelerate launch recipes/dpo.py
+        the built-in model on built-in preferences, offline, in about two minutes on a CPU
+
+    accelerate launch recipes/dpo.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft --ac_policy full
+        LoRA on rows of 'prompt', 'chosen' and 'rejected', texts or conversations
+
+    accelerate launch recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
+        the policy chosen for a budget; what the reference model takes is counted
+
+Flags: those of ModelArguments, PreferenceArguments and ACArguments, and DPOArguments: every one of trl.DPOConfig, all
+TrainingArguments among them, and --overwrite_output_dir.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import AutoModelForCausalLM, set_seed
+from trl import DPOTrainer
+
+from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.text.data import load_rows
+from ckpt_ft.training.text.preferences import DPOArguments, PreferenceArguments, check_preferences, make_preferences
+
+# What runs when no model is named.
+BUILT_IN = {
+    "output_dir": "out/dpo",
+    "max_length": 128,
+    "max_steps": 60,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 5,
+    "logging_steps": 10,
+    "bf16": False,
+}
+
+
+def parse(
+    argv: Sequence[str] | None = None,
+) -> tuple[ModelArguments, PreferenceArguments, ACArguments, DPOArguments]:
+    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    model_args, data_args, ac_args, training_args = parse_args(
+        (ModelArguments, PreferenceArguments, ACArguments, DPOArguments),
+        argv,
+        builtin=BUILT_IN,
+        unless="model_name_or_path",
+        description=__doc__,
+    )
+    check_conflicts(training_args, ac_args.policy)
+    return model_args, data_args, ac_args, training_args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    model_args, data_args, ac_args, training_args = parse(argv)
+    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory.open()
+    set_seed(training_args.seed)
+
+    # 1. Model, tokenizer and preferences
+    if model_args.model_name_or_path is None:
+        with training_args.main_process_first(desc="making the built-in sample"):
+            built_in, preferences = make_preferences()
+        model_args = replace(model_args, model_name_or_path=built_in)
+        data_args = replace(data_args, dataset_name=data_args.dataset_name or preferences)
+    tokenizer = load_tokenizer(model_args)
+    with training_args.main_process_first(desc="loading the preferences"):
+        train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
+    check_preferences(train_rows, str(data_args.dataset_name))
+    model = load_pretrained(model_args, AutoModelForCausalLM)
+
+    # 2. TRL's trainer tokenizes, and makes the reference: a copy of the model, or the model without its adapters
+    trainer = DPOTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(model_args, task_type="CAUSAL_LM") if model_args.use_peft else None,
+    )
+
+    # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report
+    memory = ACCallback(ac_args).attach(trainer)
+    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
+        metrics = train_within(trainer, memory, directory)
+
+    # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with the
+    # memory table
+    trainer.save_state()
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    if eval_rows is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,122 @@
+"""recipes/dpo.py run for real, in this process, on the built-in preferences."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import load_recipe
+from transformers import AutoModelForCausalLM
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning.plan import plan
+from ckpt_ft.training.text.preferences import make_preferences
+
+pytest.importorskip("trl")
+SMALL = {
+    "max_steps": 4,
+    "max_length": 64,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "ac_report": "json",
+    "disable_tqdm": "true",
+}
+LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
+
+
+@pytest.fixture(scope="module")
+def dpo(sample: tuple[Path, Path]) -> ModuleType:
+    return load_recipe("dpo")
+
+
+def train(dpo: ModuleType, out: Path, *flags: str, **changed: object) -> list[float]:
+    """The losses of a run."""
+    small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
+    dpo.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
+def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp_path: Path, flags: list[str]) -> None:
+    plain = train(dpo, tmp_path / "plain", *flags)
+    assert plain[0] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference, so neither answer is ahead
+    assert plain[3] != plain[0]
+    assert train(dpo, tmp_path / "policy", *flags, "--ac_policy", "save:attention+matmul", "--ac_check") == plain
+    report = json.loads((tmp_path / "policy" / "memory_report.json").read_text())
+    measured = report["ranks"][0]["peaks"]
+    predicted = report["predicted"]["peaks"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
+
+
+def test_training_prefers_what_was_chosen(dpo: ModuleType, tmp_path: Path) -> None:
+    losses = train(dpo, tmp_path, max_steps=20, per_device_train_batch_size=8, learning_rate=1e-3)
+    assert sum(losses[-5:]) / 5 < 0.5  # ln 2 = 0.69
+
+
+def test_auto_counts_the_reference_model(
+    dpo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_ft.training.fit.plan", partial(plan, policies=["none", "full"]))
+    weights = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(make_preferences()[0]).parameters())
+    train(dpo, tmp_path, max_steps=1, ac_policy="auto", ac_budget="600MiB")
+    assert "--ac_policy auto:" in capsys.readouterr().out
+    report = json.loads((tmp_path / "memory_report.json").read_text())
+    assert report["ranks"][0]["at_peak"]["parameters"] == 2 * weights
+
+
+def test_the_largest_batch_is_found_for_a_trainer_that_stands(dpo: ModuleType, tmp_path: Path) -> None:
+    losses = train(
+        dpo,
+        tmp_path,
+        "--find_max_batch_size",
+        max_steps=2,
+        gradient_accumulation_steps=8,
+        ac_budget="200MiB",
+    )
+    report = json.loads((tmp_path / "memory_report.json").read_text())
+    batch = report["provenance"]["per_device_batch_size"]
+    assert batch * report["provenance"]["gradient_accumulation_steps"] == 16
+    assert 2 < batch <= report["max_batch"]["proved"]
+    assert len(losses) == 2
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(dpo: ModuleType, tmp_path: Path) -> None:
+    flags = [*LORA, "--ac_policy", "full"]
+    losses = train(dpo, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()
+    again = ["--resume_from_checkpoint", "latest"]
+    assert train(dpo, tmp_path / "cut", *flags, *again, save_strategy="steps", save_steps=2) == losses
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "no column 'chosen' among prompt, completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "row 2 has no 'rejected'"),
+    ],
+)
+def test_rows_that_are_no_preferences_are_one_line(
+    dpo: ModuleType, tmp_path: Path, row: dict[str, str], message: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    good = {**row, "rejected": "c"} if "rejected" in row else row
+    data.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=message):
+        train(dpo, tmp_path / "out", dataset_name=data)
+
+
+def test_the_built_in_preferences_set_order_against_disorder(sample: tuple[Path, Path]) -> None:
+    _, preferences = make_preferences()
+    rows = [json.loads(line) for line in Path(preferences).read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 2000
+    assert all(sorted(row["chosen"].split()) == sorted(row["rejected"].split()) for row in rows)
+    assert all(row["chosen"] != row["rejected"] for row in rows)
