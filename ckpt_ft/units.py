@@ -7,12 +7,18 @@ import re
 from .errors import UserError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+TIB = 2**40
+BARE = 10_000  # a number without a unit below this is GiB where memory of a card is meant: no card has so few bytes
 _FACTORS = {
     "b": 1,
     "kib": KIB,
     "mib": MIB,
     "gib": GIB,
-    "tib": 2**40,
+    "tib": TIB,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -22,7 +28,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of `"24GiB"`, `"600 MiB"`, `"1.5GB"` (10**9) or a plain count of bytes.
+    """Bytes of `"24GiB"`, `"600 MiB"`, `"24G"` (GiB), `"1.5GB"` (10**9) or a plain count of bytes.
 
     Raises:
         UserError: `text` is not a positive quantity with a known unit.
@@ -34,6 +40,21 @@ def parse_bytes(text: str | int) -> int:
             f"'{text}' is not an amount of memory; write a positive number with a unit, as in 24GiB or 600MiB"
         )
     return round(float(match[1]) * factor)
+
+
+def parse_budget(text: str | int) -> int:
+    """Bytes of a share of a card's memory: as `parse_bytes`, and a bare number below 10,000 is GiB.
+
+    Raises:
+        UserError: as `parse_bytes`.
+    """
+    return parse_bytes(f"{text}GiB" if is_bare(text) else text)
+
+
+def is_bare(text: str | int) -> bool:
+    """Whether `text` is a number that `parse_budget` takes for GiB."""
+    match = _QUANTITY.fullmatch(str(text))
+    return match is not None and not match[2] and float(match[1]) < BARE
 
 
 def format_bytes(nbytes: int) -> str:

@@ -118,7 +118,7 @@ def parse_cli(arguments: Sequence[str]) -> None:
     name, *rest = arguments
     given = group.commands[name].make_context(name, list(rest)).params
     Policy.parse(given.get("policy") or "none")
-    if given.get("device") not in (None, "cpu"):
+    if given.get("device") not in (None, "", "cpu"):
         find_gpu(given["device"])
     for amount in ("capacity", "budget"):
         if given.get(amount):

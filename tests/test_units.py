@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import GIB, MIB, format_bytes, parse_bytes
+from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ from ckpt_ft.units import GIB, MIB, format_bytes, parse_bytes
         ("600 MiB", 600 * MIB),
         ("1.5gib", 3 * GIB // 2),
         ("80GB", 80 * 10**9),
+        ("24G", 24 * GIB),
+        ("600m", 600 * MIB),
         (123, 123),
         ("7b", 7),
     ],
@@ -35,3 +37,21 @@ def test_refuses(text: str | int) -> None:
 def test_format_is_within_half_a_last_digit(nbytes: int) -> None:
     half = GIB / 200 if nbytes >= GIB else MIB / 20 if nbytes >= MIB else 2**10 / 20 if nbytes >= 2**10 else 0
     assert abs(parse_bytes(format_bytes(nbytes)) - nbytes) <= half + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24", 24 * GIB), (" 24 ", 24 * GIB), (24, 24 * GIB), ("1.5", 3 * GIB // 2), ("9999", 9999 * GIB),
+        ("10000", 10_000), (10_000, 10_000), ("24G", 24 * GIB), ("24GB", 24 * 10**9), ("24GiB", 24 * GIB),
+        ("600MiB", 600 * MIB), ("512b", 512),
+    ],
+)  # fmt: skip
+def test_a_bare_number_of_a_budget_is_gib(text: str | int, nbytes: int) -> None:
+    assert parse_budget(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "lots", -3])
+def test_no_budget(text: str | int) -> None:
+    with pytest.raises(UserError, match="as in 24GiB"):
+        parse_budget(text)

@@ -16,32 +16,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
-from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.synonyms import typed_as
 from ckpt_ft.tables import Table, print_table
-from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.settings import Settings
 
 from . import merge, recipe
+from .asked import takes
 from .console import progress, stdout
 from .options import (
     ONE_PROCESS,
     AsJson,
     BatchSize,
-    Device,
     Model,
     PolicyOption,
+    memory,
     parse_policy,
-    takes_settings,
 )
 from .planning import register
 
 if TYPE_CHECKING:
     from ckpt_ft.workloads.workload import Workload
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help=__doc__,
+    context_settings={"token_normalize_func": typed_as},
+)
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of click inside newer typers
 
@@ -66,6 +74,21 @@ def _main() -> int:
         return stop.exit_code
     except _UsageError as error:
         raise UserError(one_line(error.format_message())) from error
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(ckpt_ft.__version__)
+        raise typer.Exit
+
+
+@app.callback(help=__doc__)
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="print the version and stop")
+    ] = False,
+) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -95,16 +118,16 @@ class Estimate:
 
 
 @app.command()
-@takes_settings()
+@takes()
 def estimate(
     model: Model,
     policy: PolicyOption = "none",
     batch_size: BatchSize = 1,
-    device: Device = "a100-80gb",
     capacity: Annotated[
-        str, typer.Option("--capacity", help="memory of the card, e.g. 24GiB; by default the device's")
+        str, typer.Option("--capacity", "--budget", help="memory that there is, e.g. 24GiB; by default the device's")
     ] = "",
     *,
+    gpu: GPU | None,
     settings: Settings,
     as_json: AsJson = False,
 ) -> None:
@@ -112,12 +135,11 @@ def estimate(
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
-    gpu = gpu_of(device)
-    limit = parse_bytes(capacity) if capacity else gpu.memory if gpu else None
+    limit = memory("--capacity", capacity) or (gpu.memory if gpu else None)
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
-        say(f"tracing two steps of {type(workload.model).__name__} for {device}")
+        say(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
         result = _estimate(workload, policy, batch_size, limit)
     if as_json:
         print(json.dumps({**asdict(result), "headroom": result.headroom}, indent=2))
@@ -126,13 +148,13 @@ def estimate(
 
 
 @app.command()
-@takes_settings({"optimizer": "none", **ONE_PROCESS})
+@takes({"optimizer": "none", **ONE_PROCESS})
 def explain(
     model: Model,
     policy: PolicyOption = "full",
     batch_size: BatchSize = 1,
-    device: Device = "a100-80gb",
     *,
+    gpu: GPU | None,
     settings: Settings,
 ) -> None:
     """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
@@ -140,7 +162,6 @@ def explain(
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
-    gpu = gpu_of(device)
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
@@ -162,7 +183,7 @@ def explain(
 
 
 @app.command()
-@takes_settings(
+@takes(
     {"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False, **ONE_PROCESS},
     seq_length=32,
 )

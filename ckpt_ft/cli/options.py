@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from typing import Annotated
 
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
 from ckpt_ft.policy import Policy
-from ckpt_ft.units import parse_bytes
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.units import is_bare, parse_budget
 
-if TYPE_CHECKING:
-    pass
-
-Command = Callable[..., None]
+DEFAULT_GPU = "a100-80gb"
+LORA_R = 16
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
 SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
-Device = Annotated[str, typer.Option("--device", help="a GPU by name, or cpu")]
+Device = Annotated[
+    str, typer.Option("--device", help=f"a GPU by name, or cpu; by default the one at hand, or {DEFAULT_GPU}")
+]
+GpuMemory = Annotated[str, typer.Option("--gpu-memory", help="of a card that is in no table, with --gpu-like")]
+GpuLike = Annotated[str, typer.Option("--gpu-like", help="the card that it is as fast as")]
 Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bfloat16 or float16")]
 MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="the same as --mixed-precision bf16")]
+Fp16 = Annotated[bool, typer.Option("--fp16", help="the same as --mixed-precision fp16")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
-Lora = Annotated[int, typer.Option("--lora", help="LoRA rank; 0 trains all weights")]
+UsePeft = Annotated[bool, typer.Option("--use-peft", help=f"LoRA, of rank {LORA_R} where --lora says no other")]
+Lora = Annotated[int, typer.Option("--lora", "--lora-r", help="LoRA rank; 0 trains all weights")]
 LoraTargets = Annotated[
     str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
 ]
@@ -62,91 +60,6 @@ LoraDropout = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
-def takes_settings(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> Callable[[Command], Command]:
-    """For commands: in place of the parameter `settings`, an option for each of its fields.
-
-    fixed: fields that the command decides. defaults: of options, where the command has another.
-    """
-
-    def decorate(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters
-        options = [
-            option.replace(default=defaults.get(name, option.default))
-            for name, option in inspect.signature(_settings, eval_str=True).parameters.items()
-            if name not in fixed
-        ]
-        every = [p for name in own for p in (options if name == "settings" else [own[name]])]
-
-        @functools.wraps(command)
-        def typed(**given: Any) -> None:
-            settings = _settings(**{option.name: given.pop(option.name) for option in options}, **fixed)
-            command(**given, settings=settings)
-
-        signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every])
-        typed.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads, and the annotations
-        typed.__annotations__ = {p.name: p.annotation for p in every}
-        return typed
-
-    return decorate
-
-
-def _settings(
-    seq_length: SeqLength = 1024,
-    resolution: Resolution = 0,
-    dtype: Dtype = "float32",
-    mixed_precision: MixedPrecision = "no",
-    optimizer: Optimizer = "adamw_fused",
-    lora: Lora = 0,
-    lora_targets: LoraTargets = "",
-    attn_implementation: Attention = "",
-    load_in_4bit: FourBit = False,
-    launch: LaunchOption = "",
-    processes: Processes = 0,
-    machines: Machines = 0,
-    link: Link = "",
-    alloc_conf: AllocConf = "",
-    prepare_kbit: PrepareKbit = False,
-    lora_dropout: LoraDropout = None,
-) -> Settings:
-    launched = _launch(launch, processes, machines, link, mixed_precision)
-    if launched is not None and mixed_precision == "no":
-        mixed_precision = launched.mixed_precision
-    return Settings(
-        launch=launched,
-        alloc_conf=alloc_conf,
-        dtype=dtype,
-        mixed_precision=mixed_precision,
-        optimizer=optimizer,
-        lora_r=lora,
-        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
-        seq_length=seq_length,
-        resolution=resolution,
-        attn_implementation=attn_implementation,
-        load_in_4bit=load_in_4bit,
-        prepare_kbit=prepare_kbit,
-        lora_dropout=lora_dropout,
-    )
-
-
-def _launch(given: str, processes: int, machines: int, link: str, mixed_precision: str) -> Launch | None:
-    """What `--launch` and the options beside it say; None for one process."""
-    if not given:
-        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
-            if value:
-                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
-        return None
-    if given in STRATEGIES:
-        launch = Launch(given, processes or 1, mixed_precision=mixed_precision)
-    elif Path(given).suffix in (".yaml", ".yml", ".json"):
-        launch = Launch.from_file(given, processes or None)
-    else:
-        raise UserError(
-            f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
-        )
-    rate = float(parse_bytes(link)) if link else None
-    return replace(launch, machines=machines or launch.machines, link=rate)
-
-
 def parse_policy(text: str) -> Policy:
     """The policy of `--policy`.
 
@@ -157,3 +70,12 @@ def parse_policy(text: str) -> Policy:
     if policy.budget is not None:
         raise UserError(f"--policy {text}: budget: acts under torch.compile alone, in a recipe with --torch_compile")
     return policy
+
+
+def memory(option: str, text: str) -> int | None:
+    """Bytes of a card's memory, given as `option`; None where `text` is empty. A bare number is GiB, which is said."""
+    if not text:
+        return None
+    if is_bare(text):
+        print(f"note: {option} {text} is taken as {text} GiB", file=sys.stderr)
+    return parse_budget(text)

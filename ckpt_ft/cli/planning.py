@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import print_table
-from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.settings import Settings
 
+from .asked import takes
 from .console import progress, stdout
-from .options import AsJson, Device, Model, PolicyOption, parse_policy, takes_settings
+from .options import AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
@@ -40,7 +41,7 @@ MaxBatchSize = Annotated[
 class Asked:
     """What a plan of a model and its settings depends on beside them; `plan` says what each is."""
 
-    device: str
+    gpu: GPU | None
     budget: int | None
     batch_size: int | None
     max_batch_size: int
@@ -48,11 +49,10 @@ class Asked:
     margin: str | None
 
 
-@takes_settings()
+@takes()
 def plan(
     model: Model,
     budget: Budget = "",
-    device: Device = "a100-40gb",
     batch_size: Annotated[str, typer.Option("--batch-size", help="a number, or auto for all of them")] = "auto",
     target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
     dataset: Annotated[
@@ -61,6 +61,7 @@ def plan(
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
     *,
+    gpu: GPU | None,
     settings: Settings,
     jobs: Annotated[
         int, typer.Option("--jobs", min=0, help="processes to trace on; 0 for as many as there are cores")
@@ -77,9 +78,7 @@ def plan(
     for flag, place in (("--output", output), ("--plot", plot)):
         if place:
             check_writable(place, flag)
-    asked = Asked(
-        device, parse_bytes(budget) if budget else None, _batch(batch_size), max_batch_size, target, margin or None
-    )
+    asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
         **vars(asked),
@@ -103,21 +102,21 @@ def plan(
         found.plot(plot)
 
 
-@takes_settings()
+@takes()
 def max_batch(
     model: Model,
     policy: PolicyOption = "none",
     budget: Budget = "",
-    device: Device = "a100-40gb",
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
     *,
+    gpu: GPU | None,
     settings: Settings,
     as_json: AsJson = False,
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
 
-    The recipes prove theirs by real steps: --find_max_batch_size.
+    Exit code 1 where not one sample fits. The recipes prove theirs by real steps: --find_max_batch_size.
     """
     from ckpt_ft.planning.batch_size import predict_max_batch_size
     from ckpt_ft.workloads.load import load
@@ -125,16 +124,28 @@ def max_batch(
     parse_policy(policy)
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, gpu_of(device) or "cpu")
+        workload = load(model, settings, gpu or "cpu")
         found = predict_max_batch_size(
-            workload, policy, budget or None, max_batch_size=max_batch_size, margin=margin or None, report=say
+            workload,
+            policy,
+            memory("--budget", budget),
+            max_batch_size=max_batch_size,
+            margin=margin or None,
+            report=say,
         )
+    device = gpu.name if gpu else "cpu"
     if as_json:
-        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch}
-        answer |= {"last": found.last, "retries": found.retries, **vars(found.room)}
-        print(json.dumps(answer))
-    else:
+        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, "needed": found.needed}
+        print(json.dumps({**answer, "last": found.last, "retries": found.retries, **vars(found.room)}))
+    elif found.batch:
         print(f"{model} under '{policy}' on {device}: {found}")
+    if not found.batch:
+        price = f"; {found.price}" if found.last else ""
+        raise WorkFailed(
+            f"{model} under '{policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}; the "
+            f"smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` looks for a "
+            "policy that needs less"
+        )
 
 
 def register(app: typer.Typer) -> None:
@@ -183,11 +194,10 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
-    gpu = gpu_of(asked.device)
-    make_room(asked.budget, gpu, asked.margin, settings.launch)  # a bad budget is said before anything is built
+    make_room(asked.budget, asked.gpu, asked.margin, settings.launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, gpu or "cpu", lengths)
+        workload = load(model, settings, asked.gpu or "cpu", lengths)
         return make_plan(
             workload,
             asked.budget,

@@ -35,6 +35,7 @@ class MaxBatchSize:
             before it runs out. `retries` of its allocations in each step wait for the device meanwhile.
         trials: the real steps in order, the first one included, which only makes the optimizer's state.
         room: the bytes that were to be kept to.
+        needed: where not one sample is predicted to fit, the smallest budget that would do; else 0.
     """
 
     batch: int
@@ -43,17 +44,19 @@ class MaxBatchSize:
     trials: list[Trial] = field(default_factory=list)
     last: int = 0
     retries: int = 0
+    needed: int = 0
 
     def __str__(self) -> str:
         if not self.trials:
             found = f"largest batch in {format_bytes(self.room.budget)}: predicted {self.predicted}"
-            return f"{found}; {self._price()}" if self.last > self.predicted else found
+            return f"{found}; {self.price}" if self.last > self.predicted else found
         out = sum(not trial.fits for trial in self.trials)
         steps = f"{len(self.trials)} step{'s' if len(self.trials) > 1 else ''}, {out} out of memory"
         within = format_bytes(self.room.budget)
         return f"largest batch in {within}: predicted {self.predicted}, proved {self.batch} ({steps})"
 
-    def _price(self) -> str:
+    @property
+    def price(self) -> str:
         """What the batches above `predicted` cost."""
         if not self.retries:
             return f"up to {self.last} runs: the first step gives cached memory back, later ones need not"
@@ -97,7 +100,7 @@ def find_max_batch_size(
     policy = str(standing.policy) if standing is not None else "none"
     room = make_room(budget, gpu, margin)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
-    estimates, predicted = _predict(workload, policy, room, max_batch_size, report)
+    estimates, predicted, _ = _predict(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
     runner = Runner(workload, room, device)
     with restored(model, device):
@@ -124,21 +127,27 @@ def predict_max_batch_size(
     """
     room = make_room(budget, gpu_of(workload.device), margin, workload.launch)
     policy = str(Policy.parse(policy))
-    estimates, batch = _predict(workload, policy, room, max_batch_size, report)
+    estimates, batch, needed = _predict(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:
-        return MaxBatchSize(batch, batch, room)
+        return MaxBatchSize(batch, batch, room, needed=needed)
     runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, max_batch_size, {batch: 0})
-    return MaxBatchSize(batch, batch, room, last=runs, retries=estimates.retries(policy, runs) or 0 if runs else 0)
+    retries = estimates.retries(policy, runs) or 0 if runs else 0
+    return MaxBatchSize(batch, batch, room, last=runs, retries=retries, needed=needed)
 
 
-def _predict(workload: Workload, policy: str, room: Room, most: int, report: Report | None) -> tuple[Estimates, int]:
-    """What the traces say, and the largest batch that they say fits."""
+def _predict(
+    workload: Workload, policy: str, room: Room, most: int, report: Report | None
+) -> tuple[Estimates, int, int]:
+    """What the traces say, the largest batch that they say fits, and where none does the smallest budget for one."""
     with suspended(workload.model), Tracer(workload, report=report) as tracer:
         estimates = Estimates(tracer, room, "effective_batch", most=most)
         found = search(estimates, [policy])
-    if policy in estimates.rejected:
-        raise UserError(f"policy '{policy}': {estimates.rejected[policy]}")
-    return estimates, found[0].batch if found else 0
+        if policy in estimates.rejected:
+            raise UserError(f"policy '{policy}': {estimates.rejected[policy]}")
+        if found:
+            return estimates, found[0].batch, 0
+        tracer.trace(policy, 1)
+        return estimates, 0, room.needs(estimates.estimate(policy, 1))
 
 
 def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, int, str]:

@@ -14,7 +14,7 @@ from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.reading import Bytes
-from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.units import format_bytes, parse_budget
 
 from .candidate import Candidate
 
@@ -61,8 +61,8 @@ def make_room(
     if gpu is None:
         if budget is None:
             raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
-        return _room(parse_bytes(budget), 0, margin or 0)
-    given = gpu.memory if budget is None else parse_bytes(budget)
+        return _room(parse_budget(budget), 0, margin or 0)
+    given = gpu.memory if budget is None else parse_budget(budget)
     if given > gpu.memory:
         raise UserError(
             f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
@@ -75,7 +75,7 @@ def make_room(
 def _room(budget: int, context: int, margin: str | float) -> Room:
     if isinstance(margin, float):
         return Room(budget, context, round(margin * budget), margin)
-    return Room(budget, context, parse_bytes(margin) if margin else 0)
+    return Room(budget, context, parse_budget(margin) if margin else 0)
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:

@@ -7,6 +7,7 @@ argument breaks its JSON and its pickle (transformers writes both).
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure.report import KINDS as REPORT_KINDS
 from ckpt_ft.policy import Policy
-from ckpt_ft.units import parse_bytes
+from ckpt_ft.units import is_bare, parse_budget
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
 
+logger = logging.getLogger(__name__)
 ON_OOM = ("replan", "stop")
 
 
@@ -78,7 +80,10 @@ class ACArguments:
         if self.ac_policy is not None and not self.from_plan:
             self.ac_policy = str(_parsed(self.ac_policy))
         if self.ac_budget is not None:
-            parse_bytes(self.ac_budget)
+            parse_budget(self.ac_budget)
+            if is_bare(self.ac_budget):
+                logger.warning("--ac_budget %s is taken as %s GiB", self.ac_budget, self.ac_budget)
+                self.ac_budget = f"{self.ac_budget}GiB"
             if self.ac_policy != "auto" and not self.from_plan and not self.find_max_batch_size:
                 given = "without a policy" if self.ac_policy is None else f"with --ac_policy {self.ac_policy}"
                 raise UserError(
@@ -101,7 +106,7 @@ class ACArguments:
     @property
     def limit(self) -> int | None:
         """The budget in bytes."""
-        return None if self.ac_budget is None else parse_bytes(self.ac_budget)
+        return None if self.ac_budget is None else parse_budget(self.ac_budget)
 
     @property
     def measures(self) -> bool:

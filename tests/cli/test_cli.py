@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+import ckpt_ft
 from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import asked as asked_about
+from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.units import GIB, MIB
 
 LLAMA = {
@@ -74,6 +77,41 @@ def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
     assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
 
 
+def test_version(ask: Any) -> None:
+    answer = ask("--version")
+    assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
+
+
+def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
+    """One question in our words, in TRL's and in axolotl's."""
+    ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
+    trl = ("--max_length", "16", "--per_device_train_batch_size", "2", "--lora_r", "4", "--torch_dtype", "bfloat16")
+    others = ("--sequence_len=16", "--micro_batch_size=2", "--lora-r=4", "--dtype=bfloat16", "--optim=adamw")
+    answers = [ask("estimate", config, *argv, "--json") for argv in (ours, (*trl, "--optim", "adamw"), others)]
+    assert len({answer.out for answer in answers}) == 1
+    assert json.loads(answers[0].out)["batch_size"] == 2
+
+
+def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked_about, "current_gpu", lambda: None)
+
+    def asked(*argv: str) -> Any:
+        return json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+
+    own = asked("--gpu-memory", "20GiB", "--gpu-like", "rtx-4090")
+    assert (own["device"], own["capacity"]) == ("rtx-4090 with 20.00 GiB", 20 * GIB)
+    assert own["context"] == asked("--device", "rtx-4090")["context"] != asked()["context"]
+    assert asked()["device"] == "a100-80gb"
+    monkeypatch.setattr(asked_about, "current_gpu", lambda: find_gpu("l4"))
+    assert asked()["device"] == "l4"
+
+
+def test_a_bare_number_is_gib_and_is_said(ask: Any, config: str) -> None:
+    answer = ask("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
+    assert json.loads(answer.out)["capacity"] == 24 * GIB
+    assert answer.err == "note: --capacity 24 is taken as 24 GiB\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "capacity"),
@@ -130,6 +168,9 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--policy", "ful"), "did you mean 'full'"),
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
+        (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
+        (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
+        (("estimate", "CONFIG", "--bf16", "--fp16"), "mixed precision bf16 and fp16: give one of them"),
         (("estimate", "CONFIG", "--batch-size", "0"), "batch size 0: a batch has at least 1 sample"),
         (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),
         (("estimate", "CONFIG", "--bath-size", "1"), "No such option"),

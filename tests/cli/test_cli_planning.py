@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ckpt_ft.cli import app as cli
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.planning import plan as planning
+from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload
 
@@ -85,6 +86,23 @@ def test_max_batch(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     full = json.loads(capsys.readouterr().out)
     assert typed(monkeypatch, *words, "--json") == 0
     assert full["batch"] > json.loads(capsys.readouterr().out)["batch"] > 0
+
+
+def test_where_not_one_sample_fits(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 with the smallest budget that would do, which does."""
+    words = ["max-batch", config, "--device", "t4", "--seq-length", "32", "--policy", "full"]
+    with pytest.raises(
+        WorkFailed, match=r"not one sample fits in 140.0 MiB; the smallest budget that would do is"
+    ) as e:
+        typed(monkeypatch, *words, "--budget", "140MiB")
+    enough = str(e.value).partition("would do is ")[2].partition(";")[0]
+    assert typed(monkeypatch, *words, "--budget", enough, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["batch"] >= 1
+    less = parse_bytes(enough) - 2 * 2**20  # the allocator's segments are of 2 MiB
+    with pytest.raises(WorkFailed):
+        typed(monkeypatch, *words, "--budget", str(less))
 
 
 @pytest.mark.parametrize(

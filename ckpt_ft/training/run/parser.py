@@ -17,6 +17,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.synonyms import known_as
 
 
 class Parser(HfArgumentParser):
@@ -25,6 +26,15 @@ class Parser(HfArgumentParser):
     def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all flags, with underscores."""
+        return [name[2:] for name in self._option_string_actions if name.startswith("--") and "-" not in name[2:]]
+
+    def known(self, name: str) -> str:
+        """What the flag `name` is called here."""
+        return known_as(name, self.names)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(one_line(message, 500))
@@ -54,7 +64,7 @@ def parse_args(
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_path(argv)
-    tokens = (_tokens(_read_yaml(path), parser, path) if path else []) + argv
+    tokens = (_tokens(_read_yaml(path), parser, path) if path else []) + [_renamed(token, parser) for token in argv]
     if builtin and not any(_flag(token) == unless for token in tokens):
         tokens = _tokens(builtin, parser, "the built-in defaults") + tokens
     try:
@@ -94,9 +104,10 @@ def _read_yaml(path: str) -> dict[str, Any]:
 def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]:
     """The command line that says the same; a null is the flag's own default, so it says nothing."""
     tokens: list[str] = []
-    for key, value in values.items():
+    for given, value in values.items():
+        key = parser.known(given)
         if f"--{key}" not in parser._option_string_actions or key in ("config", "help"):
-            raise UserError(f"{source}: {_unknown(f'--{key}', parser).replace('--', '')}")
+            raise UserError(f"{source}: {_unknown(f'--{given}', parser).replace('--', '')}")
         if isinstance(value, dict):
             tokens.append(f"--{key}={_json(key, value, source)}")
         elif value is True and parser._option_string_actions[f"--{key}"].const is True:
@@ -115,6 +126,14 @@ def _json(key: str, value: dict[Any, Any], source: str) -> str:
         raise UserError(f"{source}: {key}: {one_line(error, 200)}") from error
 
 
+def _renamed(token: str, parser: Parser) -> str:
+    """`token` with the name that its flag has here."""
+    if not token.startswith("--"):
+        return token
+    name, equals, value = token[2:].partition("=")
+    return f"--{parser.known(name)}{equals}{value}"
+
+
 def _flag(token: str) -> str:
     return token.partition("=")[0].removeprefix("--").replace("-", "_") if token.startswith("--") else ""
 
@@ -122,6 +141,5 @@ def _flag(token: str) -> str:
 def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
-    known = [name for name in parser._option_string_actions if "_" in name or "-" not in name[2:]]
-    close = difflib.get_close_matches(option, known, n=1)
+    close = difflib.get_close_matches(option, [f"--{name}" for name in parser.names], n=1)
     return f"no flag '{option}'" + (f"; did you mean '{close[0]}'?" if close else "")

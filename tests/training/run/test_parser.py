@@ -57,6 +57,22 @@ def test_builtin_gives_way_to_its_flag(config: Path) -> None:
     assert parse("--rate", "1", builtin={"steps": 5}, unless="model_name").steps == 5
 
 
+@dataclass
+class Trained:
+    max_length: int = 8
+    per_device_train_batch_size: int = 1
+    lora_r: int = 16
+    ac_policy: str | None = None
+
+
+def test_a_flag_has_the_names_of_other_tools_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("sequence_len: 32\nmicro_batch_size: 4\n")
+    flags = ["--config", str(file), "--batch-size=2", "--policy", "full", "--rank", "4"]
+    (found,) = parse_args([Trained], flags)
+    assert found == Trained(max_length=32, per_device_train_batch_size=2, lora_r=4, ac_policy="full")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -1,0 +1,177 @@
+"""What a command asks about, from its options: how a model is trained, and on which card.
+
+A command names what it needs as a parameter, `settings` or `gpu`; the options that say it stand in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import Parameter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
+from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
+from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.workloads.settings import Settings
+
+from .options import (
+    DEFAULT_GPU,
+    LORA_R,
+    AllocConf,
+    Attention,
+    Bf16,
+    Device,
+    Dtype,
+    FourBit,
+    Fp16,
+    GpuLike,
+    GpuMemory,
+    LaunchOption,
+    Link,
+    Lora,
+    LoraDropout,
+    LoraTargets,
+    Machines,
+    MixedPrecision,
+    Optimizer,
+    PrepareKbit,
+    Processes,
+    Resolution,
+    SeqLength,
+    UsePeft,
+    memory,
+)
+
+Command = Callable[..., None]
+
+
+def takes(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> Callable[[Command], Command]:
+    """For commands: in place of a parameter that `_MADE` names, the options that it is made of.
+
+    fixed: options that the command decides. defaults: of options, where the command has another.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        options = {name: _options(make, fixed, defaults) for name, make in _MADE.items() if name in own}
+        every = [p for name in own for p in options.get(name, [own[name]])]
+
+        @functools.wraps(command)
+        def typed(**given: Any) -> None:
+            for name, its in options.items():
+                taken = {option.name: given.pop(option.name) for option in its}
+                decided = {key: value for key, value in fixed.items() if key in _parameters(_MADE[name])}
+                given[name] = _MADE[name](**taken, **decided)
+            command(**given)
+
+        signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every])
+        typed.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads, and the annotations
+        typed.__annotations__ = {p.name: p.annotation for p in every}
+        return typed
+
+    return decorate
+
+
+def _options(make: Callable[..., Any], fixed: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Parameter]:
+    found = [option for name, option in _parameters(make).items() if name not in fixed]
+    return [option.replace(default=defaults.get(option.name, option.default)) for option in found]
+
+
+def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
+    return inspect.signature(make, eval_str=True).parameters
+
+
+def _card(device: Device = "", gpu_memory: GpuMemory = "", gpu_like: GpuLike = "") -> GPU | None:
+    """The card that is asked about, None for the CPU."""
+    if not gpu_memory and not gpu_like:
+        return gpu_of(device) if device else current_gpu() or find_gpu(DEFAULT_GPU)
+    if not gpu_memory or not gpu_like or device:
+        given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
+        said = " ".join(f"{option} {value}" for option, value in given if value)
+        raise UserError(
+            f"{said}: a card that is in no table is --gpu-memory 24GiB with --gpu-like rtx-4090, one that is --device"
+        )
+    nbytes = memory("--gpu-memory", gpu_memory)
+    like = find_gpu(gpu_like)
+    assert nbytes is not None, "given, as was looked at above"
+    if nbytes <= like.context:
+        raise UserError(f"--gpu-memory {gpu_memory}: the CUDA context alone takes {format_bytes(like.context)}")
+    return replace(like, name=f"{like.name} with {format_bytes(nbytes)}", memory=nbytes)
+
+
+def _settings(
+    seq_length: SeqLength = 1024,
+    resolution: Resolution = 0,
+    dtype: Dtype = "float32",
+    mixed_precision: MixedPrecision = "no",
+    bf16: Bf16 = False,
+    fp16: Fp16 = False,
+    optimizer: Optimizer = "adamw_fused",
+    lora: Lora = 0,
+    use_peft: UsePeft = False,
+    lora_targets: LoraTargets = "",
+    attn_implementation: Attention = "",
+    load_in_4bit: FourBit = False,
+    launch: LaunchOption = "",
+    processes: Processes = 0,
+    machines: Machines = 0,
+    link: Link = "",
+    alloc_conf: AllocConf = "",
+    prepare_kbit: PrepareKbit = False,
+    lora_dropout: LoraDropout = None,
+) -> Settings:
+    mixed_precision = _precision(mixed_precision, bf16, fp16)
+    launched = _launch(launch, processes, machines, link, mixed_precision)
+    if launched is not None and mixed_precision == "no":
+        mixed_precision = launched.mixed_precision
+    return Settings(
+        launch=launched,
+        alloc_conf=alloc_conf,
+        dtype=dtype,
+        mixed_precision=mixed_precision,
+        optimizer=optimizer,
+        lora_r=lora or (LORA_R if use_peft else 0),
+        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
+        seq_length=seq_length,
+        resolution=resolution,
+        attn_implementation=attn_implementation,
+        load_in_4bit=load_in_4bit,
+        prepare_kbit=prepare_kbit,
+        lora_dropout=lora_dropout,
+    )
+
+
+def _precision(named: str, bf16: bool, fp16: bool) -> str:
+    flags = [name for name, given in (("bf16", bf16), ("fp16", fp16)) if given]
+    asked = sorted({*flags, *([named] if named != "no" else [])})
+    if len(asked) > 1:
+        raise UserError(f"mixed precision {' and '.join(asked)}: give one of them")
+    return asked[0] if asked else "no"
+
+
+def _launch(given: str, processes: int, machines: int, link: str, mixed_precision: str) -> Launch | None:
+    """What `--launch` and the options beside it say; None for one process."""
+    if not given:
+        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
+            if value:
+                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
+        return None
+    if given in STRATEGIES:
+        launch = Launch(given, processes or 1, mixed_precision=mixed_precision)
+    elif Path(given).suffix in (".yaml", ".yml", ".json"):
+        launch = Launch.from_file(given, processes or None)
+    else:
+        raise UserError(
+            f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
+        )
+    rate = float(parse_bytes(link)) if link else None
+    return replace(launch, machines=machines or launch.machines, link=rate)
+
+
+_MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}
