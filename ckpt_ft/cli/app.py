@@ -26,7 +26,7 @@ from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.settings import Settings
 
-from . import merge, recipe
+from . import known, merge, planning, recipe
 from .asked import takes
 from .console import progress, stdout
 from .options import (
@@ -38,7 +38,6 @@ from .options import (
     memory,
     parse_policy,
 )
-from .planning import register
 
 if TYPE_CHECKING:
     from ckpt_ft.workloads.workload import Workload
@@ -279,7 +278,8 @@ def _inside(activations: dict[str, int], names: list[str]) -> int:
     return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
 
 
-register(app)
+planning.register(app)
+known.register(app)
 recipe.register(app)
 merge.register(app)
 

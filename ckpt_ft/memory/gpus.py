@@ -12,6 +12,9 @@ Sources, by field:
   datasheet); A100, H100 and B200 agree with the table of maximum achievable matmul FLOPS in
   github.com/stas00/ml-engineering. L4 as throttled at 8192 x 8192. A T4 under continuous half-precision load is held
   at 24 TFLOP/s by its 70 W power cap (forums.developer.nvidia.com/t/264462).
+  H100 PCIe and NVL, H20, the workstation cards, B300 and GB200 have those of the nearest card that was measured, the
+  RTX 20 ones 0.75 and 0.8; AMD's are from that table, MI250's for one of its two dies, each a device of its own.
+- cards of a generation that differ in size alone are in kin.py.
 - bandwidth_efficiency: 0.69 on a T4 (arXiv:1903.07486); 0.89 is A100's copy (1379 of 1555 GB/s,
   github.com/xytpai/nvbench), within 3 % of what A800 (0.89) and RTX 4090 (0.91) show.
 """
@@ -24,6 +27,8 @@ from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import GIB
+
+from .kin import KIN, LAPTOP
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class GPU:
     efficiency_fp32: float = 0.75  # share of `fp32` that large matmuls reach
     efficiency: float = 0.8  # share of the tensor cores' rates that large matmuls reach
     bandwidth_efficiency: float = 0.89  # share of `bandwidth` that elementwise kernels reach
+    note: str = ""  # what an estimate for it takes for granted, as a sentence
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
@@ -82,6 +88,7 @@ def _gpu(
     rates: tuple[float, float, float, float, float],
     efficiency: tuple[float, float],
     bandwidth_efficiency: float = 0.89,
+    note: str = "",
 ) -> GPU:
     """A row of the table below: GiB, GB/s and TFLOP/s in, bytes and FLOP/s out."""
     fp32, tf32, fp16, bf16, fp8 = (rate * 1e12 for rate in rates)
@@ -100,9 +107,24 @@ def _gpu(
         fp8,
         *efficiency,
         bandwidth_efficiency,
+        note,
     )
 
 
+def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
+    """A card of the generation of `like`; units as in `_gpu`."""
+    share = fp32 * 1e12 / like.fp32
+    rates = {rate: getattr(like, rate) * share for rate in ("fp32", "tf32", "fp16", "bf16", "fp8")}
+    note = LAPTOP if name.endswith("-laptop") else ""
+    nbytes, context = round(memory * GIB), round(like.context * (1 + sms / like.sms) / 2)
+    own = {"name": name, "sms": sms, "memory": nbytes, "context": context, "bandwidth": bandwidth * 1e9, "note": note}
+    return replace(like, **own, **rates)  # type: ignore[arg-type]
+
+
+_AMD = (
+    "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
+    "H100's, collectives need --link; what PyTorch itself allocates is the same on both"
+)
 # fmt: off
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
     #    name        arch      SMs  GiB     context GB/s  fp32   tf32   fp16  bf16  fp8   TFLOP/s  efficiency
@@ -121,8 +143,30 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
     _gpu("h100",      (9, 0),  132, 79.11,  0.65,  3350, (67,    494.7, 989,  989,  1979),         (0.78, 0.79)),
     _gpu("h200",      (9, 0),  132, 139.80, 0.65,  4800, (67,    494.7, 989,  989,  1979),         (0.77, 0.80)),
     _gpu("b200",      (10, 0), 148, 178.35, 0.70,  7670, (75,    1125,  2250, 2250, 4500),         (0.88, 0.75)),
+    _gpu("p100",      (6, 0),  56,  15.89,  0.40,   732, (9.3,   0,     18.7, 0,    0),            (0.75, 0.75)),
+    _gpu("rtx-2080-ti", (7, 5), 68, 10.76,  0.60,   616, (13.4,  0,     53.8, 0,    0),            (0.75, 0.80)),
+    _gpu("quadro-rtx-8000", (7, 5), 72, 47.46, 0.60, 672, (16.3, 0,     130.5, 0,   0),            (0.75, 0.80)),
+    _gpu("a6000",     (8, 6),  84,  47.54,  0.60,   768, (38.7,  77.4,  154.8, 154.8, 0),          (0.70, 0.94)),
+    _gpu("rtx-6000-ada", (8, 9), 142, 47.51, 0.60,  960, (91.1,  182.1, 364.2, 364.2, 728.5),      (0.51, 0.74)),
+    _gpu("l40",       (8, 9),  142, 44.52,  0.41,   864, (90.5,  90.5,  181,  181,  362),          (0.51, 0.74)),
+    _gpu("rtx-pro-6000", (12, 0), 188, 94.97, 0.58, 1792, (125,  251.9, 503.8, 503.8, 1007.6),     (0.65, 0.75)),
+    _gpu("a30",       (8, 0),  56,  23.50,  0.40,   933, (10.3,  82,    165,  165,  0),            (0.93, 0.79)),
+    _gpu("h100-pcie", (9, 0),  114, 79.11,  0.65,  2000, (51,    378,   756,  756,  1513),         (0.78, 0.79)),
+    _gpu("h100-nvl",  (9, 0),  132, 93.10,  0.65,  3938, (60,    417.5, 835,  835,  1671),         (0.78, 0.79)),
+    _gpu("h20",       (9, 0),  78,  95.00,  0.65,  4000, (44,    74,    148,  148,  296),          (0.78, 0.79)),
+    _gpu("gb200",     (10, 0), 152, 184.30, 0.70,  7670, (80,    1250,  2500, 2500, 5000),         (0.88, 0.73)),
+    _gpu("b300",      (10, 3), 148, 267.90, 0.70,  7670, (80,    1125,  2250, 2250, 4500),         (0.88, 0.79)),
+    _gpu("mi250",     (9, 0),  104, 63.98,  0.65,  1638, (45.3,  0,     181,  181,  0),            (0.75, 0.77),
+         note=_AMD),
+    _gpu("mi300x",    (9, 4),  304, 191.98, 0.65,  5300, (163.4, 653.7, 1300, 1300, 2610),         (0.75, 0.51),
+         note=_AMD),
+    _gpu("mi325x",    (9, 4),  304, 255.98, 0.65,  6000, (163.4, 653.7, 1300, 1300, 2610),         (0.75, 0.60),
+         note=_AMD),
+    _gpu("mi355x",    (9, 5),  256, 287.98, 0.65,  8000, (157.3, 0,     2500, 2500, 5000),         (0.75, 0.63),
+         note=_AMD),
 )}
 # fmt: on
+GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
 
 _ALIASES = {
     "a100": "a100-40gb",
@@ -131,18 +175,36 @@ _ALIASES = {
     "v100": "v100-16gb",
     "v10016g": "v100-16gb",
     "v10032g": "v100-32gb",
-    "3090": "rtx-3090",
-    "4090": "rtx-4090",
-    "5090": "rtx-5090",
+    "p10016gb": "p100",
+    "b300ac": "b300",
+    "a800": "a800-80gb",
+    "4060ti": "rtx-4060-ti-16gb",
+    "5060ti": "rtx-5060-ti-16gb",
+    "rtx8000": "quadro-rtx-8000",
     "h10080gb": "h100",
+    "h10096gb": "h100-nvl",
     "h200141gb": "h200",
     "b200180gb": "b200",
+    "gh200480gb": "gh200",
+    "gh20096gb": "gh200",
+    "instinctmi300x": "mi300x",
 }
 
 
 def _plain(name: str) -> str:
     """`name` without maker, form factor and punctuation: "NVIDIA A100-SXM4-40GB" is "a10040gb"."""
-    return re.sub(r"nvidia|tesla|geforce|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]", "", name.lower())
+    words = r"nvidia|amd|instinct|tesla|geforce|sxm\d?|hbm\d?e?|laptop gpu$|ada generation|blackwell.*|[^a-z0-9]"
+    kept = {"laptop gpu": "laptop", "ada generation": "ada"}
+    plain = re.sub(words, lambda match: kept.get(match[0], ""), name.lower())
+    return plain if plain == "h100pcie" else plain.replace("pcie", "")
+
+
+def _names() -> dict[str, str]:
+    """Plain names of all cards, with and without rtx in front."""
+    plain = {_plain(name): name for name in GPUS}
+    bare = {name.removeprefix("rtx"): card for name, card in plain.items()}
+    work = {f"rtx{name}": card for name, card in plain.items() if re.fullmatch(r"a\d{4}", name)}
+    return bare | work | plain | _ALIASES
 
 
 def gpu_of(device: str | GPU) -> GPU | None:
@@ -158,13 +220,15 @@ def find_gpu(name: str) -> GPU:
     Raises:
         UserError: no such GPU; names the closest and all of them.
     """
-    known = {_plain(gpu): gpu for gpu in GPUS} | _ALIASES
+    known = _names()
     plain = _plain(name)
     if plain in known:
         return GPUS[known[plain]]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    raise UserError(f"no GPU '{name}'{hint} ({', '.join(GPUS)}; for another, pass a ckpt_ft.memory.gpus.GPU)")
+    raise UserError(
+        f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; for another, --gpu-memory and --gpu-like, or a GPU)"
+    )
 
 
 def current_gpu(index: int | None = None) -> GPU | None:
@@ -187,7 +251,9 @@ def match_device(properties: object) -> GPU:
     same = [gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx-").split("-")[0] in words and gpu.sms == sms]
     if same:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
-    near = min(GPUS.values(), key=lambda gpu: (gpu.arch > arch, _distance(gpu.arch, arch), abs(gpu.sms - sms)))
+    amd = bool(words & {"amd", "instinct", "radeon"})
+    made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
+    near = min(made, key=lambda gpu: (gpu.arch > arch, _distance(gpu.arch, arch), abs(gpu.sms - sms)))
     share = sms / near.sms
     rates = {rate: getattr(near, rate) * share for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16", "fp8")}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)

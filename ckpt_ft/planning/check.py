@@ -17,8 +17,9 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.batches import task_of
+from ckpt_ft.workloads.known_models import hub_id
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import hub_answers, hub_id
+from ckpt_ft.workloads.model_config import hub_answers
 from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 

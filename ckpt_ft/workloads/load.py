@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, gpu_of
 
 from .adapters import notes_on
 from .lengths import Lengths
@@ -19,9 +20,6 @@ from .model_config import read_config
 from .optimizers import optimizer_maker
 from .settings import MIXED_PRECISION, Settings
 from .workload import Workload
-
-if TYPE_CHECKING:
-    from ckpt_ft.memory.gpus import GPU
 
 
 def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengths | None = None) -> Workload:
@@ -38,6 +36,7 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         settings = replace(settings, seq_length=max(lengths.longest, 2))
     if settings.lora_targets and not settings.lora_r:
         raise UserError(f"LoRA targets {','.join(settings.lora_targets)} without LoRA: give a rank, or drop them")
+    gpu = gpu_of(device)
     workload = _by_kind(name, read_config(name), settings)
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
@@ -55,7 +54,7 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         lengths=lengths,
         launch=settings.launch,
         alloc_conf=settings.alloc_conf,
-        notes=(*workload.notes, *notes_on(settings)),
+        notes=(*workload.notes, *notes_on(settings), *([gpu.note] if gpu and gpu.note else [])),
     )
 
 

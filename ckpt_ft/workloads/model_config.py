@@ -11,10 +11,11 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, one_line
 
+from .known_models import find_model, names
+
 _MOST = 2**40
 _MOST_LAYERS = 10_000
 _REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of what is built so many times
-KNOWN = Path(__file__).parent / "configs" / "known.json"
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -29,22 +30,11 @@ def read_config(name: str) -> dict[str, Any]:
         if (path / "model_index.json").is_file():
             raise UserError(f"{name}: this pipeline has neither a unet nor a transformer to train")
         raise UserError(f"{name}: no config.json in this directory")
-    known = _known()
-    return known.get(hub_id(name)) or _from_hub(name, list(known))
+    known = find_model(name)
+    return dict(known.config) if known else _from_hub(name)
 
 
-def hub_id(name: str) -> str:
-    """The id that a model has on the Hub, from it or from the short name of one that comes with the package."""
-    known = _known()
-    by_short_name = {key.rpartition("/")[2].lower(): key for key in known}
-    return name if name in known else by_short_name.get(name.lower(), name)
-
-
-def _known() -> dict[str, dict[str, Any]]:
-    return json.loads(KNOWN.read_text())
-
-
-def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
+def _from_hub(name: str) -> dict[str, Any]:
     """The config from the Hub, or from the Hub's cache on this machine where it cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -58,8 +48,9 @@ def _from_hub(name: str, known: list[str]) -> dict[str, Any]:
             reason = one_line(error, 160)
         except (HFValidationError, OSError):  # no such name; not in the cache
             continue
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean '{close[0]}'?" if close else f"known without it: {', '.join(known)}"
+    close = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
+    meant = f"did you mean '{close[0]}'? " if close else ""
+    hint = f"{meant}`ckpt-ft models` lists those that are known without it"
     raise UserError(f"no model '{name}': no such file or directory, and {reason}; {hint}")
 
 

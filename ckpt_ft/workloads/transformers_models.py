@@ -92,8 +92,17 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
             )
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    if config.get("tie_word_embeddings") is False:
+        _untie(model)
     model.config.use_cache = False  # as Trainer sets it
     return model.train()
+
+
+def _untie(model: Any) -> None:
+    """Give the head a weight of its own: a checkpoint that has two is loaded so, whatever the class would tie (T5)."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embeddings.weight:
+        head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
 
 
 def _check_positions(name: str, text: Any, length: int) -> None:

@@ -11,7 +11,10 @@ import torch
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU, GPUS, current_gpu, find_gpu, match_device
+from ckpt_ft.memory.kin import KIN
 from ckpt_ft.units import GIB, MIB
+
+AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
 
 
 @pytest.mark.parametrize(
@@ -27,16 +30,76 @@ from ckpt_ft.units import GIB, MIB
         ("rtx3090", "rtx-3090"),
         ("5090", "rtx-5090"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 3060", "rtx-3060"),
+        ("4060 ti", "rtx-4060-ti-16gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+        ("4070-laptop", "rtx-4070-laptop"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("RTX A4000", "a4000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("Quadro RTX 8000", "quadro-rtx-8000"),
+        ("NVIDIA TITAN RTX", "titan-rtx"),
+        ("Tesla P100-PCIE-16GB", "p100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("MI250", "mi250"),
     ],
 )
 def test_names_as_people_type_them(typed, name):
     assert find_gpu(typed).name == name
 
 
+def test_a_hundred_cards_each_by_its_name():
+    assert len(GPUS) >= 95
+    assert len({gpu.name for gpu in GPUS.values()}) == len(GPUS)
+    for name in GPUS:
+        for typed in (name, name.upper(), name.replace("-", " "), f"NVIDIA {name}"):
+            assert find_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "gbs", "fp32", "half"),
+    [
+        ("rtx-3080", 9.78, 760, 29.8, 59.5),
+        ("a5000", 23.68, 768, 27.8, 111.1),
+        ("a10", 22.06, 600, 31.2, 125),
+        ("a40", 44.56, 696, 37.4, 149.7),
+        ("rtx-4070", 11.72, 504, 29.1, 58.3),
+        ("rtx-4500-ada", 23.52, 432, 39.6, 158.5),
+        ("rtx-2080", 7.79, 448, 10.1, 40.3),
+        ("l20", 44.39, 864, 59.8, 119.5),
+        ("gh200", 94.50, 4000, 67, 989),
+        ("rtx-5080", 15.47, 960, 56.3, 112.6),
+        ("h20", 95.00, 4000, 44, 148),
+        ("b300", 267.90, 7670, 80, 2250),
+        ("mi300x", 191.98, 5300, 163.4, 1300),
+    ],
+)
+def test_figures_are_the_datasheets(name, gib, gbs, fp32, half):
+    """The tensor cores' rates of kin are computed; their datasheets print them too."""
+    gpu = find_gpu(name)
+    assert gpu.memory == pytest.approx(gib * GIB, rel=1e-9)
+    assert (gpu.bandwidth, gpu.fp32) == (pytest.approx(gbs * 1e9), pytest.approx(fp32 * 1e12))
+    assert gpu.fp16 == pytest.approx(half * 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [gpu for gpu, like, *_ in KIN if like.startswith("rtx-")])
+def test_fp32_of_a_geforce_is_its_cores_at_a_clock_that_there_is(name):
+    """128 lanes (Turing: 64) of two operations an SM and cycle."""
+    gpu = find_gpu(name)
+    lanes = 64 if gpu.arch == (7, 5) else 128
+    assert 1.4e9 < gpu.fp32 / (gpu.sms * lanes * 2) < 2.7e9
+
+
 def test_an_unknown_name_gets_the_closest_and_the_list():
-    with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb or a100-80gb\? \(t4, v100-16gb"):
+    with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb.*\? \(`ckpt-ft gpus` lists them"):
         find_gpu("a1000")
-    with pytest.raises(UserError, match=r"no GPU 'mainframe' \(t4, "):
+    with pytest.raises(UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another, --gpu-memory"):
         find_gpu("mainframe")
 
 
@@ -51,8 +114,11 @@ def test_t4_is_the_card_of_the_published_runs():
 def test_figures_hang_together(gpu):
     assert 0.9 * gpu.memory < gpu.usable < gpu.memory
     assert gpu.bf16 in (0, gpu.fp16)
-    assert (gpu.bf16 > 0) == (gpu.tf32 > 0) == (gpu.arch >= (8, 0))
-    assert (gpu.fp8 > 0) == (gpu.arch >= (8, 9))
+    if gpu.name in AMD:
+        assert "AMD" in gpu.note
+    else:
+        assert (gpu.bf16 > 0) == (gpu.tf32 > 0) == (gpu.arch >= (8, 0))
+        assert (gpu.fp8 > 0) == (gpu.arch >= (8, 9))
     assert gpu.matmul_rate("float16") > gpu.matmul_rate("float32")
     assert gpu.matmul_rate("float32", tf32=True) >= gpu.matmul_rate("float32")
     assert all(0 < share <= 1 for share in (gpu.efficiency, gpu.efficiency_fp32, gpu.bandwidth_efficiency))
@@ -76,12 +142,20 @@ def test_a_device_in_the_table_reports_its_own_memory():
 
 
 def test_a_device_outside_the_table_is_scaled_from_the_nearest():
-    found = match_device(device("NVIDIA H100 PCIe", (9, 0), 114, 79.1))
-    assert (found.name, found.sms) == ("NVIDIA H100 PCIe", 114)
-    assert found.fp16 == pytest.approx(find_gpu("h100").fp16 * 114 / 132)
-    assert match_device(device("NVIDIA A40", (8, 6), 84, 44.4)).fp16 == pytest.approx(
-        find_gpu("rtx-3090").fp16 * 84 / 82
+    found = match_device(device("NVIDIA H100 of one's own", (9, 0), 130, 79.1))
+    assert (found.name, found.sms) == ("NVIDIA H100 of one's own", 130)
+    assert found.fp16 == pytest.approx(find_gpu("h100").fp16 * 130 / 132)
+    assert match_device(device("NVIDIA A41", (8, 6), 83, 44.4)).fp16 == pytest.approx(
+        find_gpu("rtx-3090").fp16 * 83 / 82
     )
+
+
+def test_a_device_at_hand_is_of_its_own_maker():
+    """Die by die: compute capabilities of both makers overlap."""
+    assert match_device(device("AMD Instinct MI308X", (9, 4), 80, 191.98)).fp16 == pytest.approx(
+        find_gpu("mi300x").fp16 * 80 / 304
+    )
+    assert match_device(device("NVIDIA H100 of one's own", (9, 0), 100, 79.1)).fp8 > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -7,8 +7,8 @@ sum of one machine's cards.
 Sources: NVLink, one direction, from NVIDIA's datasheets (V100 150, A100 300, H100 and H200 450, B200 900 GB/s); NCCL's
 protocol leaves about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212).
 Other cards talk over their slot and the host: half of the slot's rate is an assumption. Network cards are those of
-NVIDIA's DGX of that generation (eight of 400 Gb/s with H100 and on, of 200 Gb/s with A100), elsewhere one of 100 Gb/s
-a machine, at 80 %; give another by `Launch.link`.
+NVIDIA's DGX of that generation (eight of 800 Gb/s with B300, of 400 Gb/s with H100 and B200, of 200 Gb/s with A100),
+elsewhere one of 100 Gb/s a machine, at 80 %; give another by `Launch.link`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ckpt_ft.units import MIB
 
 from .launch import Launch
 
-_NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9}  # compute capability -> bytes/s, one direction
-_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9}  # of a DGX, for each GPU
+# compute capability -> bytes/s, one direction
+_NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}
+_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
 _ONE_CARD = 12.5e9
 _REACHED = 0.8
 LATENCY, STEP_LATENCY = 12e-6, 4e-6  # seconds: to start a collective, and for each doubling of its ranks: assumptions

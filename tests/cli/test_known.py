@@ -1,0 +1,51 @@
+"""`ckpt-ft models` and `ckpt-ft gpus`: lists that are what estimates take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPUS
+from ckpt_ft.workloads.known_models import known_models
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+        assert cli._main() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_model_is_listed_with_its_size_and_its_other_names(typed: Any) -> None:
+    every = json.loads(typed("models", "--json"))
+    assert [model["name"] for model in every] == list(known_models())
+    assert f"{len(every)} models known offline" in typed("models")
+    (row,) = [line for line in typed("models", "zephyr").splitlines() if "Mistral-7B-v0.1" in line]
+    assert "MistralForCausalLM" in row
+    assert "7.24B" in row
+    listed = json.loads(typed("models", "FLUX", "--json"))
+    assert {model["parameters"] for model in listed} >= {11901408320, 11891178560}
+
+
+def test_every_card_is_listed_with_its_rates(typed: Any) -> None:
+    shown = typed("gpus")
+    assert [name for name in GPUS if name not in shown] == []
+    (row,) = [line for line in typed("gpus", "4090-d").splitlines() if "4090-d" in line]
+    assert row.split() == ["rtx-4090-d", "23.64", "1,010", "73.5", "73.5", "147", "147", "294", "114", "8.9"]
+    assert len(json.loads(typed("gpus", "laptop", "--json"))) == sum(name.endswith("laptop") for name in GPUS)
+    assert "note: an AMD card's kernels are not known" in typed("gpus", "mi300x")
+
+
+@pytest.mark.parametrize("what", ["models", "gpus"])
+def test_nothing_of_that_name(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", what, "no such thing"])
+    with pytest.raises(UserError, match="has 'no such thing' in its name"):
+        cli._main()

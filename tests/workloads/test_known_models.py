@@ -1,0 +1,92 @@
+"""The models that need no Hub: every name leads to a configuration, and that makes a model of the published size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ckpt_ft.workloads.known_models import CONFIGS, KnownModel, find_model, hub_id, known_models, names
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.transformers_models import _build
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+UNITS = {"M": 10**6, "B": 10**9}
+
+
+def built(model: KnownModel) -> Any:
+    if "_class_name" in model.config:
+        diffusers = pytest.importorskip("diffusers")
+        with torch.device("meta"):
+            return getattr(diffusers, model.kind).from_config(dict(model.config))
+    import transformers
+
+    return _build(model.name, getattr(transformers, model.kind), model.config, Settings())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers about itself
+@pytest.mark.parametrize("family", [path.stem for path in sorted(CONFIGS.glob("*.json"))])
+def test_a_model_has_as_many_parameters_as_its_publisher_counts(family: str) -> None:
+    """Of 7,615,616,512 each one; of a model card's 32B to its last digit."""
+    for model in known_models().values():
+        if model.family == family:
+            counted, said = sum(p.numel() for p in built(model).parameters()), model.parameters
+            if isinstance(said, int):
+                assert counted == said, model.name
+            else:
+                digits = len(said[:-1].partition(".")[2])
+                assert abs(counted / UNITS[said[-1]] - float(said[:-1])) <= 10**-digits, model.name
+
+
+def test_fifty_models_and_more_by_any_name() -> None:
+    assert len(known_models()) >= 120
+    assert len(names()) >= 220
+    for name, model in names().items():
+        assert read_config(name) == model.config
+        assert find_model(name.rpartition("/")[2]) is not None
+        assert re.match(r"config\.json|the (Hub|class|published)", model.source.replace("the Hub's", "the Hub"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B"),
+        ("unsloth/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-1B"),
+        ("NousResearch/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("runwayml/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
+        ("gpt2", "openai-community/gpt2"),
+        ("flux.1-dev", "black-forest-labs/FLUX.1-dev"),
+    ],
+)
+def test_names_as_people_type_them(typed: str, name: str) -> None:
+    found = find_model(typed)
+    assert found is not None
+    assert found.name == name
+
+
+def test_someone_elses_model_of_a_known_name_is_not_taken_for_it() -> None:
+    assert find_model("someone/Llama-3.1-8B") is None
+    assert hub_id("someone/Llama-3.1-8B") == "someone/Llama-3.1-8B"
+    assert hub_id("llama-3.1-8b-instruct") == "meta-llama/Llama-3.1-8B-Instruct"  # whose weights `check` loads
+
+
+def test_the_recipes_configurations_name_known_models() -> None:
+    keys = ("model_name_or_path", "pretrained_model_name_or_path")
+    named = [yaml.safe_load(path.read_text()) for path in sorted(RECIPES.rglob("*.yaml"))]
+    models = [config[key] for config in named for key in keys if key in config]
+    assert len(models) >= 8
+    assert [name for name in models if find_model(name) is None] == []
+
+
+def test_a_head_that_the_checkpoint_has_is_no_embedding() -> None:
+    """Flan-T5's configuration says untied; its class would tie."""
+    model = load("google/flan-t5-small", Settings(seq_length=8)).model
+    assert model.lm_head.weight is not model.shared.weight
+    assert load("google-t5/t5-small", Settings(seq_length=8)).model.lm_head.weight.shape == (32128, 512)
