@@ -30,6 +30,7 @@ from .options import (
     Dtype,
     FourBit,
     Fp16,
+    Frames,
     GpuLike,
     GpuMemory,
     LaunchOption,
@@ -108,6 +109,7 @@ def _card(device: Device = "", gpu_memory: GpuMemory = "", gpu_like: GpuLike = "
 def _settings(
     seq_length: SeqLength = 1024,
     resolution: Resolution = 0,
+    frames: Frames = 0,
     dtype: Dtype = "float32",
     mixed_precision: MixedPrecision = "no",
     bf16: Bf16 = False,
@@ -140,6 +142,7 @@ def _settings(
         lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
         seq_length=seq_length,
         resolution=resolution,
+        frames=frames,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         prepare_kbit=prepare_kbit,

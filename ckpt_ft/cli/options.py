@@ -18,6 +18,7 @@ PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2,
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
 SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
+Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]
 Device = Annotated[
     str, typer.Option("--device", help=f"a GPU by name, or cpu; by default the one at hand, or {DEFAULT_GPU}")
 ]

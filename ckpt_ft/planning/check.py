@@ -23,7 +23,7 @@ from ckpt_ft.workloads.model_config import hub_answers
 from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
-_TIMESTEPS = 1000  # of a noise schedule
+_TOPS = {"timestep": 1000, "class_labels": 1000}  # of a diffusion model's whole numbers; masks and styles stay
 
 
 def check_model(name: str, policy: str, settings: Settings, batch_size: int, seed: int) -> Parity:
@@ -67,7 +67,7 @@ def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:
     saved = real is not None
     if real is None:
         real = type(base).from_config(base.config) if _of_diffusers(base) else type(base)(base.config)
-    real = real.to(base.dtype)
+    nn.Module.to(real, base.dtype)
     if adapted is None:
         return real.train(), saved
     from peft import get_peft_model
@@ -105,8 +105,10 @@ def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str
     fields = task.fields(base, settings) if task is not None else {}
 
     def fill(name: str, x: torch.Tensor) -> torch.Tensor:
-        top = fields[name].top if name in fields else _TIMESTEPS
-        return torch.randn(x.shape) if x.is_floating_point() else torch.randint(top, x.shape)
+        if x.is_floating_point():
+            return torch.randn(x.shape)
+        top = fields[name].top if name in fields else _TOPS.get(name)
+        return x if top is None else torch.randint(top, x.shape)
 
     batch = workload.make_batch(batch_size, None)
     return {name: tree_map_only(torch.Tensor, partial(fill, name), value) for name, value in batch.items()}

@@ -12,13 +12,13 @@ from torch import nn
 from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt
+from .diffusion_inputs import KINDS, Latents
 from .settings import DTYPES, Settings
 from .workload import Batch, Forward, Workload
 
 _ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
-_PROMPT_TOKENS = {"SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512, "PixArtTransformer2DModel": 120}
-_CLIP_TOKENS = 77
-_SAMPLE_SIZE = 128  # of a latent: 1024 pixels
+_LEAST = 8  # pixels that a resolution is a multiple of, also where a latent is one pixel
+_FRAMES = 49  # of a video, where none are asked for: about two seconds
 
 
 def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
@@ -34,117 +34,48 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
             f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
         ) from error
     kind = config["_class_name"]
-    if kind not in _INPUTS:
-        raise UserError(f"{name}: no training step is known for {kind} ({', '.join(_INPUTS)})")
-    built_class = getattr(diffusers, kind)
+    if kind not in KINDS:
+        raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
+    if not hasattr(diffusers, kind):
+        raise UserError(f"{name}: diffusers {diffusers.__version__} has no {kind}")
+    built_class, called = getattr(diffusers, kind), KINDS[kind]
     try:
         with torch.device("meta"):
-            model = built_class.from_config(dict(config)).to(DTYPES[settings.dtype]).train()
+            model = built_class.from_config(dict(config))
+            nn.Module.to(model, DTYPES[settings.dtype])  # diffusers' own warns of modules that want float32
+            model.train()
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
-    scale = 1 if kind == "UNet2DModel" else 8  # pixels of an image for one of a latent
-    own = model.config.get("sample_size") or _SAMPLE_SIZE  # Flux names none
+    scale, own = called.pixels(model.config), model.config.get("sample_size") or called.own_side
     side = settings.resolution // scale if settings.resolution else int(own)
-    if settings.resolution % 8:
+    if settings.resolution % max(scale, _LEAST):
         raise UserError(
-            f"resolution {settings.resolution}: a latent holds 8 x 8 pixels, so it must be a multiple of 8"
+            f"resolution {settings.resolution}: a latent holds {scale} x {scale} pixels, so it must be a multiple of "
+            f"{max(scale, _LEAST)}"
         )
+    frames = (settings.frames or _FRAMES) if called.frames else 0
     targets = settings.lora_targets or _ATTENTION_PROJECTIONS
     settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
+    latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        return _INPUTS[kind](model.config, samples, side, dtype)
+        return called.inputs(Latents(model.config, samples, side, latent_frames, dtype))
 
-    shape = {"resolution": side * scale}
+    shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
     return Workload(adapt(model, settings), make_batch, noise_loss, kind="diffusion model", shape=shape)
 
 
 def noise_batch(model: nn.Module, size: int, side: int, dtype: torch.dtype) -> Batch:
-    """What a model of a known class is called with, as zeros: `size` latents of `side` x `side`, prompts and times."""
-    batch: Batch = _INPUTS[type(model).__name__](model.config, size, side, dtype)
-    return batch
+    """What an image model of a known class is called with, as zeros: latents of `side` x `side`, prompts and times."""
+    return KINDS[type(model).__name__].inputs(Latents(model.config, size, side, 0, dtype))
 
 
 def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:
     """Mean squared error in fp32 against noise of the prediction's shape: the batch's "target", if it has one."""
     inputs = {key: value for key, value in batch.items() if key != "target"}
     prediction = model(**inputs, return_dict=False)[0]
-    target = batch["target"] if "target" in batch else torch.empty_like(prediction)
+    if isinstance(prediction, list):  # a sample each
+        prediction = torch.stack(prediction)
+    target = batch["target"] if "target" in batch else torch.zeros_like(prediction)
     return torch.nn.functional.mse_loss(prediction.float(), target.float(), reduction="mean")
-
-
-def _unet(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    return {
-        "sample": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
-        "timestep": torch.zeros(size, dtype=torch.long),
-    }
-
-
-def _conditional_unet(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    batch = _unet(config, size, side, dtype)
-    batch["encoder_hidden_states"] = torch.zeros(size, _CLIP_TOKENS, config.cross_attention_dim, dtype=dtype)
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        batch["added_cond_kwargs"] = {
-            "text_embeds": torch.zeros(size, pooled, dtype=dtype),
-            "time_ids": torch.zeros(size, 6, dtype=dtype),
-        }
-    return batch
-
-
-def _sd3(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    return {
-        "hidden_states": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
-        "encoder_hidden_states": torch.zeros(
-            size, _PROMPT_TOKENS["SD3Transformer2DModel"], config.joint_attention_dim, dtype=dtype
-        ),
-        "pooled_projections": torch.zeros(size, config.pooled_projection_dim, dtype=dtype),
-        "timestep": torch.zeros(size, dtype=torch.long),
-    }
-
-
-def _flux(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    tokens, prompt = (side // 2) ** 2, _PROMPT_TOKENS["FluxTransformer2DModel"]
-    batch = {
-        "hidden_states": torch.zeros(size, tokens, config.in_channels, dtype=dtype),
-        "encoder_hidden_states": torch.zeros(size, prompt, config.joint_attention_dim, dtype=dtype),
-        "pooled_projections": torch.zeros(size, config.pooled_projection_dim, dtype=dtype),
-        "timestep": torch.zeros(size, dtype=dtype),
-        "img_ids": torch.zeros(tokens, 3, dtype=dtype),
-        "txt_ids": torch.zeros(prompt, 3, dtype=dtype),
-    }
-    if config.guidance_embeds:
-        batch["guidance"] = torch.zeros(size, dtype=dtype)
-    return batch
-
-
-def _pixart(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    prompt = _PROMPT_TOKENS["PixArtTransformer2DModel"]
-    return {
-        "hidden_states": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
-        "encoder_hidden_states": torch.zeros(size, prompt, config.caption_channels, dtype=dtype),
-        "timestep": torch.zeros(size, dtype=torch.long),
-        "added_cond_kwargs": {
-            "resolution": torch.zeros(size, 2, dtype=dtype),
-            "aspect_ratio": torch.zeros(size, 1, dtype=dtype),
-        },
-    }
-
-
-def _dit(config: Any, size: int, side: int, dtype: torch.dtype) -> Batch:
-    return {
-        "hidden_states": torch.zeros(size, config.in_channels, side, side, dtype=dtype),
-        "timestep": torch.zeros(size, dtype=torch.long),
-        "class_labels": torch.zeros(size, dtype=torch.long),
-    }
-
-
-_INPUTS = {
-    "UNet2DModel": _unet,
-    "UNet2DConditionModel": _conditional_unet,
-    "SD3Transformer2DModel": _sd3,
-    "FluxTransformer2DModel": _flux,
-    "PixArtTransformer2DModel": _pixart,
-    "DiTTransformer2DModel": _dit,
-}

@@ -40,6 +40,8 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
     workload = _by_kind(name, read_config(name), settings)
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
+    if settings.frames and "frames" not in workload.shape:
+        raise UserError(f"{settings.frames} frames: the batches of {name}, a {workload.kind}, hold no videos")
     if lengths is not None and workload.kind != "language model":
         raise UserError(
             f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"

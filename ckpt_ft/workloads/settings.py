@@ -30,6 +30,7 @@ class Settings:
         lora_targets: module names that get an adapter; () for every linear layer of the blocks.
         seq_length: tokens of a sequence (language models).
         resolution: pixels of an image's side; 0 for the model's own.
+        frames: of a video; 0 for 49 of them.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         attn_implementation: sdpa or eager; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
@@ -47,6 +48,7 @@ class Settings:
     lora_targets: tuple[str, ...] = ()
     seq_length: int = 1024
     resolution: int = 0
+    frames: int = 0
     max_grad_norm: float = 1.0
     attn_implementation: str = ""
     load_in_4bit: bool = False
@@ -67,6 +69,8 @@ class Settings:
             raise UserError(f"LoRA rank {self.lora_r}: it is at least 1 (0 trains all weights)")
         if self.resolution < 0:
             raise UserError(f"resolution {self.resolution}: a number of pixels, or 0 for the model's own")
+        if self.frames < 0:
+            raise UserError(f"frames {self.frames}: a number of them, or 0 for 49")
         if self.load_in_4bit and not self.lora_r:
             raise UserError("4-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example")
         if self.prepare_kbit and not self.load_in_4bit:
