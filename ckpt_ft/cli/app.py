@@ -10,7 +10,8 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,11 +27,10 @@ from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.settings import Settings
 
-from . import known, merge, planning, recipe
-from .asked import takes
+from . import known, merge, planning, policies, recipe
+from .asked import plan_command, takes
 from .console import progress, stdout
 from .options import (
-    ONE_PROCESS,
     AsJson,
     BatchSize,
     Model,
@@ -40,6 +40,10 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.planning.leaner import Answer
     from ckpt_ft.workloads.workload import Workload
 
 app = typer.Typer(
@@ -98,6 +102,7 @@ class Estimate:
     policy: str
     device: str
     batch_size: int
+    accumulation: int
     shape: dict[str, int]
     peak_allocated: int
     peak_reserved: int
@@ -109,6 +114,7 @@ class Estimate:
     context: int
     notes: list[str]
     launch: str = ""
+    answer: Answer | None = None  # where it does not fit
 
     @property
     def headroom(self) -> int | None:
@@ -129,8 +135,14 @@ def estimate(
     gpu: GPU | None,
     settings: Settings,
     as_json: AsJson = False,
+    context: typer.Context,
 ) -> None:
-    """Predict peak memory and time of one training step, without a GPU and without weights."""
+    """Predict peak memory and time of one training step, without a GPU and without weights.
+
+    Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed.
+    """
+    from ckpt_ft.planning.fitting import Room
+    from ckpt_ft.planning.leaner import ways_to_fit
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
@@ -139,71 +151,17 @@ def estimate(
         say(f"building {model} from its config")
         workload = load(model, settings, gpu or "cpu")
         say(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
-        result = _estimate(workload, policy, batch_size, limit)
+        result, trace = _estimate(workload, policy, batch_size, limit)
+        if limit is not None and result.headroom is not None and result.headroom < 0:
+            say("looking for what would fit")
+            room = Room(limit, result.context)
+            given = partial(load, model, device=gpu or "cpu")
+            answer = ways_to_fit(given, settings, result.policy, batch_size, trace, room)
+            result = replace(result, answer=answer)
     if as_json:
         print(json.dumps({**asdict(result), "headroom": result.headroom}, indent=2))
     else:
-        _print_estimate(result)
-
-
-@app.command()
-@takes({"optimizer": "none", **ONE_PROCESS})
-def explain(
-    model: Model,
-    policy: PolicyOption = "full",
-    batch_size: BatchSize = 1,
-    *,
-    gpu: GPU | None,
-    settings: Settings,
-) -> None:
-    """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
-    from ckpt_ft.checkpointing.apply import apply_policy
-    from ckpt_ft.workloads.load import load
-
-    parse_policy(policy)
-    with progress() as say:
-        say(f"building {model} from its config")
-        workload = load(model, settings, gpu or "cpu")
-        kept = {}
-        for name in dict.fromkeys(("none", policy)):
-            say(f"tracing a step under {name}")
-            applied = apply_policy(workload.model, name)
-            kept[name] = workload.trace(batch_size).module_activations()
-        blocks = applied.found.blocks or apply_policy(workload.model, "full").found.blocks
-    print(applied.explain())
-    rows = []
-    for kind in dict.fromkeys(type(block).__name__ for block in blocks.values()):
-        names = [name for name, block in blocks.items() if type(block).__name__ == kind]
-        per_block = (format_bytes(_inside(activations, names) // len(names)) for activations in kept.values())
-        rows.append((kind, str(len(names)), *per_block))
-    rows.append(("whole model", "", *(format_bytes(sum(activations.values())) for activations in kept.values())))
-    header = ("kind of block", "blocks", *(f"kept by one, {name}" for name in kept))
-    print_table(Table(f"Activations kept for backward, batch {batch_size}", header, rows), stdout())
-
-
-@app.command()
-@takes(
-    {"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False, **ONE_PROCESS},
-    seq_length=32,
-)
-def check(
-    model: Model,
-    policy: PolicyOption = "full",
-    batch_size: BatchSize = 2,
-    *,
-    settings: Settings,
-    seed: Annotated[int, typer.Option("--seed", help="of weights (where none are saved), batch and dropout")] = 0,
-) -> None:
-    """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
-    from ckpt_ft.planning.check import check_model
-
-    parse_policy(policy)
-    with progress() as say:
-        say(f"running {model} with and without '{policy}'")
-        parity = check_model(model, policy, settings, batch_size, seed)
-    print(parity)
-    if not parity.ok:
-        raise typer.Exit(1)
+        _print_estimate(result, plan_command(context))
 
 
 @app.command()
@@ -217,18 +175,19 @@ def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the
     MemoryReport.from_json(file).print()
 
 
-def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> Estimate:
+def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> tuple[Estimate, StepTrace]:
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.memory.distributed.links import nccl_bytes
 
     applied = apply_policy(workload.model, policy)
     trace = workload.trace(batch_size)
     gpu = gpu_of(workload.device)
-    return Estimate(
+    result = Estimate(
         model=workload.name,
         policy=str(applied.policy),
         device=trace.device,
         batch_size=batch_size,
+        accumulation=workload.accumulation,
         shape=workload.shape,
         peak_allocated=trace.peak_allocated,
         peak_reserved=trace.peak_reserved,
@@ -241,9 +200,10 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
         launch=str(workload.launch or ""),
         notes=trace.notes,
     )
+    return result, trace
 
 
-def _print_estimate(result: Estimate) -> None:
+def _print_estimate(result: Estimate, plan: str) -> None:
     console = stdout()
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
@@ -255,8 +215,23 @@ def _print_estimate(result: Estimate) -> None:
         room = format_bytes(abs(result.headroom))
         verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
         console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
+    if result.answer is not None:
+        _print_answer(result.answer, plan, console)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
+
+
+def _print_answer(answer: Answer, plan: str, console: Console) -> None:
+    """What would fit, and the command that looks at more."""
+    if answer.ways:
+        rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]
+        print_table(Table("Would fit", ("with", "peak reserved", "time a sample"), rows), console)
+    else:
+        console.print(
+            f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}; several GPUs share a "
+            "model with --launch fsdp2 --processes 2"
+        )
+    console.print(f"more to choose from: {plan}", markup=False, soft_wrap=True)
 
 
 def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
@@ -273,11 +248,7 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
         yield "seconds per step", f"{result.seconds:.3f}"
 
 
-def _inside(activations: dict[str, int], names: list[str]) -> int:
-    prefixes = tuple(f"{name}." for name in names)
-    return sum(nbytes for module, nbytes in activations.items() if module in names or module.startswith(prefixes))
-
-
+policies.register(app)
 planning.register(app)
 known.register(app)
 recipe.register(app)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
@@ -23,6 +26,7 @@ from ckpt_ft.workloads.settings import Settings
 from .options import (
     DEFAULT_GPU,
     LORA_R,
+    Accumulation,
     AllocConf,
     Attention,
     Bf16,
@@ -39,6 +43,7 @@ from .options import (
     LoraDropout,
     LoraTargets,
     Machines,
+    MaxGradNorm,
     MixedPrecision,
     Optimizer,
     PrepareKbit,
@@ -79,6 +84,19 @@ def takes(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> C
     return decorate
 
 
+def plan_command(context: typer.Context) -> str:
+    """The `ckpt-ft plan` that asks the question of a `ckpt-ft estimate`, without its policy and batch."""
+    words = ["ckpt-ft", "plan"]
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params[str(parameter.name)]
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in ("policy", "batch_size", "as_json"):
+            continue
+        option = "--budget" if name == "capacity" else parameter.opts[0]
+        words += [str(value)] if name == "model" else [option] if value is True else [option, str(value)]
+    return shlex.join(words)
+
+
 def _options(make: Callable[..., Any], fixed: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Parameter]:
     found = [option for name, option in _parameters(make).items() if name not in fixed]
     return [option.replace(default=defaults.get(option.name, option.default)) for option in found]
@@ -108,6 +126,8 @@ def _card(device: Device = "", gpu_memory: GpuMemory = "", gpu_like: GpuLike = "
 
 def _settings(
     seq_length: SeqLength = 1024,
+    accumulation: Accumulation = 1,
+    max_grad_norm: MaxGradNorm = 1.0,
     resolution: Resolution = 0,
     frames: Frames = 0,
     dtype: Dtype = "float32",
@@ -141,6 +161,8 @@ def _settings(
         lora_r=lora or (LORA_R if use_peft else 0),
         lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
         seq_length=seq_length,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
         resolution=resolution,
         frames=frames,
         attn_implementation=attn_implementation,

@@ -16,6 +16,8 @@ LORA_R = 16
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
+Accumulation = Annotated[int, typer.Option("--accumulation", help="micro-batches of an optimizer step")]
+MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", help="gradients are clipped to it; 0 for no clipping")]
 SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
 Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]

@@ -100,7 +100,7 @@ def find_max_batch_size(
     policy = str(standing.policy) if standing is not None else "none"
     room = make_room(budget, gpu, margin)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
-    estimates, predicted, _ = _predict(workload, policy, room, max_batch_size, report)
+    estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
     runner = Runner(workload, room, device)
     with restored(model, device):
@@ -127,7 +127,7 @@ def predict_max_batch_size(
     """
     room = make_room(budget, gpu_of(workload.device), margin, workload.launch)
     policy = str(Policy.parse(policy))
-    estimates, batch, needed = _predict(workload, policy, room, max_batch_size, report)
+    estimates, batch, needed = largest_in_room(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:
         return MaxBatchSize(batch, batch, room, needed=needed)
     runs = largest_fitting(lambda n: int(estimates.retries(policy, n) is None), 0, max_batch_size, {batch: 0})
@@ -135,10 +135,14 @@ def predict_max_batch_size(
     return MaxBatchSize(batch, batch, room, last=runs, retries=retries, needed=needed)
 
 
-def _predict(
-    workload: Workload, policy: str, room: Room, most: int, report: Report | None
+def largest_in_room(
+    workload: Workload, policy: str, room: Room, most: int, report: Report | None = None
 ) -> tuple[Estimates, int, int]:
-    """What the traces say, the largest batch that they say fits, and where none does the smallest budget for one."""
+    """What the traces say, the largest batch that they say fits, and where none does the smallest budget for one.
+
+    Raises:
+        UserError: a policy that does not suit the model.
+    """
     with suspended(workload.model), Tracer(workload, report=report) as tracer:
         estimates = Estimates(tracer, room, "effective_batch", most=most)
         found = search(estimates, [policy])

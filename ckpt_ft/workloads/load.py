@@ -52,6 +52,7 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         make_optimizer=optimizer_maker(settings.optimizer),
         device=device,
         autocast=MIXED_PRECISION[settings.mixed_precision],
+        accumulation=settings.accumulation,
         max_grad_norm=settings.max_grad_norm,
         lengths=lengths,
         launch=settings.launch,

@@ -31,6 +31,7 @@ class Settings:
         seq_length: tokens of a sequence (language models).
         resolution: pixels of an image's side; 0 for the model's own.
         frames: of a video; 0 for 49 of them.
+        accumulation: micro-batches of a step.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         attn_implementation: sdpa or eager; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
@@ -49,6 +50,7 @@ class Settings:
     seq_length: int = 1024
     resolution: int = 0
     frames: int = 0
+    accumulation: int = 1
     max_grad_norm: float = 1.0
     attn_implementation: str = ""
     load_in_4bit: bool = False
@@ -69,6 +71,10 @@ class Settings:
             raise UserError(f"LoRA rank {self.lora_r}: it is at least 1 (0 trains all weights)")
         if self.resolution < 0:
             raise UserError(f"resolution {self.resolution}: a number of pixels, or 0 for the model's own")
+        if self.accumulation < 1:
+            raise UserError(f"accumulation {self.accumulation}: a step has at least 1 micro-batch")
+        if not 0 <= self.max_grad_norm < float("inf"):
+            raise UserError(f"gradients clipped to {self.max_grad_norm}: a norm, or 0 for no clipping")
         if self.frames < 0:
             raise UserError(f"frames {self.frames}: a number of them, or 0 for 49")
         if self.load_in_4bit and not self.lora_r:

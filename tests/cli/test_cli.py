@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
 }  # fmt: skip
+
+WIDE = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 40000}  # nearly all of it embeddings
 
 
 @pytest.fixture
@@ -110,6 +113,48 @@ def test_a_bare_number_is_gib_and_is_said(ask: Any, config: str) -> None:
     answer = ask("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
     assert json.loads(answer.out)["capacity"] == 24 * GIB
     assert answer.err == "note: --capacity 24 is taken as 24 GiB\n"
+
+
+SHORT = ("--device", "t4", "--seq-length", "64")
+
+
+@pytest.mark.parametrize(
+    ("asked", "capacity", "says"),
+    [
+        (("--batch-size", "64"), "190MiB", ["--policy full"]),  # another policy
+        pytest.param(
+            ("--batch-size", "512"),
+            "200MiB",
+            ["--policy full", "--batch-size", "--accumulation"],
+            marks=pytest.mark.slow,
+        ),
+        (("--batch-size", "2"), "234MiB", ["--batch-size 1", "--optimizer adamw_8bit"]),
+    ],
+)
+def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capacity: str, says: list[str]) -> None:
+    """The first way that an estimate names takes what it says when it is typed, and that fits."""
+    if "adamw_8bit" in says[-1]:
+        Path(config).write_text(json.dumps(WIDE))
+    typed = ("estimate", config, *SHORT, *asked, "--capacity", capacity, "--json")
+    answer = json.loads(ask(*typed).out)
+    assert answer["headroom"] < 0
+    ways = answer["answer"]["ways"]
+    assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
+    for part in says:
+        assert part in ways[0]["change"]
+    again = json.loads(ask(*typed, *shlex.split(ways[0]["change"])).out)
+    assert (again["peak_reserved"], again["headroom"] >= 0) == (ways[0]["reserved"], True)
+    samples = [taken["batch_size"] * taken["accumulation"] for taken in (again, answer)]
+    slower = again["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
+    assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
+
+
+def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
+    Path(config).write_text(json.dumps(WIDE))
+    answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB")
+    assert "nothing that was tried fits: the leanest needs" in answer.out
+    assert "--launch fsdp2" in answer.out
+    assert f"more to choose from: ckpt-ft plan {config} --budget 140MiB --device t4 --seq-length 64" in answer.out
 
 
 @pytest.mark.slow

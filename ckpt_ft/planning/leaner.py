@@ -1,0 +1,143 @@
+"""What would make a step fit that does not: the changes that cost least come first, each traced, with its price.
+
+1. Another policy at the batch size asked for.
+2. Where none of them fits: a smaller batch under the leanest of them, with the accumulation that keeps the effective
+   one.
+3. Where not one sample fits: settings that hold less, one after another until one fits: 8-bit optimizer states, half
+   and a quarter of the tokens, LoRA, LoRA on 4-bit weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
+
+from .batch_size import largest_in_room
+from .candidate import seconds
+from .fitting import Room
+from .proposals import with_term
+from .tracing import trace_policies
+
+Load = Callable[[Settings], Workload]
+
+LORA_R = 16
+_POLICIES = ("none", "pointwise", "full")
+_SHOWN = 3
+_SHORTEST = 128  # tokens: a shorter sequence is no answer
+
+
+@dataclass(frozen=True)
+class Way:
+    """A change under which the step fits.
+
+    Attributes:
+        change: the options to type in place of, or beside, those that were given.
+        reserved: bytes, predicted.
+        slower: seconds a sample (a token, where sequences are shorter) over those of the step asked for, less 1.
+    """
+
+    change: str
+    reserved: int
+    slower: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
+
+    ways: list[Way]
+    needed: int
+
+
+def ways_to_fit(load: Load, settings: Settings, policy: str, batch: int, asked: StepTrace, room: Room) -> Answer:
+    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `settings`, which does not.
+
+    load: makes the workload of a model under any settings.
+    """
+    workload = load(settings)
+    question = _Question(policy, batch, settings, seconds(asked) / (batch * settings.accumulation))
+    traced = dict(_policies(workload, policy, batch))
+    fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
+    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
+    alone = {name: _one(workload, name, batch) for name in quickest}  # a shared session shifts what is reserved
+    ways = [question.way(trace, name) for name, trace in alone.items() if trace.peak_reserved <= room.limit]
+    if ways:
+        return Answer(sorted(ways, key=lambda way: way.slower), 0)
+    leanest = min(traced, key=lambda name: traced[name].peak_reserved, default=policy)
+    if batch > 1:
+        several = replace(workload, accumulation=max(settings.accumulation, 2))
+        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        if largest:
+            steps = -(-batch * settings.accumulation // largest)
+            trace = _one(replace(several, accumulation=steps), leanest, largest)
+            return Answer(
+                [question.way(trace, leanest, largest, f"--accumulation {steps}", samples=largest * steps)], 0
+            )
+    needed = asked.peak_reserved
+    for change, leaner in _leaner(settings, workload):
+        trace = _one(load(leaner), leanest, 1)
+        if trace.peak_reserved <= room.limit:
+            samples = settings.accumulation * leaner.seq_length / settings.seq_length
+            return Answer([question.way(trace, leanest, 1, change, samples=samples)], 0)
+        needed = min(needed, trace.peak_reserved)
+    return Answer([], room.context + room.margin + needed)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The step that does not fit; `seconds`: of one of its samples."""
+
+    policy: str
+    batch: int
+    settings: Settings
+    seconds: float
+
+    def way(
+        self, trace: StepTrace, policy: str, batch: int | None = None, change: str = "", *, samples: float = 0
+    ) -> Way:
+        """`trace` as a way out. samples: that its step makes, as long as those asked for; 0 for as many."""
+        options = [
+            f"--policy {policy}" if policy != self.policy else "",
+            f"--batch-size {batch}" if batch not in (None, self.batch) else "",
+            change,
+        ]
+        each = seconds(trace) / (samples or self.batch * self.settings.accumulation)
+        said = " ".join(option for option in options if option)
+        return Way(said, trace.peak_reserved, round(each / self.seconds - 1, 4))
+
+
+def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
+    """The traces of policies beside `policy`, those of which the model has."""
+    plain = [name for name in _POLICIES if name != policy]
+    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
+    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
+    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
+        if isinstance(trace, StepTrace):
+            yield name, trace
+
+
+def _one(workload: Workload, policy: str, batch: int) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+    assert isinstance(trace, StepTrace), "the policy suits the model"
+    return trace
+
+
+def _leaner(settings: Settings, workload: Workload) -> Iterator[tuple[str, Settings]]:
+    """Leaner and leaner settings, each with the options that say it."""
+    if settings.optimizer.startswith("adamw") and settings.optimizer != "adamw_8bit" and not settings.lora_r:
+        yield "--optimizer adamw_8bit", replace(settings, optimizer="adamw_8bit")
+    for part in (2, 4):
+        tokens = settings.seq_length // part
+        if "seq_length" in workload.shape and tokens >= _SHORTEST:
+            yield f"--seq-length {tokens}", replace(settings, seq_length=tokens)
+    rank = settings.lora_r or LORA_R
+    if not settings.lora_r:
+        yield f"--lora {rank}", replace(settings, lora_r=rank)
+    if not settings.load_in_4bit:
+        half = "bfloat16" if settings.dtype == "float32" else settings.dtype
+        change = f"--lora {rank} --load-in-4bit --dtype {half}"
+        yield change, replace(settings, lora_r=rank, load_in_4bit=True, dtype=half)
