@@ -204,7 +204,7 @@ class Workload:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of one micro-batch, in the workload's precision."""
-        return self.compute_loss(model if self.autocast is None else self._precise(model), batch)
+        return self.compute_loss(self._precise(model) if self._autocasts else model, batch)
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that stands on the model."""
@@ -226,6 +226,11 @@ class Workload:
         """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""
         steps = self.accumulation if self.accumulation > self._recorded else 1
         return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
+
+    @property
+    def _autocasts(self) -> bool:
+        """DeepSpeed holds the model in half precision itself (accelerator.py: native_amp)."""
+        return self.autocast is not None and not (self.launch is not None and self.launch.stage)
 
     @property
     def _recorded(self) -> int:

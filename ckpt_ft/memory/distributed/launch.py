@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-import yaml
 
 from ckpt_ft.errors import UserError
 
-STRATEGIES = ("ddp", "fsdp2")
+from .zero_options import ZeroOptions
+
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 PRECISIONS = ("no", "bf16", "fp16")
 
 
@@ -20,15 +20,18 @@ class Launch:
     """Processes, one for each GPU, and what they share.
 
     Attributes:
-        strategy: "ddp" (every process holds everything) or "fsdp2" (parameters, gradients and optimizer states are
-            sharded, as accelerate wraps the model: each block, the embedding, the head, the rest).
+        strategy: "ddp" (every process holds everything), "fsdp2" (parameters, gradients and optimizer states are
+            sharded, as accelerate wraps the model: each block, the embedding, the head, the rest), or DeepSpeed's
+            "zero1" (optimizer states are), "zero2" (and gradients) and "zero3" (and parameters).
         processes: of all machines together.
         machines: that they are on, evenly.
-        mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it.
+        mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
+            the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own.
         link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
+        zero: DeepSpeed's bucket sizes and thresholds.
 
     Raises:
         UserError: a strategy that is not modelled, or counts that do not fit.
@@ -42,6 +45,7 @@ class Launch:
     gradient_as_bucket_view: bool = False
     wrap: tuple[str, ...] = ()
     link: float | None = None
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -58,62 +62,17 @@ class Launch:
                 "each machine"
             )
 
+    @property
+    def stage(self) -> int:
+        """Of ZeRO; 0 for what is not DeepSpeed's."""
+        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+
     def __str__(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
         kept = "" if self.strategy != "fsdp2" or self.reshard_after_forward else ", parameters kept after forward"
         return f"{self.strategy} on {self.processes} GPUs{where}{kept}"
 
     @classmethod
-    def from_file(cls, path: str | Path, processes: int | None = None) -> Launch:
-        """The launch that an accelerate configuration file describes.
-
-        Args:
-            processes: in place of the file's `num_processes`.
-
-        Raises:
-            UserError: there is no such file, or it asks for what is not modelled.
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            config = yaml.safe_load(text)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"launch {path}: cannot be read ({error})") from error
-        except yaml.YAMLError as error:
-            raise UserError(f"launch {path}: not YAML ({' '.join(str(error).split())[:120]})") from error
-        if not isinstance(config, dict):
-            raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
-        return cls(
-            **_sharing(config, path),
-            processes=_count(processes or config.get("num_processes", 1), "num_processes", path),
-            machines=_count(config.get("num_machines", 1), "num_machines", path),
-            mixed_precision=str(config.get("mixed_precision", "no")),
-        )
-
-
-def _sharing(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    kind = str(config.get("distributed_type", "NO")).upper()
-    if kind in ("NO", "MULTI_GPU"):
-        return {"strategy": "ddp"}
-    if kind != "FSDP":
-        raise UserError(f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2)")
-    options = config.get("fsdp_config") or {}
-    if str(options.get("fsdp_version", 1)) != "2":
-        raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
-    if _truth(options.get("fsdp_offload_params", False)):
-        raise UserError(f"launch {path}: parameters on the host are not modelled; set fsdp_offload_params: false")
-    classes = options.get("fsdp_transformer_layer_cls_to_wrap") or ""
-    return {
-        "strategy": "fsdp2",
-        "reshard_after_forward": _truth(options.get("fsdp_reshard_after_forward", True)),
-        "wrap": tuple(name.strip() for name in classes.split(",") if name.strip()),
-    }
-
-
-def _truth(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "1", "yes")
-
-
-def _count(value: Any, name: str, path: str | Path) -> int:
-    if not str(value).isdecimal() or int(value) < 1:
-        raise UserError(f"launch {path}: {name} {value}: give a whole number of at least 1")
-    return int(value)
+    def from_dict(cls, values: Mapping[str, Any]) -> Launch:
+        """What `dataclasses.asdict` made, JSON in between or not."""
+        return cls(**{**values, "wrap": tuple(values["wrap"]), "zero": ZeroOptions(**values["zero"])})

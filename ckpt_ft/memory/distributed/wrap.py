@@ -1,10 +1,11 @@
-"""The model as its launch shares it: accelerate's own FSDP2 wrapping, or DDP's buckets, on fake tensors."""
+"""The model as its launch shares it, on fake tensors: accelerate's own FSDP2 wrapping, DDP's buckets, DeepSpeed's parts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,23 +20,57 @@ from ckpt_ft.errors import UserError
 
 from .buckets import Buckets
 from .launch import Launch
+from .streams import Streams
+from .zero import Label, Zero
 
-_BUCKETS = "_ckpt_ft_buckets"
+_SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
 _CONTAINERS = (dict, set)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
     """Wrap `model` in place as `accelerate launch` does for `launch`; returns what communication holds from then on.
 
+    What is DeepSpeed's needs the optimizer too: see `initialize`.
+
     Raises:
         UserError: accelerate refuses it.
     """
+    if launch.stage:
+        return []
     if launch.strategy == "ddp":
         buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
-        setattr(model, _BUCKETS, buckets)
+        setattr(model, _SHARED, buckets)
         return [bucket.flat for bucket in buckets.buckets]
     _fsdp2(model, launch, mesh)
     return []
+
+
+def initialize(
+    model: nn.Module, optimizer: Any, launch: Launch, mesh: DeviceMesh, streams: Streams, label: Label
+) -> Zero:
+    """`deepspeed.initialize`: the whole model in the launch's precision, the optimizer over this rank's part of it.
+
+    label: told of what category tensors are that the model does not name.
+
+    Raises:
+        UserError: there is no optimizer, or nothing that it trains.
+    """
+    if optimizer is None:
+        raise UserError(f"launch {launch.strategy}: it shards the states of an optimizer, and there is none")
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(f"launch {launch.strategy}: no parameter is trained, so there is nothing to shard")
+    if dtype := _DTYPES.get(launch.mixed_precision):
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    config = getattr(model, "config", None)
+    sizes = getattr(config, "hidden_sizes", None)
+    hidden = getattr(config, "hidden_size", max(sizes) if sizes else None)
+    launch = replace(launch, zero=launch.zero.filled(launch.stage, hidden))
+    zero = Zero(optimizer, launch, mesh.get_group(), streams, label)
+    setattr(model, _SHARED, zero)
+    return zero
 
 
 @contextmanager
@@ -45,7 +80,7 @@ def whole_again(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        shared = hasattr(model, _BUCKETS) or any(type(module) is not kind for module, kind, _ in before)
+        shared = hasattr(model, _SHARED) or any(type(module) is not kind for module, kind, _ in before)
         for module, kind, attributes in before if shared else ():
             module.__class__ = kind
             for name in [name for name in vars(module) if name not in attributes]:
@@ -62,16 +97,16 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
     """Backward inside leaves gradients to each process (DDP's and FSDP2's `no_sync`)."""
-    buckets = getattr(model, _BUCKETS, None)
-    if buckets is not None:
-        buckets.synchronises = False
+    shared = getattr(model, _SHARED, None)
+    if shared is not None:
+        shared.synchronises = False
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        if buckets is not None:
-            buckets.synchronises = True
+        if shared is not None:
+            shared.synchronises = True
         elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
 
@@ -85,7 +120,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(launch.mixed_precision)
+    dtype = _DTYPES.get(launch.mixed_precision)
     with patch.dict(os.environ, {"FSDP_VERSION": "2"}):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,

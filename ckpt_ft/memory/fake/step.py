@@ -28,7 +28,7 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.group import rank_zero_of
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.streams import streams_are_followed
-from ckpt_ft.memory.distributed.wrap import share, whole_again
+from ckpt_ft.memory.distributed.wrap import initialize, share, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
@@ -103,7 +103,10 @@ def trace_step(
         try:
             interrupts.passing = True
             optimizer = make_optimizer(model) if make_optimizer else None
-            if held is None and any(map(is_traceable_wrapper_subclass, model.parameters())):  # sharded meanwhile
+            sharded = launch is not None and mesh is not None and bool(launch.stage)
+            if sharded:
+                optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident)
+            if sharded or held is None and any(map(is_traceable_wrapper_subclass, model.parameters())):  # sharded meanwhile
                 gc.collect()
                 tracker.restart()
                 tracker.add_model(model)

@@ -214,8 +214,7 @@ class StepTrace:
         ]
         gpu = GPU(**document["gpu"]) if document["gpu"] else None
         marks = [(at, name) for at, name in document["marks"]]
-        given = document["launch"]
-        launch = Launch(**{**given, "wrap": tuple(given["wrap"])}) if given else None
+        launch = Launch.from_dict(document["launch"]) if document["launch"] else None
         record = cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)
         return replace(
             record,

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.distributed.links import bus_bandwidth
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
@@ -22,9 +23,9 @@ MIB = 2**20
 
 
 def test_our_own_files() -> None:
-    assert Launch.from_file(CONFIGS / "fsdp2.yaml") == Launch("fsdp2", 8, mixed_precision="bf16")
-    assert Launch.from_file(CONFIGS / "fsdp2.yaml", processes=2).processes == 2
-    assert Launch.from_file(CONFIGS / "multi_gpu.yaml").strategy == "ddp"
+    assert read_launch(CONFIGS / "fsdp2.yaml") == Launch("fsdp2", 8, mixed_precision="bf16")
+    assert read_launch(CONFIGS / "fsdp2.yaml", processes=2).processes == 2
+    assert read_launch(CONFIGS / "multi_gpu.yaml").strategy == "ddp"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +51,14 @@ def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        Launch.from_file(path)
+        read_launch(path)
 
 
 def test_unknown_strategy_and_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no strategy 'fsdp'; did you mean 'fsdp2'"):
         Launch("fsdp", 2)
     with pytest.raises(UserError, match="cannot be read"):
-        Launch.from_file(tmp_path / "missing.yaml")
+        read_launch(tmp_path / "missing.yaml")
 
 
 def llama(launch: Launch | None, accumulation: int = 1) -> Workload:

@@ -1,0 +1,163 @@
+"""Accelerate's configuration files: the launch that one describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ckpt_ft.errors import UserError, one_line
+
+from .launch import Launch
+from .zero_options import ZeroOptions
+
+# What a DeepSpeed file cannot stand beside (accelerate/utils/dataclasses.py: _deepspeed_config_checks).
+_IN_THE_FILE = (
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
+_OTHERWISE = ("data_types", "communication_data_type", "torch_autocast", "tensor_parallel", "compression_training")
+
+
+def read_launch(path: str | Path, processes: int | None = None, mixed_precision: str = "no") -> Launch:
+    """The launch that an accelerate configuration file describes.
+
+    Args:
+        processes: in place of the file's `num_processes`.
+        mixed_precision: in place of the file's, unless "no".
+
+    Raises:
+        UserError: there is no such file, it asks for what is not modelled, or accelerate would refuse it.
+    """
+    config = _document(path)
+    kind = str(config.get("distributed_type", "NO")).upper()
+    if kind not in _SHARING:
+        raise UserError(
+            f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2, DEEPSPEED)"
+        )
+    if config.get("parallelism_config"):
+        raise UserError(f"launch {path}: parallelism_config (tensor, context parallelism) is not modelled; leave it out")
+    given = {"mixed_precision": str(config.get("mixed_precision") or "no"), **_SHARING[kind](config, path)}
+    if mixed_precision != "no":
+        given["mixed_precision"] = mixed_precision
+    launch = Launch(
+        **given,
+        processes=_count(processes or config.get("num_processes", 1), "num_processes", path),
+        machines=_count(config.get("num_machines", 1), "num_machines", path),
+    )
+    _check_with_accelerate(path)
+    return launch
+
+
+def _document(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        config = yaml.safe_load(text)  # JSON is YAML
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"launch {path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"launch {path}: not YAML ({one_line(error, 120)})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
+    return config
+
+
+def _check_with_accelerate(path: str | Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    try:
+        load_config_from_file(str(path))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"launch {path}: accelerate refuses it: {one_line(error, 200)}") from error
+
+
+def _ddp(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    return {"strategy": "ddp"}
+
+
+def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    options = {key.removeprefix("fsdp_"): value for key, value in (config.get("fsdp_config") or {}).items()}
+    if str(options.get("version", 1)) != "2":
+        raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
+    if _truth(options.get("offload_params", False)):
+        raise UserError(f"launch {path}: parameters on the host are not modelled; set fsdp_offload_params: false")
+    if _truth(options.get("activation_checkpointing", False)):
+        raise UserError(
+            f"launch {path}: fsdp_activation_checkpointing would checkpoint beside the policy; set it to false and "
+            "give --policy full"
+        )
+    wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
+    if wrapping != "TRANSFORMER_BASED_WRAP":
+        raise UserError(
+            f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP"
+        )
+    classes = options.get("transformer_layer_cls_to_wrap") or ""
+    return {
+        "strategy": "fsdp2",
+        "reshard_after_forward": _truth(options.get("reshard_after_forward", True)),
+        "wrap": tuple(name.strip() for name in classes.split(",") if name.strip()),
+    }
+
+
+def _zero(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    options = config.get("deepspeed_config") or {}
+    file = options.get("deepspeed_config_file")
+    if file in (None, "none"):
+        return _stage(options.get("zero_stage", 2), path) | _places(options, path)
+    beside = [key for key in _IN_THE_FILE if key in options]
+    if config.get("mixed_precision"):
+        beside.append("mixed_precision")
+    if beside:
+        raise UserError(f"launch {path}: accelerate takes no {', '.join(beside)} beside a deepspeed_config_file")
+    return _deepspeed_file(Path(file))
+
+
+def _deepspeed_file(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        zero = config["zero_optimization"]
+        stage = zero["stage"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"launch: deepspeed_config_file {file}: cannot be read, or has no ZeRO stage ({error!r})") from error
+    other = [key for key in _OTHERWISE if config.get(key)]
+    if other:
+        raise UserError(f"launch: {file}: {', '.join(other)}: not modelled; leave out")
+    places = {f"{part}_device": (zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")}
+    precision = [dtype for dtype in ("bf16", "fp16") if _truth((config.get(dtype) or {}).get("enabled", False))]
+    return {
+        **_stage(stage, file),
+        **_places(places, file),
+        "zero": ZeroOptions.read(zero, f"launch: {file}"),
+        "mixed_precision": precision[0] if precision else "no",
+    }
+
+
+def _stage(stage: Any, path: str | Path) -> dict[str, Any]:
+    if str(stage) not in ("1", "2", "3"):
+        raise UserError(f"launch {path}: ZeRO stage {stage} is not modelled (1, 2, 3); for stage 0 take MULTI_GPU")
+    return {"strategy": f"zero{stage}"}
+
+
+def _places(options: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    for part in ("optimizer", "param"):
+        device = options.get(f"offload_{part}_device") or "none"
+        if device != "none":
+            raise UserError(
+                f"launch {path}: offload_{part} to {device} is not modelled; set offload_{part}_device: none"
+            )
+    return {}
+
+
+def _truth(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "1", "yes")
+
+
+def _count(value: Any, name: str, path: str | Path) -> int:
+    if not str(value).isdecimal() or int(value) < 1:
+        raise UserError(f"launch {path}: {name} {value}: give a whole number of at least 1")
+    return int(value)
+
+
+_SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}

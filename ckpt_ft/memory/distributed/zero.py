@@ -1,0 +1,276 @@
+"""ZeRO-1 and ZeRO-2 by the rules of DeepSpeed's source, on fake tensors: what a rank holds, reduces and updates.
+
+Rules, with their places in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8):
+
+- Trainable parameters of a group lie in one flat buffer, padded to twice the ranks; every rank owns an equal part of
+  it, of which it has an fp32 copy, the master weights that its optimizer updates (__init__).
+- From backward's first gradient to its end there is a bucket of `reduce_bucket_size` elements, two where reductions
+  overlap (setup_buckets). Gradients are copied into it; a full one is reduced whole, in a copy where it has pieces of
+  several ranks (reduce_independent_p_g_buckets_and_remove_grads, allreduce_and_scatter). A gradient that is larger is
+  reduced where it lies.
+- Of the reduced gradients those that lie in the rank's own part are copied to a buffer of their own
+  (copy_grads_in_partition). ZeRO-2 drops every other one, in each micro-batch; ZeRO-1 keeps all until they are reduced
+  after the last backward (reduce_gradients).
+- The step takes the norm in fp64, gradient by gradient (get_grad_norm_direct), flattens the part's gradients, makes
+  fp32 of them, updates the master weights, copies them to the part and gathers the parts (step).
+
+Parts are as large, but their moments differ: the last rank's is traced, whose gradients backward makes first, so that
+they lie beside the most activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from .launch import Launch
+from .streams import Streams
+
+Label = Callable[[Iterable[Tensor], str], None]  # of what category these tensors are
+
+
+class Flat:
+    """A group's parameters in one buffer, and the last rank's part of it.
+
+    part: a view of the buffer; master: its fp32 copy. mine: the parameters that end in it, each with how many of its
+    elements come before. pieces: of each parameter, by id, (rank, elements) for each rank whose part it lies in.
+    gradients: of `mine`, reduced, as far as they are in the part.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
+        elements = sum(p.numel() for p in parameters)
+        padding = -elements % (2 * ranks)
+        tensors: list[Tensor] = [p.data for p in parameters]
+        if padding:
+            tensors.append(torch.zeros(padding, dtype=tensors[0].dtype))
+        self.buffer = _flatten_dense_tensors(tensors)
+        for parameter, view in zip(parameters, _unflatten_dense_tensors(self.buffer, parameters), strict=False):
+            parameter.data = view.data
+        self.parameters = parameters
+        self.size = (elements + padding) // ranks
+        first = self.size * (ranks - 1)
+        self.part = self.buffer.narrow(0, first, self.size)
+        self.master = self.part.clone().to(torch.float32).requires_grad_()
+        self.mine: list[tuple[nn.Parameter, int]] = []
+        self.pieces: dict[int, list[tuple[int, int]]] = {}
+        self.gradients: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of `mine`, whole
+        at = 0
+        for parameter in parameters:
+            end = at + parameter.numel()
+            cuts = [at, *range((at // self.size + 1) * self.size, end, self.size), end]
+            self.pieces[id(parameter)] = [(a // self.size, b - a) for a, b in pairwise(cuts)]
+            if end > first:
+                self.mine.append((parameter, max(first - at, 0)))
+            at = end
+
+    def add_gradients(self) -> None:
+        """Add the gradients of `mine` to those of the micro-batches before."""
+        new = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in self.mine]
+        if self._sums:
+            for total, gradient in zip(self._sums, new, strict=True):
+                total.add_(gradient)
+        else:
+            self._sums = new
+
+    def take_gradients(self) -> None:
+        """The step's gradients are complete: what of them lies in the part."""
+        parts = zip(self._sums, self.mine, strict=True)
+        self.gradients = [gradient.view(-1)[before:] for gradient, (_, before) in parts]
+        self._sums = []
+        if missing := self.size - sum(gradient.numel() for gradient in self.gradients):
+            self.gradients.append(torch.zeros(missing, dtype=self.part.dtype))
+
+
+class Zero:
+    """The model's optimizer under ZeRO-1 or ZeRO-2; hooks on its parameters take the gradients as they come."""
+
+    def __init__(
+        self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, label: Label
+    ) -> None:
+        self.optimizer, self.group, self.label = optimizer, group, label
+        self.bucket: int = launch.zero.reduce_bucket_size or 0
+        self.ranks, self.drops = group.size(), launch.strategy == "zero2"
+        self.synchronises = True  # False in each micro-batch of a step but the last
+        self._streams = streams
+        self._stream = streams.Stream() if launch.zero.overlap_comm else None
+        self._buckets: list[Tensor] = []  # the first is filled, the other one may be under way
+        self._filled: list[nn.Parameter] = []
+        self._elements = 0
+        self._kept: Tensor | None = None  # this rank's gradients of this backward
+        self._kept_elements = 0
+        self._waiting = False
+        self.flats = [self._flat(options) for options in optimizer.param_groups]
+        self._of = {id(parameter): flat for flat in self.flats for parameter in flat.parameters}
+        self._mine = {id(parameter) for flat in self.flats for parameter, _ in flat.mine}
+        label([flat.master for flat in self.flats], "optimizer")
+
+    def _flat(self, options: dict[str, Any]) -> Flat:
+        flat = Flat([p for p in options["params"] if p.requires_grad and p.numel()], self.ranks)
+        options["params"] = [flat.master]
+        for parameter in flat.parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        return flat
+
+    @property
+    def param_groups(self) -> Any:
+        """The optimizer's own, each with its master weights."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left: gradients went as they came."""
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _ready(self, parameter: Any) -> None:
+        if not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if not self._buckets:
+            count = 1 if self._stream is None else 2
+            self._buckets = [torch.empty(self.bucket, dtype=parameter.dtype) for _ in range(count)]
+            self.label(self._buckets, "communication")
+        if self.drops or (self._stream is not None and self.synchronises):
+            self._take(parameter)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Put a gradient into the bucket, which is reduced before if there is no room."""
+        size = parameter.numel()
+        if self._elements + size > self.bucket:
+            self._reduce()
+            self._buckets.reverse()
+        assert parameter.grad is not None
+        if size <= self.bucket:
+            _move(parameter.grad, self._buckets[0].narrow(0, self._elements, size))
+        self._elements += size
+        self._filled.append(parameter)
+
+    def _reduce(self) -> None:
+        """Reduce what the bucket holds, and keep of it what is this rank's."""
+        if not self._filled:
+            return
+        with on_stream(self._streams, self._stream):
+            self._reduce_filled()
+        self._filled.clear()
+        self._elements = 0
+
+    def _reduce_filled(self) -> None:
+        first = self._filled[0].grad
+        assert first is not None
+        whole = first.view(-1) if self._elements > self.bucket else self._buckets[0].narrow(0, 0, self._elements)
+        whole.div_(self.ranks)
+        runs = self._runs()
+        waiting: list[Tensor] = []
+        for number, piece in enumerate(whole.split([elements for _, elements in runs])):
+            waiting.append(piece)
+            if number == len(runs) - 1 or sum(p.numel() for p in waiting) > self.bucket:
+                self._all_reduce(waiting, [rank for rank, _ in runs[number + 1 - len(waiting) : number + 1]])
+                waiting = []
+        for parameter in self._filled:
+            if id(parameter) in self._mine:
+                self._keep(parameter)
+            elif self.drops:
+                parameter.grad = None
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """(rank, elements) of each run of one rank's elements in what is to be reduced."""
+        runs: list[tuple[int, int]] = []
+        for parameter in self._filled:
+            for rank, elements in self._of[id(parameter)].pieces[id(parameter)]:
+                before = runs.pop()[1] if runs and runs[-1][0] == rank else 0
+                runs.append((rank, before + elements))
+        return runs
+
+    def _all_reduce(self, pieces: list[Tensor], ranks: list[int]) -> None:
+        flat = _flatten_dense_tensors(pieces)  # of a single one it is no copy
+        if len(pieces) > 1:
+            self.label([flat], "communication")
+        dist.all_reduce(flat, group=self.group)
+        for piece, reduced, rank in zip(pieces, _unflatten_dense_tensors(flat, pieces), ranks, strict=True):
+            if rank == self.ranks - 1:
+                piece.copy_(reduced)
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if self._kept is None:
+            elements = sum(parameter.numel() for flat in self.flats for parameter, _ in flat.mine)
+            self._kept, self._kept_elements = torch.empty(elements, dtype=parameter.grad.dtype), 0
+            self.label([self._kept], "gradients")
+        _move(parameter.grad, self._kept.narrow(0, self._kept_elements, parameter.numel()))
+        self._kept_elements += parameter.numel()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """When backward has ended (independent_gradient_partition_epilogue)."""
+        self._waiting = False
+        if not self.drops and not self.synchronises:
+            return  # ZeRO-1 goes on adding up
+        if not self.drops and self._stream is None:
+            for parameter in [p for flat in self.flats for p in flat.parameters if p.grad is not None]:
+                self._take(parameter)
+        self._reduce()
+        for flat in self.flats:
+            flat.add_gradients()
+            if self.synchronises:
+                flat.take_gradients()
+            for parameter in flat.parameters:
+                parameter.grad = None
+        self._buckets, self._kept = [], None
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's part of the parameters, and gather the others'."""
+        norm = self._norm()
+        groups = self.optimizer.param_groups
+        for flat, options in zip(self.flats, groups, strict=True):
+            gradient = _flatten_dense_tensors(flat.gradients).to(torch.float32)
+            flat.gradients = []
+            flat.master.grad = gradient.mul_(norm)
+            self.optimizer.param_groups = [options]
+            del gradient
+            self.optimizer.step()
+            flat.master.grad = None
+            flat.part.copy_(flat.master)
+        self.optimizer.param_groups = groups
+        for flat in self.flats:
+            dist.all_gather_into_tensor(flat.buffer, flat.part, group=self.group)
+
+    def _norm(self) -> Tensor:
+        norms = []
+        for flat in self.flats:
+            for gradient in flat.gradients:
+                if gradient.dtype != torch.float32:
+                    gradient.amax(), gradient.amin()  # whether it has overflowed
+                norms.append(torch.linalg.vector_norm(gradient.to(torch.float64)))
+        norm = torch.stack(norms).pow(2).sum().float()
+        dist.all_reduce(norm, group=self.group)
+        return norm
+
+
+def _move(gradient: Tensor, place: Tensor) -> None:
+    """Let `gradient` lie in `place`, a part of some buffer."""
+    place.copy_(gradient.view(-1))
+    gradient.data = place.view_as(gradient)
+
+
+@contextmanager
+def on_stream(streams: Streams, stream: Any) -> Iterator[None]:
+    """Kernels of inside go to `stream`, behind what was issued so far; None for the one that computes."""
+    if stream is None:
+        yield
+        return
+    current = streams.current_stream()
+    stream.wait_stream(current)
+    current.wait_stream(stream)
+    with streams.stream(stream):
+        yield

@@ -1,0 +1,89 @@
+"""One of two real CPU ranks (gloo) of DeepSpeed's own engine, recorded as it runs.
+
+torchrun --nproc_per_node 2 zero_ranks.py OUT: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from two_ranks import PROCESSES, workload
+
+from ckpt_ft.memory.record.tracker import Tracker
+
+STEPS = 4  # ZeRO-3 records the order of its gathers in the first, and prefetches by it from the next
+
+
+def cases() -> Iterator[tuple[str, int, str, bool, int, dict[str, Any]]]:
+    """Name, stage, policy, LoRA, micro-batches, options of zero_optimization."""
+    small = {"reduce_bucket_size": 20_000}
+    for stage in (1, 2):
+        for policy in ("none", "full"):
+            yield f"zero{stage} {policy}", stage, policy, False, 1, small
+        yield f"zero{stage} LoRA", stage, "full", True, 1, small
+        yield f"zero{stage} accumulated", stage, "none", False, 3, small
+    few = {**small, "stage3_prefetch_bucket_size": 10_000, "stage3_max_live_parameters": 60_000,
+           "stage3_max_reuse_distance": 60_000, "stage3_param_persistence_threshold": 100}
+    for policy in ("none", "full", "save:attention+matmul"):
+        yield f"zero3 {policy}", 3, policy, False, 1, few
+    yield "zero3 LoRA", 3, "full", True, 1, few
+    yield "zero3 accumulated", 3, "none", False, 3, {**few, "sub_group_size": 30_000}
+
+
+def main(out: str) -> None:
+    import deepspeed
+
+    gc.disable()
+    torch.set_num_threads(1)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiled for a minute and more
+    dist.init_process_group("gloo")
+    peaks: dict[str, Any] = {}
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    for name, stage, policy, lora, accumulation, options in cases():
+        if only and not name.startswith(only):
+            continue
+        asked = workload(None, policy, lora, accumulation)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, **options},
+        }
+        engine, *_ = deepspeed.initialize(model=asked.model, optimizer=asked.make_optimizer(asked.model), config=config)
+        with Tracker(engine.module, ops=False) as tracker:
+            for _ in range(STEPS):
+                gc.collect()
+                tracker.start_step()
+                batches = [asked.make_batch(2, None) for _ in range(accumulation)]
+                for batch in batches:
+                    loss = asked.compute_loss(engine, batch)
+                    engine.backward(loss)
+                    updates = len(tracker.trace().events)
+                    engine.step()
+                    del loss
+        trace = tracker.trace()
+        backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
+        spans = {"forward": (trace.start, backward), "backward": (backward, updates), "optimizer": (updates, None)}
+        peaks[name] = {phase: trace.replay.peak_allocated(*span) for phase, span in spans.items()}
+        if only:
+            Path(out, f"{dist.get_rank()}.{name}.trace").write_text(trace.to_json())
+        engine.destroy()
+        dist.barrier()
+        del engine, asked
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
