@@ -30,7 +30,8 @@ from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # whose hooks bring the weights and take them away
+# Whose hooks bring the weights and take them away; the last stands for DeepSpeed in a trace.
+_SHARDING = ("torch.distributed.fsdp", "deepspeed", "ckpt_ft.memory.distributed.")
 
 
 class _Local(threading.local):

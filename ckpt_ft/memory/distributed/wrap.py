@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from .buckets import Buckets
 from .launch import Launch
 from .streams import Streams
 from .zero import Label, Zero
+from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
 _CONTAINERS = (dict, set)
@@ -48,7 +49,7 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
 
 def initialize(
     model: nn.Module, optimizer: Any, launch: Launch, mesh: DeviceMesh, streams: Streams, label: Label
-) -> Zero:
+) -> Zero | Zero3:
     """`deepspeed.initialize`: the whole model in the launch's precision, the optimizer over this rank's part of it.
 
     label: told of what category tensors are that the model does not name.
@@ -68,15 +69,23 @@ def initialize(
     sizes = getattr(config, "hidden_sizes", None)
     hidden = getattr(config, "hidden_size", max(sizes) if sizes else None)
     launch = replace(launch, zero=launch.zero.filled(launch.stage, hidden))
-    zero = Zero(optimizer, launch, mesh.get_group(), streams, label)
+    more = launch, mesh.get_group(), streams, label
+    zero = Zero3(model, optimizer, *more) if launch.stage == 3 else Zero(optimizer, *more)
     setattr(model, _SHARED, zero)
     return zero
 
 
 @contextmanager
+def surroundings(launch: Launch | None) -> Iterator[None]:
+    """What a launch changes of torch for everyone."""
+    with linear_saves_parameters() if launch is not None and launch.stage == 3 else nullcontext():
+        yield
+
+
+@contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
     """Afterwards `model` is no longer shared: its modules' classes, hooks and attributes are those of before."""
-    before = [(module, type(module), {k: _copied(v) for k, v in vars(module).items()}) for module in model.modules()]
+    before = [(module, type(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
     try:
         yield
     finally:
@@ -85,12 +94,11 @@ def whole_again(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
             for name in [name for name in vars(module) if name not in attributes]:
                 del module.__dict__[name]
-            for name, value in attributes.items():
-                if isinstance(value, _CONTAINERS) and isinstance(held := vars(module).get(name), type(value)):
-                    held.clear()
-                    held.update(value)
-                else:
-                    module.__dict__[name] = value
+            for name, (value, copy) in attributes.items():
+                if isinstance(value, _CONTAINERS):
+                    value.clear()
+                    value.update(copy)
+                module.__dict__[name] = value
             _module_state_mapping.pop(module, None)
 
 

@@ -28,7 +28,7 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.group import rank_zero_of
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.streams import streams_are_followed
-from ckpt_ft.memory.distributed.wrap import initialize, share, whole_again
+from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
@@ -93,6 +93,7 @@ def trace_step(
         stack.enter_context(fake_mode)
         stack.enter_context(whole_again(model))
         stack.enter_context(faked_model(model))
+        stack.enter_context(surroundings(launch if mesh is not None else None))
         streams = stack.enter_context(streams_are_followed())
         held = None if launch is None or mesh is None else share(model, launch, mesh)
         gc.collect()
