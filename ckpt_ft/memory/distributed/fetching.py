@@ -64,7 +64,7 @@ class _Flight:
         if len(shards) > 1:
             part = self.buffer.narrow(0, size * group.rank(), size)
             torch.cat([shard.part for shard in shards], out=part)
-        dist.all_gather_into_tensor(self.buffer, part, group=group, async_op=True)
+        group._allgather_base(self.buffer, part)
 
     def land(self) -> None:
         """All of its parameters are there: copied out of the buffer, unless it is one parameter's alone."""

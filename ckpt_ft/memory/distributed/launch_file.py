@@ -70,7 +70,8 @@ def _check_with_accelerate(path: str | Path) -> None:
     try:
         load_config_from_file(str(path))
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"launch {path}: accelerate refuses it: {one_line(error, 200)}") from error
+        reason = one_line(error).removeprefix(f"The config file at {path} had ").partition(", please")[0]
+        raise UserError(f"launch {path}: accelerate refuses it: {reason}") from error
 
 
 def _ddp(config: dict[str, Any], path: str | Path) -> dict[str, Any]:

@@ -140,6 +140,8 @@ class Zero:
             self.label(self._buckets, "communication")
         if self.drops or (self._stream is not None and self.synchronises):
             self._take(parameter)
+        else:
+            self.label([parameter.grad], "gradients")
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Put a gradient into the bucket, which is reduced before if there is no room."""
@@ -243,7 +245,7 @@ class Zero:
             flat.part.copy_(flat.master)
         self.optimizer.param_groups = groups
         for flat in self.flats:
-            dist.all_gather_into_tensor(flat.buffer, flat.part, group=self.group)
+            self.group._allgather_base(flat.buffer, flat.part)
 
     def _norm(self) -> Tensor:
         norms = []

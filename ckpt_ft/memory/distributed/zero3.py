@@ -133,7 +133,7 @@ class Zero3:
                 flat = torch.cat([*gradients, torch.empty(padding, dtype=flat.dtype)])
             flat.div_(ranks)
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
-            dist.reduce_scatter_tensor(own, flat, group=self.group)
+            self.group._reduce_scatter_base(own, flat)
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total = self._gradient_of[shard]
                 total.add_(reduced) if self._adds else total.copy_(reduced)

@@ -40,7 +40,31 @@ def test_our_own_files() -> None:
             "set fsdp_offload_params: f",
         ),
         ("mixed_precision: fp8", "mixed precision 'fp8' is not modelled"),
-        ("distributed_type: DEEPSPEED", "distributed_type DEEPSPEED is not modelled"),
+        ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}",
+            "would checkpoint beside the policy; set it to false and give --policy full",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
+            "fsdp_auto_wrap_policy SIZE_BASED_WRAP is not modelled",
+        ),
+        ("distributed_type: MULTI_GPU\nparallelism_config: {tp_size: 2}", "parallelism_config .* is not modelled"),
+        ("distributed_type: MULTI_GPU\nnum_gpus: 2", "accelerate refuses it: unknown keys .*'num_gpus'"),
+        ("num_processes: 2", "accelerate refuses it: A `distributed_type` must be specified"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0 is not modelled"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, offload_optimizer_device: nvme}",
+            "offload_optimizer to nvme is not modelled",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json, zero_stage: 2}",
+            "accelerate takes no zero_stage beside a deepspeed_config_file",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}",
+            "deepspeed_config_file none.json: cannot be read",
+        ),
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
         ("- a", "not an accelerate configuration"),

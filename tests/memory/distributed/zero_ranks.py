@@ -22,23 +22,29 @@ from two_ranks import PROCESSES, workload
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
-STEPS = 2  # ZeRO-3 records the order of its gathers in the first, and prefetches by it from the next
+STEPS = 2  # ZeRO-3 records the order of its gathers in the first, and gathers ahead by it in the next
 
 
-def cases() -> Iterator[tuple[str, int, str, bool, int, dict[str, Any]]]:
-    """Name, stage, policy, LoRA, micro-batches, options of zero_optimization."""
+def cases() -> Iterator[tuple[str, int, str, str, bool, int, dict[str, Any]]]:
+    """Name, stage, precision, policy, LoRA, micro-batches, options of zero_optimization."""
     small = {"reduce_bucket_size": 20_000}
-    for stage in (1, 2):
-        for policy in ("none", "full"):
-            yield f"zero{stage} {policy}", stage, policy, False, 1, small
-        yield f"zero{stage} LoRA", stage, "full", True, 1, small
-        yield f"zero{stage} accumulated", stage, "none", False, 3, small
-    few = {**small, "stage3_prefetch_bucket_size": 10_000, "stage3_max_live_parameters": 60_000,
-           "stage3_max_reuse_distance": 60_000, "stage3_param_persistence_threshold": 100}
-    for policy in ("none", "full", "save:attention+matmul"):
-        yield f"zero3 {policy}", 3, policy, False, 1, few
-    yield "zero3 LoRA", 3, "full", True, 1, few
-    yield "zero3 accumulated", 3, "none", False, 3, {**few, "sub_group_size": 30_000}
+    yield "zero1 accumulated", 1, "no", "none", False, 3, {**small, "overlap_comm": True}
+    yield "zero2", 2, "no", "full", False, 1, small
+    yield "zero2 LoRA", 2, "bf16", "head", True, 2, small
+    few = {
+        **small, "stage3_prefetch_bucket_size": 10_000, "stage3_max_live_parameters": 60_000,
+        "stage3_max_reuse_distance": 60_000, "stage3_param_persistence_threshold": 100,
+    }  # fmt: skip
+    yield "zero3", 3, "no", "full", False, 1, few
+    yield "zero3 accumulated", 3, "bf16", "save:attention+matmul", False, 2, {**few, "sub_group_size": 30_000}
+    yield "zero3 LoRA", 3, "no", "full", True, 1, few
+
+
+def spans(trace: StepTrace, updates: int) -> dict[str, int]:
+    """Peaks of the measured step until its first backward, until the event `updates`, and from then on."""
+    backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
+    bounds = {"forward": (trace.start, backward), "backward": (backward, updates), "optimizer": (updates, None)}
+    return {phase: trace.replay.peak_allocated(*bound) for phase, bound in bounds.items()}
 
 
 def without_gloo(trace: StepTrace) -> StepTrace:
@@ -56,16 +62,14 @@ def main(out: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiled for a minute and more
     dist.init_process_group("gloo")
-    peaks: dict[str, Any] = {}
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
-    for name, stage, policy, lora, accumulation, options in cases():
-        if only and not name.startswith(only):
-            continue
+    peaks: dict[str, dict[str, int]] = {}
+    for name, stage, precision, policy, lora, accumulation, options in cases():
         asked = workload(None, policy, lora, accumulation)
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 1.0,
+            "bf16": {"enabled": precision == "bf16"},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, **options},
         }
@@ -81,12 +85,7 @@ def main(out: str) -> None:
                     updates = len(tracker.trace().events)
                     engine.step()
                     del loss
-        trace = without_gloo(tracker.trace())
-        backward = next(at for at, phase in trace.marks if phase == "backward" and at >= trace.start)
-        spans = {"forward": (trace.start, backward), "backward": (backward, updates), "optimizer": (updates, None)}
-        peaks[name] = {phase: trace.replay.peak_allocated(*span) for phase, span in spans.items()}
-        if only:
-            Path(out, f"{dist.get_rank()}.{name}.trace").write_text(trace.to_json())
+        peaks[name] = spans(without_gloo(tracker.trace()), updates)
         engine.destroy()
         dist.barrier()
         del engine, asked

@@ -1,0 +1,126 @@
+"""ZeRO on one fake rank: what DeepSpeed's own engine holds on two real ones, and what its configurations say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_launch import CONFIGS, llama
+from two_ranks import PROCESSES, workload
+from zero_ranks import cases, spans
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.launch_file import read_launch
+from ckpt_ft.memory.distributed.zero_options import ZeroOptions
+from ckpt_ft.memory.record.trace import StepTrace
+
+HERE = Path(__file__).parent
+
+
+def test_a_fake_rank_needs_what_deepspeeds_do(tmp_path: Path) -> None:
+    """Peaks of forward, backward and the update, of the fuller of the two ranks."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*command, str(HERE / "zero_ranks.py"), str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    for name, stage, precision, policy, lora, accumulation, options in cases():
+        launch = Launch(f"zero{stage}", PROCESSES, mixed_precision=precision, zero=ZeroOptions.read(options, name))
+        trace = workload(launch, policy, lora, accumulation).trace(2)
+        begins = max(at for at, phase in trace.marks if phase == "optimizer")
+        for phase, peak in spans(trace, begins).items():
+            assert peak == pytest.approx(max(rank[name][phase] for rank in ranks), rel=2e-4), (name, phase)
+
+
+def sent_by(trace: StepTrace) -> int:
+    """Bytes that the rank sends in the measured step."""
+    return sum(op.wire for op in trace.ops if op.at >= trace.start)
+
+
+@pytest.mark.parametrize("processes", [2, 8])
+def test_what_each_stage_shards(processes: int) -> None:
+    """bf16 weights, fp32 master weights and two fp32 averages: 2 + 12 bytes a parameter (arXiv:1910.02054)."""
+    asked = llama(None)
+    count = sum(p.numel() for p in asked.model.parameters())
+    for stage in (1, 2, 3):
+        trace = replace(asked, launch=Launch(f"zero{stage}", processes, mixed_precision="bf16")).trace(1)
+        parameters = 2 * count / (processes if stage == 3 else 1)
+        assert trace.at_peak["parameters"] == pytest.approx(parameters, rel=0.02)
+        assert trace.at_peak["optimizer"] == pytest.approx(12 * count / processes, rel=0.02)
+        # An all-reduce and a gather of 2 bytes a parameter; by stage 3 a small model is gathered once and reduced.
+        assert sent_by(trace) == pytest.approx((2 if stage == 3 else 3) * 2 * count * (1 - 1 / processes), rel=0.05)
+    frugal = ZeroOptions(max_live_parameters=0, max_reuse_distance=0)
+    trace = replace(asked, launch=Launch("zero3", processes, mixed_precision="bf16", zero=frugal)).trace(1)
+    assert sent_by(trace) == pytest.approx(3 * 2 * count * (1 - 1 / processes), rel=0.05)  # gathered for backward too
+    assert all(p.dtype == torch.float32 for p in asked.model.parameters())
+
+
+def test_the_model_is_left_whole_and_the_trace_is_json() -> None:
+    asked = llama(None)
+    alone = asked.trace(2)
+    held = [(module, module._parameters, dict(module._parameters)) for module in asked.model.modules()]
+    trace = replace(asked, launch=Launch("zero3", 4, mixed_precision="bf16")).trace(2)
+    again = StepTrace.from_json(trace.to_json())
+    assert again == trace
+    assert again.seconds == trace.seconds
+    assert all(module._parameters is table and dict(table) == values for module, table, values in held)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in asked.model.modules())
+    assert asked.trace(2).events == alone.events
+
+
+def test_without_an_optimizer_there_is_nothing_to_shard() -> None:
+    with pytest.raises(UserError, match="zero2: it shards the states of an optimizer, and there is none"):
+        replace(llama(None), launch=Launch("zero2", 2), make_optimizer=None).trace(1)
+    frozen = llama(Launch("zero1", 2))
+    frozen.model.requires_grad_(False)
+    with pytest.raises(UserError, match="no parameter is trained"):
+        frozen.trace(1)
+
+
+def test_our_configurations() -> None:
+    for stage in (2, 3):
+        launch = read_launch(CONFIGS / f"deepspeed_zero{stage}.yaml", processes=4)
+        assert launch == Launch(f"zero{stage}", 4, mixed_precision="bf16")
+        assert launch.zero.filled(stage, None).overlap_comm is (stage == 3)
+
+
+def test_a_deepspeed_file(tmp_path: Path) -> None:
+    file, config = tmp_path / "zero.json", tmp_path / "launch.yaml"
+    config.write_text(
+        f"distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {{deepspeed_config_file: {file}}}"
+    )
+
+    def written(**options: object) -> Launch:
+        file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **options}}))
+        return read_launch(config)
+
+    read = written(reduce_bucket_size="auto", stage3_prefetch_bucket_size=5e6, sub_group_size=1e9, overlap_comm=False)
+    assert read.mixed_precision == "bf16"
+    assert read.zero == ZeroOptions(None, False, 5_000_000)
+    filled = read.zero.filled(3, 64)
+    assert (filled.reduce_bucket_size, filled.prefetch_bucket_size) == (64 * 64, 5_000_000)
+    for options, message in (
+        ({"zero_quantized_weights": True}, "zero_quantized_weights: True is not modelled; leave it at False"),
+        ({"reduce_bucket_size": "many"}, "reduce_bucket_size: many: give a number of elements"),
+        ({"buckets": 3}, "buckets of zero_optimization is not modelled"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param to cpu is not modelled"),
+    ):
+        with pytest.raises(UserError, match=message):
+            written(**options)
+    with pytest.raises(UserError, match="reduce_bucket_size: auto, and the model has no hidden_size"):
+        read.zero.filled(3, None)
+    file.write_text(json.dumps({"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}))
+    with pytest.raises(UserError, match="data_types: not modelled"):
+        read_launch(config)
