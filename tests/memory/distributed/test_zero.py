@@ -49,21 +49,20 @@ def sent_by(trace: StepTrace) -> int:
     return sum(op.wire for op in trace.ops if op.at >= trace.start)
 
 
-@pytest.mark.parametrize("processes", [2, 8])
-def test_what_each_stage_shards(processes: int) -> None:
+def test_what_each_stage_shards(processes: int = 8) -> None:
     """bf16 weights, fp32 master weights and two fp32 averages: 2 + 12 bytes a parameter (arXiv:1910.02054)."""
-    asked = llama(None)
+    asked = replace(llama(None), device="cpu")
     count = sum(p.numel() for p in asked.model.parameters())
     for stage in (1, 2, 3):
         trace = replace(asked, launch=Launch(f"zero{stage}", processes, mixed_precision="bf16")).trace(1)
         parameters = 2 * count / (processes if stage == 3 else 1)
-        assert trace.at_peak["parameters"] == pytest.approx(parameters, rel=0.02)
-        assert trace.at_peak["optimizer"] == pytest.approx(12 * count / processes, rel=0.02)
+        assert trace.at_peak["parameters"] == pytest.approx(parameters, rel=1e-3)
+        assert trace.at_peak["optimizer"] == pytest.approx(12 * count / processes, rel=1e-3)
         # An all-reduce and a gather of 2 bytes a parameter; by stage 3 a small model is gathered once and reduced.
-        assert sent_by(trace) == pytest.approx((2 if stage == 3 else 3) * 2 * count * (1 - 1 / processes), rel=0.05)
-    frugal = ZeroOptions(max_live_parameters=0, max_reuse_distance=0)
+        assert sent_by(trace) == pytest.approx((2 if stage == 3 else 3) * 2 * count * (1 - 1 / processes), rel=1e-3)
+    frugal = ZeroOptions(max_live_parameters=0, max_reuse_distance=0, param_persistence_threshold=0)
     trace = replace(asked, launch=Launch("zero3", processes, mixed_precision="bf16", zero=frugal)).trace(1)
-    assert sent_by(trace) == pytest.approx(3 * 2 * count * (1 - 1 / processes), rel=0.05)  # gathered for backward too
+    assert sent_by(trace) == pytest.approx(3 * 2 * count * (1 - 1 / processes), rel=1e-3)  # gathered for backward too
     assert all(p.dtype == torch.float32 for p in asked.model.parameters())
 
 
