@@ -2,23 +2,23 @@
 
 Rules, with their places in deepspeed/runtime/zero (0.19.8): every module gathers its own parameters before its forward
 and before its backward, and lets go of them after each (parameter_offload.py: _register_deepspeed_module). The first
-step records in which order; from then on what comes next is gathered ahead, and what is used again soon is kept
-(partitioned_param_coordinator.py: fetch_sub_module, release_sub_module). Gathering is on a stream of its own, of several
-parameters through one buffer, which lives until the last of them is asked for (partition_parameters.py). Where a forward
-looks at another module's parameter, it is that module's from then on too (ZeROOrderedDict); PEFT's does.
+step records in which order; from then on what comes next is gathered ahead, on a stream of its own, and what is used
+again soon is kept (partitioned_param_coordinator.py: fetch_sub_module, release_sub_module). Where a forward looks at
+another module's parameter, as PEFT's does, it is gathered for both from then on (ZeROOrderedDict).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from .module_hooks import Around, Watched
+from .shards import Flight, Shard
 from .streams import Streams
 from .zero_options import ZeroOptions
 
@@ -26,68 +26,35 @@ _NEVER = -(10**10)
 
 
 @dataclass(eq=False)
-class Shard:
-    """A parameter in parts, of which this rank has `part`; `number` is its place in the model.
-
-    persistent: too small to be let go of. users: modules that are running on it.
-    """
-
-    parameter: nn.Parameter
-    number: int
-    part: Tensor
-    persistent: bool
-    shape: torch.Size
-    flight: _Flight | None = None  # that it is being gathered by
-    here: bool = False
-    users: set[_Module] = field(default_factory=set)
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def free(self) -> None:
-        """Let go of the whole parameter."""
-        self.parameter.data = torch.empty(0, dtype=self.part.dtype)
-        self.here = False
-
-
-class _Flight:
-    """Parameters of one dtype that are gathered together."""
-
-    def __init__(self, shards: list[Shard], group: dist.ProcessGroup) -> None:
-        self.shards, self.over = shards, False
-        for shard in shards:
-            shard.flight = self
-        size = sum(shard.part.numel() for shard in shards)
-        self.buffer = torch.empty(size * group.size(), dtype=shards[0].part.dtype)
-        part = shards[0].part
-        if len(shards) > 1:
-            part = self.buffer.narrow(0, size * group.rank(), size)
-            torch.cat([shard.part for shard in shards], out=part)
-        group._allgather_base(self.buffer, part)
-
-    def land(self) -> None:
-        """All of its parameters are there: copied out of the buffer, unless it is one parameter's alone."""
-        if self.over:
-            return
-        self.over, at = True, 0
-        for shard in self.shards:
-            whole = self.buffer.narrow(0, at, shard.numel)
-            shard.parameter.data = (torch.cat([whole]) if len(self.shards) > 1 else whole).view(shard.shape)
-            shard.here, at = True, at + shard.numel
-
-
-@dataclass(eq=False)
 class _Module:
-    """A module's own parameters, and where its backward stands.
+    """A module, told what it does, and the parameters that it runs on.
 
     recomputed: frozen parameters that were gathered for a forward that ran again within its backward.
     """
 
+    fetcher: Fetcher
     shards: list[Shard]
-    before: int = 0  # tensors of its output whose gradient has not come yet
-    after: int = 0  # tensors of its input that no gradient has been made for yet
     recomputed: set[Shard] = field(default_factory=set)
+
+    def before_forward(self) -> None:
+        if not _in_backward():
+            self.fetcher.running.append(self)
+        self.fetcher.arrive(self, forward=True)
+
+    def after_forward(self) -> None:
+        if not _in_backward():
+            self.fetcher.running.pop()
+        self.fetcher.leave(self, forward=True)
+
+    def before_backward(self) -> None:
+        self.fetcher.arrive(self, forward=False)
+
+    def after_backward(self) -> None:
+        self.fetcher.leave(self, forward=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class Fetcher:
@@ -105,38 +72,21 @@ class Fetcher:
         self._step = self._live = 0  # modules so far, elements gathered so far
         self._last: defaultdict[Shard, int] = defaultdict(lambda: _NEVER)  # the last step that it was gathered for
         self._in_backward: dict[_Module, None] = {}
-        self._running: list[_Module] = []  # modules whose forward runs, while the whole model's does
+        self.running: list[_Module] = []  # modules whose forward runs, while the whole model's does
         model.register_forward_pre_hook(lambda module, args: self._begin())
         for module in model.modules():
             own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}
-            self._hook(module, _Module(sorted(own.values(), key=lambda shard: shard.number)))
-            module.__dict__["_parameters"] = _Watched(module._parameters, lambda p: self._look(shards.get(id(p))))
-        model.register_forward_hook(lambda module, args, output: self._running.clear())
+            Around(module, _Module(self, sorted(own.values(), key=lambda shard: shard.number)))
+            module.__dict__["_parameters"] = Watched(module._parameters, lambda p: self._look(shards.get(id(p))))
+        model.register_forward_hook(lambda module, args, output: self.running.clear())
 
     def _look(self, shard: Shard | None) -> None:
         """A forward looks at a parameter that is away."""
-        if self._running and shard is not None and not shard.here and shard.flight is None:
-            known = self._running[-1]
+        if self.running and shard is not None and not shard.here and shard.flight is None:
+            known = self.running[-1]
             known.shards = sorted({*known.shards, shard}, key=lambda shard: shard.number)
-            _Flight([shard], self.group)
+            Flight([shard], self.group)
             self._land(shard)
-
-    def _hook(self, module: nn.Module, known: _Module) -> None:
-        def before_forward(module: nn.Module, args: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1:
-                self._running.append(known)
-            self._arrive(known, forward=True)
-            known.after = 0
-            return _on_tensors(lambda x: _AfterBackward.apply(x, self, known), args)
-
-        def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1:
-                self._running.pop()
-            self._leave(known, forward=True)
-            return _on_tensors(lambda x: _BeforeBackward.apply(x, self, known), output)
-
-        module.register_forward_pre_hook(before_forward)
-        module.register_forward_hook(after_forward)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +124,7 @@ class Fetcher:
         """After the step (_post_step): each in a buffer of its own."""
         for shard in self.shards:
             if shard.persistent:
-                _Flight([shard], self.group)
+                Flight([shard], self.group)
                 self._land(shard)
 
     def _forget(self) -> None:
@@ -194,7 +144,7 @@ class Fetcher:
     # -- a module ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _arrive(self, known: _Module, forward: bool) -> None:
+    def arrive(self, known: _Module, forward: bool) -> None:
         """Gather what `known` runs on, and what comes next (fetch_sub_module)."""
         if self._knows and (self._step >= len(self._order) or self._order[self._step] is not known):
             self._forget()
@@ -203,7 +153,7 @@ class Fetcher:
         if not forward:
             self._in_backward[known] = None
         self._gather(shard for shard in known.shards if not shard.here and shard.flight is None)
-        runs_again = forward and torch._C._current_graph_task_id() != -1
+        runs_again = forward and _in_backward()
         for shard in known.shards:
             shard.users.add(known)
             if runs_again and self._in_backward and not shard.parameter.requires_grad:
@@ -234,7 +184,7 @@ class Fetcher:
         self._gather(ahead)
 
     @torch.no_grad()
-    def _leave(self, known: _Module, forward: bool) -> None:
+    def leave(self, known: _Module, forward: bool) -> None:
         """Let go of what `known` ran on, unless it is used again soon (release_sub_module)."""
         shards = set(known.shards)
         gone = self._not_soon(known) if self._knows else set(shards)
@@ -267,7 +217,7 @@ class Fetcher:
             self._live += shard.numel
         with self._streams.stream(self._stream):
             for together in kinds.values():
-                _Flight(together, self.group)
+                Flight(together, self.group)
 
     def _land(self, shard: Shard) -> None:
         assert shard.flight is not None
@@ -279,70 +229,3 @@ class Fetcher:
         if shard.here and not shard.users:
             shard.free()
             self._live -= shard.numel
-
-    # -- backward ---------------------------------------------------------------------------------------------------
-
-    def before_backward(self, known: _Module) -> None:
-        """A gradient of the module's output has come."""
-        if known.before:
-            self._arrive(known, forward=False)
-            known.before -= 1
-
-    def after_backward(self, known: _Module) -> None:
-        """A gradient of the module's input is made."""
-        known.after -= 1
-        if not known.after:
-            self._leave(known, forward=False)
-
-
-class _Watched(dict[str, Any]):
-    """A module's own parameters, and who is told when one is looked at by name."""
-
-    def __init__(self, parameters: dict[str, Any], look: Callable[[Any], None]) -> None:
-        super().__init__(parameters)
-        self.look = look
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        self.look(parameter)
-        return parameter
-
-
-class _BeforeBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, fetcher: Fetcher, known: _Module) -> Tensor:
-        ctx.asked = fetcher, known
-        known.before += 1
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        fetcher, known = ctx.asked
-        fetcher.before_backward(known)
-        return gradient, None, None
-
-
-class _AfterBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, fetcher: Fetcher, known: _Module) -> Tensor:
-        ctx.asked = fetcher, known
-        known.after += ctx.needs_input_grad[0]
-        return given.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        fetcher, known = ctx.asked
-        fetcher.after_backward(known)
-        return gradient, None, None
-
-
-def _on_tensors(function: Any, value: Any) -> Any:
-    """`value` with `function` of each tensor in it (apply_to_tensors_only)."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_tensors(function, item) for item in value)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _on_tensors(function, value[key])
-    return value

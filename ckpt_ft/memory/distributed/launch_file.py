@@ -38,7 +38,9 @@ def read_launch(path: str | Path, processes: int | None = None, mixed_precision:
             f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2, DEEPSPEED)"
         )
     if config.get("parallelism_config"):
-        raise UserError(f"launch {path}: parallelism_config (tensor, context parallelism) is not modelled; leave it out")
+        raise UserError(
+            f"launch {path}: parallelism_config (tensor, context parallelism) is not modelled; leave it out"
+        )
     given = {"mixed_precision": str(config.get("mixed_precision") or "no"), **_SHARING[kind](config, path)}
     if mixed_precision != "no":
         given["mixed_precision"] = mixed_precision
@@ -91,9 +93,7 @@ def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
         )
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
     if wrapping != "TRANSFORMER_BASED_WRAP":
-        raise UserError(
-            f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP"
-        )
+        raise UserError(f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP")
     classes = options.get("transformer_layer_cls_to_wrap") or ""
     return {
         "strategy": "fsdp2",
@@ -121,11 +121,15 @@ def _deepspeed_file(file: Path) -> dict[str, Any]:
         zero = config["zero_optimization"]
         stage = zero["stage"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"launch: deepspeed_config_file {file}: cannot be read, or has no ZeRO stage ({error!r})") from error
+        raise UserError(
+            f"launch: deepspeed_config_file {file}: cannot be read, or has no ZeRO stage ({error!r})"
+        ) from error
     other = [key for key in _OTHERWISE if config.get(key)]
     if other:
         raise UserError(f"launch: {file}: {', '.join(other)}: not modelled; leave out")
-    places = {f"{part}_device": (zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")}
+    places = {
+        f"{part}_device": (zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")
+    }
     precision = [dtype for dtype in ("bf16", "fp16") if _truth((config.get(dtype) or {}).get("enabled", False))]
     return {
         **_stage(stage, file),

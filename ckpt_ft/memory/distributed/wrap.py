@@ -1,4 +1,4 @@
-"""The model as its launch shares it, on fake tensors: accelerate's own FSDP2 wrapping, DDP's buckets, DeepSpeed's parts."""
+"""The model as its launch shares it, on fake tensors: accelerate's own FSDP2 wrapping, DDP's buckets, ZeRO's parts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def surroundings(launch: Launch | None) -> Iterator[None]:
 @contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
     """Afterwards `model` is no longer shared: its modules' classes, hooks and attributes are those of before."""
-    before = [(module, type(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    before = [
+        (module, type(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()
+    ]
     try:
         yield
     finally:

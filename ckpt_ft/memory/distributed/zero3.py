@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from .fetching import Fetcher, Shard
+from .fetching import Fetcher
 from .launch import Launch
+from .shards import Shard
 from .streams import Streams
 from .zero import Label
 from .zero_options import ZeroOptions
@@ -47,7 +48,13 @@ class Zero3:
     """The model's optimizer under ZeRO-3; hooks on its parameters take the gradients as they come."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, label: Label
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        launch: Launch,
+        group: dist.ProcessGroup,
+        streams: Streams,
+        label: Label,
     ) -> None:
         self.optimizer, self.group, self._streams = optimizer, group, streams
         self.synchronises = True  # gradients are reduced in each micro-batch, whatever is said here
@@ -133,7 +140,7 @@ class Zero3:
                 flat = torch.cat([*gradients, torch.empty(padding, dtype=flat.dtype)])
             flat.div_(ranks)
             own = flat.narrow(0, sum(sizes) * self.group.rank(), sum(sizes))
-            self.group._reduce_scatter_base(own, flat)
+            self.group._reduce_scatter_base(own, flat, dist.ReduceScatterOptions())
             for shard, reduced in zip(shards, own.split(sizes), strict=True):
                 total = self._gradient_of[shard]
                 total.add_(reduced) if self._adds else total.copy_(reduced)

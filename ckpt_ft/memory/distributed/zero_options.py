@@ -92,11 +92,15 @@ class ZeroOptions:
         auto = [name for name in _AUTO if getattr(self, name) is None]
         if auto and hidden_size is None:
             raise UserError(f"launch: {', '.join(auto)}: auto, and the model has no hidden_size; give a number")
-        sizes = {} if hidden_size is None else {
-            "reduce_bucket_size": hidden_size**2,
-            "prefetch_bucket_size": int(0.9 * hidden_size**2),
-            "param_persistence_threshold": 10 * hidden_size,
-        }
+        sizes = (
+            {}
+            if hidden_size is None
+            else {
+                "reduce_bucket_size": hidden_size**2,
+                "prefetch_bucket_size": int(0.9 * hidden_size**2),
+                "param_persistence_threshold": 10 * hidden_size,
+            }
+        )
         overlap = stage == 3 if self.overlap_comm is None else self.overlap_comm
         return replace(self, overlap_comm=overlap, **{name: sizes[name] for name in auto})
 

@@ -103,11 +103,11 @@ def trace_step(
         stack.enter_context(tracker)
         try:
             interrupts.passing = True
-            optimizer = make_optimizer(model) if make_optimizer else None
-            sharded = launch is not None and mesh is not None and bool(launch.stage)
-            if sharded:
-                optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident)
-            if sharded or held is None and any(map(is_traceable_wrapper_subclass, model.parameters())):  # sharded meanwhile
+            optimizer: Any = make_optimizer(model) if make_optimizer else None
+            meanwhile = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
+            if launch is not None and mesh is not None and launch.stage:
+                optimizer, meanwhile = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident), True
+            if meanwhile:  # sharded
                 gc.collect()
                 tracker.restart()
                 tracker.add_model(model)

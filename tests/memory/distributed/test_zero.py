@@ -49,9 +49,9 @@ def sent_by(trace: StepTrace) -> int:
     return sum(op.wire for op in trace.ops if op.at >= trace.start)
 
 
-def test_what_each_stage_shards(processes: int = 8) -> None:
+def test_what_each_stage_shards() -> None:
     """bf16 weights, fp32 master weights and two fp32 averages: 2 + 12 bytes a parameter (arXiv:1910.02054)."""
-    asked = replace(llama(None), device="cpu")
+    asked, processes = replace(llama(None), device="cpu"), 8
     count = sum(p.numel() for p in asked.model.parameters())
     for stage in (1, 2, 3):
         trace = replace(asked, launch=Launch(f"zero{stage}", processes, mixed_precision="bf16")).trace(1)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from two_ranks import PROCESSES, workload
+from two_ranks import workload
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -73,7 +73,9 @@ def main(out: str) -> None:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, **options},
         }
-        engine, *_ = deepspeed.initialize(model=asked.model, optimizer=asked.make_optimizer(asked.model), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=asked.model, optimizer=asked.make_optimizer(asked.model), config=config
+        )
         with Tracker(engine.module, ops=False) as tracker:
             for _ in range(STEPS):
                 gc.collect()
