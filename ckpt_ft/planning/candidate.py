@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.cost import Host
 from ckpt_ft.memory.record.trace import StepTrace
@@ -28,6 +29,7 @@ class Candidate:
         peak, reserved: bytes; the same on "cpu".
         seconds: of one optimizer step, predicted. On "cpu" nominal (see `NOMINAL_CPU`): good for ranking only.
         accumulation: micro-batches of the step.
+        launch: on how many processes, each with its own micro-batch; None for one.
     """
 
     policy: str
@@ -36,14 +38,17 @@ class Candidate:
     reserved: Bytes
     seconds: Seconds
     accumulation: Count = 1
+    launch: Launch | None = None
 
     @property
     def samples_per_second(self) -> float:
+        """Of one process."""
         return self.batch * self.accumulation / self.seconds
 
     @classmethod
     def of(cls, policy: str, batch: int, trace: StepTrace, accumulation: int = 1) -> Candidate:
-        return cls(policy, batch, trace.peak_allocated, trace.peak_reserved, seconds(trace), accumulation)
+        figures = trace.peak_allocated, trace.peak_reserved, seconds(trace)
+        return cls(policy, batch, *figures, accumulation, trace.launch)
 
 
 def seconds(trace: StepTrace) -> float:

@@ -30,6 +30,7 @@ class Estimates:
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)  # from anchors, where nothing was traced
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
+    _reserved: dict[tuple[str, int], int] = field(default_factory=dict)  # by `scaled_reserved`
 
     def consider(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
@@ -93,7 +94,10 @@ class Estimates:
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
-        return self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+        key = (policy, batch)
+        if key not in self._reserved:
+            self._reserved[key] = self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+        return self._reserved[key]
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step gives cached segments back to stay within the room; None where it runs out even so."""
@@ -110,7 +114,7 @@ class Estimates:
     def _best(self, policy: str) -> Candidate | None:
         batch = self.batch or 1
         if self.batch is None and self.target != "memory":
-            known = {LOW: self.anchors[policy].peak_reserved}
+            known = {LOW: self.reserved(policy, LOW)}
             batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most, known)
         candidate = self.estimate(policy, max(batch, 1))
         return candidate if self.room.fits(candidate) else None

@@ -7,13 +7,15 @@ allocator would reserve, plus the CUDA context, plus a margin.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
 
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.plots import draw_plan
@@ -28,6 +30,7 @@ from .advice import Fix, advise
 from .candidate import Candidate, better, frontier
 from .estimates import Estimates
 from .fitting import Room, make_room
+from .launches import Launches
 from .plan_file import check_versions, fingerprint, versions
 from .proposals import blocks_of
 from .search import search
@@ -45,7 +48,8 @@ class Plan:
         data: how long the dataset's rows are, in words; "" for batches that are all alike.
         notes: what the traces assume, one sentence each.
         holders: the largest holders of the peak of `best`.
-        rejected: policies that are no candidates for this model, and why.
+        rejected: policies and launches that are no candidates for this model, and why.
+        fewest: of several launches, what fits on the fewest GPUs, where these are fewer than the launches have.
         model, device, target: what the plan is for; `fingerprint` is the model's.
         versions: what it was made with.
     """
@@ -61,6 +65,7 @@ class Plan:
     rejected: dict[str, str] = field(default_factory=dict)
     data: str = ""
     notes: list[str] = field(default_factory=list)
+    fewest: Candidate | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -84,7 +89,8 @@ class Plan:
             "effective_batch": "largest batch of what fits",
         }
         kept = f"context {format_bytes(room.context)} and margin {format_bytes(room.margin)} kept free"
-        return f"{best.policy} at batch {best.batch}: {aims[self.target]}, {left} ({kept})"
+        launched = f"{best.launch}, " if best.launch else ""
+        return f"{launched}{best.policy} at batch {best.batch}: {aims[self.target]}, {left} ({kept})"
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` takes it back, and a recipe's `--ac_policy plan.json`."""
@@ -123,7 +129,7 @@ class Plan:
     def candidates_table(self) -> Table:
         """The candidates as a table; the last column marks the pick and the frontier."""
         edge = self.frontier
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 candidate.policy,
                 str(candidate.batch),
@@ -136,6 +142,9 @@ class Plan:
             for candidate in self.candidates
         ]
         header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "")
+        if any(candidate.launch for candidate in self.candidates):
+            rows = [(str(c.launch), *row) for c, row in zip(self.candidates, rows, strict=True)]
+            return Table(f"{self.model} on {self.device}, each GPU", ("launch", *header), rows, text=(0, 1, 7))
         return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6))
 
     def table(self) -> str:
@@ -165,6 +174,7 @@ def plan(
     policies: list[str] | None = None,
     jobs: int = 1,
     report: Report | None = None,
+    launches: Sequence[Launch] = (),
 ) -> Plan:
     """The policies and batch sizes that fit a budget, best first.
 
@@ -184,23 +194,36 @@ def plan(
         policies: those to look at; None for all that suit the model.
         jobs: processes to trace on.
         report: told what is being traced.
+        launches: to choose from, in place of the workload's own; all on as many GPUs (see `launches_on`).
 
     Raises:
         UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
     """
     better(target)
     gpu = gpu_of(workload.device)
-    room = make_room(budget, gpu, margin, workload.launch)
+    if launches:
+        workload = replace(workload, launch=None)
+    room = make_room(budget, gpu, margin, launches[0] if launches else workload.launch)
     chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
+    fewest = None
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
-        estimates = Estimates(tracer, room, target, batch_size, max_batch_size)
-        found = search(estimates, chosen)
+        asked = target, batch_size, max_batch_size
+        if launches:
+            several = Launches(tracer, launches, (room, make_room(budget, gpu, margin)), *asked)
+            found = several.search(chosen)
+            estimates = several.of(found[0].launch) if found else several.leanest()
+            fewest = several.fewest(found[0]) if found else None
+            rejected = {**estimates.rejected, **several.rejected}
+        else:
+            estimates = Estimates(tracer, room, *asked)
+            found = search(estimates, chosen)
+            rejected = estimates.rejected
         if not found:
             raise UserError(_too_small(estimates, workload.model))
-        best = tracer.traced[found[0].policy, found[0].batch]
+        best = estimates.tracer.traced[found[0].policy, found[0].batch]
         assert not isinstance(best, str), "a candidate has a trace"
         holders = best.grouped_holders(8)
-        fixes = advise(tracer, found[0], best, batch_size is not None)
+        fixes = advise(estimates.tracer, found[0], best, batch_size is not None)
     return Plan(
         candidates=found,
         room=room,
@@ -210,7 +233,8 @@ def plan(
         fingerprint=fingerprint(workload.model),
         fixes=fixes,
         holders=holders,
-        rejected=estimates.rejected,
+        rejected=rejected,
+        fewest=fewest,
         notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )

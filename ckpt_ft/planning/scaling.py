@@ -80,7 +80,7 @@ class Growth:
         share = (batch - self.low) / (self.high - self.low)
         sizes, costs = self._grown(trace)
         storages = [
-            Storage(max(0, round(before + more * share)), s.category, s.op, s.module, s.phase) if more else s
+            Storage(max(0, round(before + more * share)), s.category, s.op, s.module, s.phase, s.stream) if more else s
             for s, (before, more) in zip(trace.storages, sizes, strict=True)
         ]
         if not ops:
@@ -89,7 +89,8 @@ class Growth:
         for o, (flops, nbytes, kernels) in zip(trace.ops, costs, strict=True):
             grew = (o.flops + flops * share, o.nbytes + nbytes * share, o.kernels + kernels * share)
             flops, nbytes, kernels = (max(0, round(value)) for value in grew)
-            scaled.append(Op(o.name, flops, nbytes, o.dtype, o.phase, o.module, o.at, kernels))
+            here = o.dtype, o.phase, o.module, o.at
+            scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire))
         return replace(trace, storages=storages, ops=scaled)
 
     def _grown(self, trace: StepTrace) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:

@@ -10,32 +10,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from . import proposals
 from .candidate import Candidate, better, frontier, seconds
 from .estimates import Estimates
 from .splits import Split
+from .tracing import trace_all
 
 _TIE = 0.01
 _SHOWN = 5  # candidates beside the pick that are worth a trace each
 
 
-def search(estimates: Estimates, policies: list[str] | None = None) -> list[Candidate]:
+def search(estimates: Estimates, policies: list[str] | None = None, shown: int = _SHOWN) -> list[Candidate]:
     """Candidates of the frontier and next to it, best first, each traced; empty where nothing fits.
 
     What is found out on the way stays in `estimates`.
 
     policies: those to look at; None for all that suit the model.
+    shown: at most so many candidates.
     """
     if policies is not None:
         estimates.consider(policies)
     else:
         _explore(estimates)
-    return _confirmed(estimates)
+    return _confirmed(estimates, shown)
+
+
+def ends() -> list[str]:
+    """The policies that a search begins with."""
+    return [*proposals.FIRST, *(proposals.with_term(policy, "head") for policy in proposals.FIRST)]
 
 
 def _explore(estimates: Estimates) -> None:
-    headed = [proposals.with_term(policy, "head") for policy in proposals.FIRST]
-    estimates.consider([*proposals.FIRST, *headed])
+    estimates.consider(ends())
+    headed = ends()[len(proposals.FIRST) :]
     head = any(
         estimates.beats(headed[i], proposals.FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors
     )
@@ -58,21 +67,21 @@ def _split(estimates: Estimates, head: bool) -> None:
         estimates.consider(policy for policy in wanted.values() if policy is not None)
 
 
-def _confirmed(estimates: Estimates) -> list[Candidate]:
+def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
     """The frontier and its neighbours, traced; estimates that a trace refutes are corrected on the way."""
     key = better(estimates.target)
     settled: set[str] = set()
     while True:
         candidates = sorted(estimates.candidates(), key=key, reverse=True)
-        shown = list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:_SHOWN]
+        shown = list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:most]
         open_candidates = [candidate for candidate in shown if candidate.policy not in settled]
         if not open_candidates:
-            return _pick_first(estimates, _timed(estimates, shown))
-        _settle(estimates, open_candidates)
+            return pick_first(timed(estimates, shown), estimates.target)
+        settle([(estimates, candidate) for candidate in open_candidates])
         settled.update(candidate.policy for candidate in open_candidates)
 
 
-def _timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
+def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
     """`candidates`, best first; where batches differ in length, by traces of usual ones."""
     if estimates.tracer.workload.lengths is not None:
         keys = [(candidate.policy, candidate.batch) for candidate in candidates]
@@ -85,9 +94,9 @@ def _timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]
     )
 
 
-def _pick_first(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
+def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
     """Of those within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
-    if estimates.target != "throughput" or not candidates:
+    if target != "throughput" or not candidates:
         return candidates
     fastest = max(candidate.samples_per_second for candidate in candidates)
     near = [candidate for candidate in candidates if candidate.samples_per_second >= (1 - _TIE) * fastest]
@@ -95,13 +104,13 @@ def _pick_first(estimates: Estimates, candidates: list[Candidate]) -> list[Candi
     return [pick, *(candidate for candidate in candidates if candidate is not pick)]
 
 
-def _settle(estimates: Estimates, estimated: list[Candidate]) -> None:
+def settle(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
     """Trace each of these policies alone, at the batch size that follows from its trace, until that is traced."""
-    wanted = {candidate.policy: candidate.batch for candidate in estimated}
+    wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
-        estimates.tracer.all(wanted.items(), alone=True)
-        wanted = {
-            policy: following
-            for policy, batch in wanted.items()
+        trace_all([(estimates.tracer, [(policy, batch)]) for estimates, policy, batch in wanted], alone=True)
+        wanted = [
+            (estimates, policy, following)
+            for estimates, policy, batch in wanted
             if (following := estimates.following(policy, batch)) is not None
-        }
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Step, Workload
 
@@ -159,24 +161,35 @@ class Tracer:
         """One trace, or why there is none."""
         return self.all([(policy, batch)])[0]
 
+    def under(self, launch: Launch) -> Tracer:
+        """One for the same workload under `launch`, on the same processes; what it traced is its own."""
+        other = copy.copy(self)
+        other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
+        return other
+
     def all(self, wanted: Iterable[tuple[str, int]], alone: bool = False) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
         Those of one batch size share a session, which shifts the bytes reserved by up to a percent or so, unless they
-        are to be `alone`.
+        are to be `alone`, or the launch remembers the step before.
         """
-        wanted = list(wanted)
+        return trace_all([(self, wanted)], alone)[0]
+
+    def _missing(self, wanted: Iterable[tuple[str, int]], alone: bool) -> list[tuple[list[str], int]]:
+        """Sessions for those of `wanted` that are not traced yet."""
+        alone = alone or (self.workload.launch is not None and self.workload.launch.stage == 3)
         missing: dict[int, list[str]] = {}
         for policy, batch in dict.fromkeys(wanted):
             if (policy, batch) not in (self._alone if alone else self.traced):
                 missing.setdefault(batch, []).append(policy)
         shares = {batch: len(policies) if alone else self._jobs for batch, policies in missing.items()}
-        sessions = [part for batch, policies in missing.items() for part in _shares(policies, batch, shares[batch])]
-        for (policies, batch), traces in zip(sessions, self._run(sessions), strict=True):
+        return [part for batch, policies in missing.items() for part in _shares(policies, batch, shares[batch])]
+
+    def _keep(self, sessions: list[tuple[list[str], int]], traced: Iterable[list[Traced]]) -> None:
+        for (policies, batch), traces in zip(sessions, traced, strict=True):
             if len(policies) == 1:
                 self._alone.add((policies[0], batch))
             self.traced.update({(policy, batch): trace for policy, trace in zip(policies, traces, strict=True)})
-        return [self.traced[key] for key in wanted]
 
     def usual(self, wanted: Iterable[tuple[str, int]]) -> list[StepTrace]:
         """For each (policy, batch), which has a trace, that of the step on a usual batch."""
@@ -184,12 +197,32 @@ class Tracer:
         return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
 
     def _run(self, sessions: list[tuple[list[str], int]], usual: bool = False) -> Iterator[list[Traced]]:
+        """The traces of each session; all of them are begun at once where there are other processes."""
+        launch = self.workload.launch
         running: list[Future[list[Traced]] | None] = [None] * len(sessions)
         if self._pool is not None:
-            running = [self._pool.submit(_trace, *session, usual) for session in sessions]
+            running = [self._pool.submit(_trace, *session, usual, launch) for session in sessions]
+        return self._results(sessions, running, usual)
+
+    def _results(
+        self, sessions: list[tuple[list[str], int]], running: list[Future[list[Traced]] | None], usual: bool
+    ) -> Iterator[list[Traced]]:
+        where = f" with {self.workload.launch}" if self.workload.launch else ""
         for (policies, batch), future in zip(sessions, running, strict=True):
-            self.report(f"tracing batch {batch} under {'; '.join(policies)}")
+            self.report(f"tracing batch {batch} under {'; '.join(policies)}{where}")
             yield _session(self.workload, policies, batch, usual) if future is None else future.result()
+
+
+def trace_all(asked: Sequence[tuple[Tracer, Iterable[tuple[str, int]]]], alone: bool = False) -> list[list[Traced]]:
+    """`tracer.all(wanted, alone)` for each (tracer, wanted), begun together."""
+    each = [(tracer, list(wanted)) for tracer, wanted in asked]
+    begun = []
+    for tracer, wanted in each:
+        sessions = tracer._missing(wanted, alone)
+        begun.append((tracer, sessions, tracer._run(sessions)))
+    for tracer, sessions, traced in begun:
+        tracer._keep(sessions, traced)
+    return [[tracer.traced[key] for key in wanted] for tracer, wanted in each]
 
 
 def _shares(policies: list[str], batch: int, jobs: int) -> list[tuple[list[str], int]]:
@@ -215,10 +248,10 @@ def _session(workload: Workload, policies: list[str], batch: int, usual: bool) -
     return trace_policies(workload, policies, workload.usual(batch) if usual else workload.step(batch))
 
 
-def _trace(policies: list[str], batch: int, usual: bool) -> list[Traced]:
+def _trace(policies: list[str], batch: int, usual: bool, launch: Launch | None) -> list[Traced]:
     """In a forked process."""
     assert _WORKLOAD is not None, "set by _inherit"
-    traces = _session(_WORKLOAD, policies, batch, usual)
+    traces = _session(replace(_WORKLOAD, launch=launch), policies, batch, usual)
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing

@@ -1,0 +1,235 @@
+"""Several launches of one workload: which of them is best with which policy and batch, and how few GPUs would do.
+
+A trace of one process is cheaper than one under a launch, and a policy changes both alike. So policies are explored in
+one process, and what a launch changes is learned from one policy traced under it as well; from two, as a line between
+them, where FSDP2 changes the precision. Whatever is shown has been traced under its own launch, which corrects the
+estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.record.trace import StepTrace
+
+from .candidate import Candidate, better
+from .estimates import LOW, Estimates
+from .fitting import Room
+from .search import ends, pick_first, search, settle, timed
+from .tracing import Tracer, trace_all
+
+_SHOWN = 3  # candidates of the leading launch beside its frontier's first
+_SHARDED = ("parameters", "gradients", "optimizer")
+STRATEGIES = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision, which is another training: by name alone
+
+
+def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = STRATEGIES, **more: object) -> list[Launch]:
+    """The launches on so many GPUs that are worth a look, FSDP2 with and without resharding.
+
+    Args:
+        machines: that the GPUs are on, evenly.
+        strategies: names of `Launch.strategy`.
+        more: other fields of the launches.
+
+    Raises:
+        UserError: a strategy that is not modelled, or counts that do not fit.
+    """
+    if gpus < 2:
+        raise UserError(f"{gpus} GPUs: a launch is for at least 2; leave it out for one")
+    found = [Launch(strategy, gpus, machines, **more) for strategy in strategies]  # type: ignore[arg-type]
+    kept = [replace(launch, reshard_after_forward=False) for launch in found if launch.strategy == "fsdp2"]
+    return [*found, *kept]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What a figure of one process becomes under a launch."""
+
+    start: float = 0.0
+    slope: float = 1.0
+
+    @classmethod
+    def through(cls, one: tuple[float, float], other: tuple[float, float]) -> _Line:
+        """Two points (in one process, under the launch); a shift where they are too near to each other, or one."""
+        run = other[0] - one[0]
+        slope = (other[1] - one[1]) / run if abs(run) > 0.05 * one[0] else 1.0
+        return cls(one[1] - slope * one[0], slope)
+
+    def __call__(self, value: float) -> float:
+        return self.start + self.slope * value
+
+
+@dataclass
+class Launched(Estimates):
+    """Estimates under a launch, the tracer's, from those of one process."""
+
+    alone: Estimates = field(kw_only=True)
+    lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def points(self) -> list[tuple[str, int]]:
+        """The policies of one process, with their batch, to be traced under the launch too."""
+        at, launch = self.batch or LOW, self.tracer.workload.launch
+        order = sorted(self.alone.anchors, key=lambda policy: self.alone.reserved(policy, at))
+        alike = launch is None or launch.strategy == "ddp" or launch.mixed_precision == "no"
+        return [(policy, at) for policy in dict.fromkeys(order[-1:] if alike else [order[0], order[-1]])]
+
+    def learn(self) -> None:
+        """What the launch changes, from the traces of `points`."""
+        pairs = []
+        for policy, at in self.points:
+            trace = self.tracer.trace(policy, at)
+            assert isinstance(trace, StepTrace), "it has an anchor"
+            pairs.append((self.alone.estimate(policy, at), self._candidate(policy, at, trace)))
+        for figure in ("peak", "reserved", "seconds"):
+            ends = [(getattr(one, figure), getattr(under, figure)) for one, under in pairs]
+            self.lines[figure] = _Line.through(ends[0], ends[-1])
+
+    def consider(self, policies: Iterable[str]) -> None:
+        """Their anchors are traces of one process."""
+        self.alone.consider(policies)
+        self.anchors, self.rejected = self.alone.anchors, self.alone.rejected
+
+    def estimate(self, policy: str, batch: int) -> Candidate:
+        traced = self.tracer.traced.get((policy, batch))
+        if isinstance(traced, StepTrace):
+            return self._candidate(policy, batch, traced)
+        one = self.alone.estimate(policy, batch)
+        peak, reserved, seconds = (self.lines[name](getattr(one, name)) for name in ("peak", "reserved", "seconds"))
+        launch = self.tracer.workload.launch
+        return replace(one, peak=round(peak), reserved=round(reserved), seconds=seconds, launch=launch)
+
+    def scaled_reserved(self, policy: str, batch: int) -> int:
+        return round(self.lines["reserved"](self.alone.reserved(policy, batch)))
+
+
+class Launches:
+    """The search over several launches of the tracer's workload, which is of one process.
+
+    room: of a process under a launch; alone: of one by itself. rejected: launches that do not suit the model, and why.
+    """
+
+    def __init__(
+        self, tracer: Tracer, launches: Sequence[Launch], rooms: tuple[Room, Room], target: str,
+        batch: int | None, most: int,
+    ) -> None:  # fmt: skip
+        room, alone = rooms
+        self.more = target, batch, most
+        self.room, self.key = room, better(target)
+        self.alone = Estimates(tracer, alone, *self.more)
+        self.under = [self._under(launch) for launch in launches]
+        self.rejected: dict[str, str] = {}
+
+    def _under(self, launch: Launch) -> Estimates:
+        tracer = self.alone.tracer.under(launch)
+        if launch.stage:  # in another precision: nothing of one process carries over
+            return Estimates(tracer, self.room, *self.more)
+        return Launched(tracer, self.room, *self.more, alone=self.alone)
+
+    def search(self, policies: list[str] | None = None) -> list[Candidate]:
+        """Candidates, best first, each traced: what is near of the leading launch, and the best of each other one.
+
+        Raises:
+            UserError: no launch suits the model.
+        """
+        first = ends() if policies is None else policies
+        self.alone.consider(first)
+        self._learn(first)
+        order = sorted(self.under, key=self._rank, reverse=True)
+        found: dict[int, list[Candidate]] = {}
+        for estimates in order:
+            found[id(estimates)] = search(estimates, policies, _SHOWN)
+            if found[id(estimates)]:
+                break
+        shown = [candidate.policy for candidates in found.values() for candidate in candidates]
+        others = {id(e): self._best(e, [*first, *shown]) for e in order if id(e) not in found}
+        settle((e, best) for e in order if (best := others.get(id(e))) is not None)
+        for estimates in order:
+            if others.get(id(estimates)) is not None:
+                found[id(estimates)] = self._of(estimates, found, policies, [*first, *shown])
+        candidates = sorted((c for each in found.values() for c in each), key=self.key, reverse=True)
+        return pick_first(candidates, self.more[0])
+
+    def _of(
+        self, estimates: Estimates, found: dict[int, list[Candidate]], policies: list[str] | None, known: list[str]
+    ) -> list[Candidate]:
+        """The settled best of a launch that came second; what a search finds where it should have come first."""
+        best = self._best(estimates, known)
+        leader = max((c for each in found.values() for c in each), key=self.key, default=None)
+        if best is not None and leader is not None and self.key(best) > self.key(leader):
+            return search(estimates, policies, _SHOWN)
+        return [] if best is None else timed(estimates, [best])
+
+    def _learn(self, first: list[str]) -> None:
+        launched = [estimates for estimates in self.under if isinstance(estimates, Launched)]
+        with suppress(UserError):  # of which of them is found out next
+            trace_all([(estimates.tracer, estimates.points) for estimates in launched])
+        for estimates in list(self.under):
+            try:
+                if isinstance(estimates, Launched):
+                    estimates.learn()
+                estimates.consider(first)
+            except UserError as error:
+                self.rejected[str(estimates.tracer.workload.launch)] = str(error)
+                self.under.remove(estimates)
+        if not self.under:
+            raise UserError("; ".join(self.rejected.values()))
+
+    def _best(self, estimates: Estimates, policies: Iterable[str]) -> Candidate | None:
+        known = [policy for policy in dict.fromkeys(policies) if policy in estimates.anchors]
+        fitting = [best for best in map(estimates.best, known) if best is not None]
+        return max(fitting, key=self.key, default=None)
+
+    def _rank(self, estimates: Estimates) -> tuple[float, ...]:
+        """By the best that fits; where nothing does, by the fewest bytes."""
+        best = self._best(estimates, ends())
+        if best is not None:
+            return 1.0, *self.key(best)
+        return 0.0, -min(candidate.reserved for candidate in estimates.leanest(1))
+
+    def of(self, launch: Launch | None) -> Estimates:
+        """The estimates of a launch."""
+        return next(estimates for estimates in self.under if estimates.tracer.workload.launch == launch)
+
+    def leanest(self) -> Estimates:
+        """The launch that needs the fewest bytes."""
+        return min(self.under, key=lambda estimates: estimates.leanest(1)[0].reserved)
+
+    def fewest(self, pick: Candidate) -> Candidate | None:
+        """A candidate on as few GPUs as one fits on; None where that is as many as `pick` is on.
+
+        What is sharded grows as there are fewer; a launch that shards nothing fits on any number, or on one.
+        """
+        assert pick.launch is not None
+        known = [*ends(), pick.policy]
+        alone = self._best(self.alone, known)
+        if alone is not None:
+            settle([(self.alone, alone)])
+            alone = self._best(self.alone, known)
+        if alone is not None:
+            return alone
+        estimates = self.leanest()
+        launch = estimates.tracer.workload.launch
+        assert launch is not None
+        lean = estimates.leanest(1)[0]
+        for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
+            machines = max(1, gpus * launch.machines // launch.processes)
+            fewer = self._under(replace(launch, processes=gpus, machines=machines))
+            trace = fewer.tracer.trace(lean.policy, lean.batch) if self._might_fit(estimates, lean, gpus) else ""
+            if isinstance(trace, StepTrace):
+                candidate = Candidate.of(lean.policy, lean.batch, trace, fewer.tracer.workload.accumulation)
+                if self.room.fits(candidate):
+                    return candidate
+        return None
+
+    def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
+        """Whether the leanest would fit if nothing but what is sharded grew."""
+        trace = estimates.tracer.trace(lean.policy, lean.batch)
+        assert isinstance(trace, StepTrace), "its policy has an anchor"
+        assert trace.launch is not None
+        sharded = sum(trace.at_peak[category] for category in _SHARDED)
+        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= self.room.limit
