@@ -31,6 +31,7 @@ from . import known, merge, planning, policies, recipe
 from .asked import plan_command, takes
 from .console import progress, stdout
 from .options import (
+    ONE_LAUNCH,
     AsJson,
     BatchSize,
     Model,
@@ -123,7 +124,7 @@ class Estimate:
 
 
 @app.command()
-@takes()
+@takes(ONE_LAUNCH)
 def estimate(
     model: Model,
     policy: PolicyOption = "none",

@@ -18,7 +18,8 @@ from typing import Any
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import STRATEGIES, Launch
+from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
+from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
 from ckpt_ft.units import format_bytes, parse_bytes
 from ckpt_ft.workloads.settings import Settings
@@ -37,6 +38,7 @@ from .options import (
     Frames,
     GpuLike,
     GpuMemory,
+    Gpus,
     LaunchOption,
     Link,
     Lora,
@@ -53,6 +55,8 @@ from .options import (
     UsePeft,
     memory,
 )
+
+_ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
 
 Command = Callable[..., None]
 
@@ -142,6 +146,7 @@ def _settings(
     load_in_4bit: FourBit = False,
     launch: LaunchOption = "",
     processes: Processes = 0,
+    gpus: Gpus = 0,
     machines: Machines = 0,
     link: Link = "",
     alloc_conf: AllocConf = "",
@@ -149,11 +154,13 @@ def _settings(
     lora_dropout: LoraDropout = None,
 ) -> Settings:
     mixed_precision = _precision(mixed_precision, bf16, fp16)
-    launched = _launch(launch, processes, machines, link, mixed_precision)
+    launches = _launches(gpus, launch, processes, machines, link, mixed_precision) if gpus else ()
+    launched = None if gpus else _launch(launch, processes, machines, link, mixed_precision)
     if launched is not None and mixed_precision == "no":
         mixed_precision = launched.mixed_precision
     return Settings(
         launch=launched,
+        launches=launches,
         alloc_conf=alloc_conf,
         dtype=dtype,
         mixed_precision=mixed_precision,
@@ -188,15 +195,30 @@ def _launch(given: str, processes: int, machines: int, link: str, mixed_precisio
                 raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
         return None
     if given in STRATEGIES:
-        launch = Launch(given, processes or 1, mixed_precision=mixed_precision)
+        if not processes:
+            raise UserError(f"--launch {given}: on how many GPUs? give --processes")
+        launch = Launch(given, processes, mixed_precision=mixed_precision)
     elif Path(given).suffix in (".yaml", ".yml", ".json"):
-        launch = Launch.from_file(given, processes or None)
+        launch = read_launch(given, processes or None, mixed_precision)
     else:
         raise UserError(
             f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
         )
     rate = float(parse_bytes(link)) if link else None
     return replace(launch, machines=machines or launch.machines, link=rate)
+
+
+def _launches(
+    gpus: int, given: str, processes: int, machines: int, link: str, mixed_precision: str
+) -> tuple[Launch, ...]:
+    """The launches that `--gpus` and the options beside it leave to choose from."""
+    if processes or Path(given).suffix:
+        said = f"--processes {processes}" if processes else f"--launch {given}"
+        raise UserError(f"--gpus {gpus} and {said}: --gpus chooses among strategies by name, a file is one launch")
+    rate = float(parse_bytes(link)) if link else None
+    strategies = [name.strip() for name in given.split(",")] if given else WORTH_A_LOOK
+    on = machines or (gpus // _ON_A_MACHINE if gpus % _ON_A_MACHINE == 0 else 1)
+    return tuple(launches_on(gpus, on, strategies, mixed_precision=mixed_precision, link=rate))
 
 
 _MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}

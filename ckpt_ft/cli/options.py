@@ -41,15 +41,27 @@ Attention = Annotated[
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
 LaunchOption = Annotated[
-    str, typer.Option("--launch", help="several GPUs: ddp, fsdp2, or an accelerate configuration file")
+    str,
+    typer.Option(
+        "--launch", help="several GPUs: ddp, fsdp2, zero1, zero2, zero3, or an accelerate configuration file"
+    ),
+]
+Gpus = Annotated[
+    int,
+    typer.Option(
+        "--gpus", min=0, help="that there are: which launch is best (of --launch ddp,fsdp2, or others named)"
+    ),
 ]
 Processes = Annotated[int, typer.Option("--processes", help="GPUs in all; by default the file's")]
-Machines = Annotated[int, typer.Option("--machines", help="that they are on; by default the file's, or 1")]
+Machines = Annotated[
+    int, typer.Option("--machines", help="that they are on; by default the file's, or 1, or of --gpus 8 on each")
+]
 Link = Annotated[
     str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")
 ]
 AllocConf = Annotated[str, typer.Option("--alloc-conf", help="as in PYTORCH_CUDA_ALLOC_CONF")]
-ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": ""}
+ONE_LAUNCH = {"gpus": 0}
+ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": "", **ONE_LAUNCH}
 PrepareKbit = Annotated[
     bool,
     typer.Option(

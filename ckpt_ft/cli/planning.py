@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,15 +12,17 @@ import typer
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import check_writable, write
+from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import print_table
-from ckpt_ft.units import format_at_least, format_bytes
+from ckpt_ft.units import format_at_least, format_bytes, format_number
 from ckpt_ft.workloads.settings import Settings
 
 from .asked import takes
 from .console import progress, stdout
-from .options import AsJson, Model, PolicyOption, memory, parse_policy
+from .how_to_run import command
+from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
@@ -69,13 +71,18 @@ def plan(
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="plan again even if the same was asked before")] = False,
+    write_launch: Annotated[
+        str, typer.Option("--write-launch", help="write the pick's launch here, as accelerate's configuration (.yaml)")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
     from ckpt_ft.planning.plan_file import cache_path
     from ckpt_ft.workloads.model_config import read_config
 
-    for flag, place in (("--output", output), ("--plot", plot)):
+    if write_launch and not (settings.launch or settings.launches):
+        raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
+    for flag, place in (("--output", output), ("--plot", plot), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
@@ -84,7 +91,7 @@ def plan(
         **vars(asked),
         "model": model,
         "config": read_config(model),
-        "settings": vars(settings),
+        "settings": asdict(settings),
         "lengths": vars(lengths) if lengths else None,
     }
     cached = cache_path(question)
@@ -96,13 +103,17 @@ def plan(
         print(found.to_json())
     else:
         print_plan(found)
+    if write_launch and found.best.launch is not None:
+        write(write_launch, accelerate_config(found.best.launch))
+    if found.best.launch is not None and not as_json:
+        print(command(found, settings, dataset, write_launch))
     if output:
         write(output, found.to_json())
     if plot:
         found.plot(plot)
 
 
-@takes()
+@takes(ONE_LAUNCH)
 def max_batch(
     model: Model,
     policy: PolicyOption = "none",
@@ -194,7 +205,8 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
-    make_room(asked.budget, asked.gpu, asked.margin, settings.launch)  # a bad budget is said before anything is built
+    launch = settings.launches[0] if settings.launches else settings.launch
+    make_room(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, asked.gpu or "cpu", lengths)
@@ -207,7 +219,19 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
             margin=asked.margin,
             jobs=jobs or cores(),
             report=say,
+            launches=settings.launches,
         )
+
+
+def _on_fewer(plan: Plan) -> str:
+    """What of the plan would run on fewer GPUs."""
+    fewest = plan.fewest
+    if fewest is None:
+        return "no policy fits on fewer GPUs"
+    on = fewest.launch.processes if fewest.launch else 1
+    how = f"{fewest.launch.sharing}, " if fewest.launch else ""
+    speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
+    return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
 
 
 def print_plan(plan: Plan) -> None:
@@ -215,6 +239,8 @@ def print_plan(plan: Plan) -> None:
     console = stdout()
     print_table(plan.candidates_table, console)
     console.print(f"pick: {plan.why}", markup=False)
+    if plan.best.launch is not None and plan.best.launch.processes > 1:
+        console.print(_on_fewer(plan), markup=False)
     if plan.data:
         console.print(plan.data, markup=False)
     for note in plan.notes:

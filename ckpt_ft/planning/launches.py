@@ -24,25 +24,6 @@ from .tracing import Tracer, trace_all
 
 _SHOWN = 3  # candidates of the leading launch beside its frontier's first
 _SHARDED = ("parameters", "gradients", "optimizer")
-STRATEGIES = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision, which is another training: by name alone
-
-
-def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = STRATEGIES, **more: object) -> list[Launch]:
-    """The launches on so many GPUs that are worth a look, FSDP2 with and without resharding.
-
-    Args:
-        machines: that the GPUs are on, evenly.
-        strategies: names of `Launch.strategy`.
-        more: other fields of the launches.
-
-    Raises:
-        UserError: a strategy that is not modelled, or counts that do not fit.
-    """
-    if gpus < 2:
-        raise UserError(f"{gpus} GPUs: a launch is for at least 2; leave it out for one")
-    found = [Launch(strategy, gpus, machines, **more) for strategy in strategies]  # type: ignore[arg-type]
-    kept = [replace(launch, reshard_after_forward=False) for launch in found if launch.strategy == "fsdp2"]
-    return [*found, *kept]
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,10 @@ class Plan:
         ]
         header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "")
         if any(candidate.launch for candidate in self.candidates):
-            rows = [(str(c.launch), *row) for c, row in zip(self.candidates, rows, strict=True)]
-            return Table(f"{self.model} on {self.device}, each GPU", ("launch", *header), rows, text=(0, 1, 7))
+            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(self.candidates, rows, strict=True)]
+            gpus = self.best.launch.processes if self.best.launch else 1
+            title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
+            return Table(title, ("launch", *header), rows, text=(0, 1, 7))
         return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6))
 
     def table(self) -> str:

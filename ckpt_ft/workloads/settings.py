@@ -36,6 +36,7 @@ class Settings:
         attn_implementation: sdpa or eager; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
         launch: on how many processes; None for one.
+        launches: to choose from, in a plan.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
         prepare_kbit: embeddings, norms and head of a 4-bit model in float32, as peft.prepare_model_for_kbit_training
             leaves them; else as they are loaded.
@@ -55,6 +56,7 @@ class Settings:
     attn_implementation: str = ""
     load_in_4bit: bool = False
     launch: Launch | None = None
+    launches: tuple[Launch, ...] = ()
     alloc_conf: str = ""
     prepare_kbit: bool = False
     lora_dropout: float | None = None

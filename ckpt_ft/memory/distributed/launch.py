@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_ft.errors import UserError
@@ -12,6 +12,7 @@ from ckpt_ft.errors import UserError
 from .zero_options import ZeroOptions
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision: another training, by name alone
 PRECISIONS = ("no", "bf16", "fp16")
 
 
@@ -67,12 +68,35 @@ class Launch:
         """Of ZeRO; 0 for what is not DeepSpeed's."""
         return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
 
+    @property
+    def sharing(self) -> str:
+        """How the model is shared, in words."""
+        kept = self.strategy == "fsdp2" and not self.reshard_after_forward
+        return f"{self.strategy}, kept after forward" if kept else self.strategy
+
     def __str__(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
-        kept = "" if self.strategy != "fsdp2" or self.reshard_after_forward else ", parameters kept after forward"
-        return f"{self.strategy} on {self.processes} GPUs{where}{kept}"
+        return f"{self.sharing}, on {self.processes} GPUs{where}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Launch:
         """What `dataclasses.asdict` made, JSON in between or not."""
         return cls(**{**values, "wrap": tuple(values["wrap"]), "zero": ZeroOptions(**values["zero"])})
+
+
+def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
+    """The launches on so many GPUs to choose from: FSDP2 is two, with resharding after forward and without.
+
+    Args:
+        machines: that the GPUs are on, evenly.
+        strategies: names of `Launch.strategy`.
+        more: other fields of the launches.
+
+    Raises:
+        UserError: a strategy that is not modelled, or counts that do not fit.
+    """
+    if gpus < 2:
+        raise UserError(f"{gpus} GPUs: a launch is for at least 2; leave it out for one")
+    found = [Launch(strategy, gpus, machines, **more) for strategy in strategies]
+    kept = [replace(launch, reshard_after_forward=False) for launch in found if launch.strategy == "fsdp2"]
+    return [*found, *kept]

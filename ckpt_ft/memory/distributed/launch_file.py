@@ -166,3 +166,61 @@ def _count(value: Any, name: str, path: str | Path) -> int:
 
 
 _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
+
+
+def accelerate_config(launch: Launch) -> str:
+    """The text of an accelerate configuration file of `launch`; `read_launch` takes it back.
+
+    Raises:
+        UserError: what accelerate's file cannot say.
+    """
+    if launch.zero != ZeroOptions():
+        raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _KINDS[launch.strategy],
+        "use_cpu": False,
+        "mixed_precision": launch.mixed_precision,
+        "machine_rank": 0,
+        "num_machines": launch.machines,
+        "num_processes": launch.processes,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "debug": False,
+        **sharing_options(launch),
+    }
+    if launch.machines > 1:
+        config |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
+    """The part of accelerate's configuration that says how the model is shared."""
+    if launch.strategy == "fsdp2":
+        wrapped = {"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}
+        return {
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_activation_checkpointing": False,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_cpu_ram_efficient_loading": True,
+                "fsdp_offload_params": False,
+                "fsdp_reshard_after_forward": launch.reshard_after_forward,
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+                **wrapped,
+            }
+        }
+    if launch.stage:
+        return {
+            "deepspeed_config": {
+                "zero_stage": launch.stage,
+                "offload_optimizer_device": "none",
+                "offload_param_device": "none",
+                "zero3_init_flag": launch.stage == 3,
+                "zero3_save_16bit_model": launch.stage == 3,
+            }
+        }
+    return {}
+
+
+_KINDS = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
