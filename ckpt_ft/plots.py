@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from .colours import COLOURS
 from .errors import UserError
 from .files import write
 from .units import GIB, MIB, format_bytes
@@ -21,18 +22,6 @@ from .units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Resident memory in cool colours, what a step adds in warm ones: Okabe and Ito's palette, safe for the colour-blind.
-COLOURS = {
-    "parameters": "#0072b2",
-    "buffers": "#003d66",
-    "optimizer": "#56b4e9",
-    "gradients": "#009e73",
-    "activations": "#e69f00",
-    "temporary": "#d55e00",
-    "communication": "#cc79a7",
-    "workspace": "#999999",
-}
 
 
 class Step(Protocol):
@@ -81,7 +70,7 @@ def draw_step(path: str | Path, step: Step, title: str = "") -> Path:
     unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
     visible = {category: values for category, values in step.series.items() if max(values) > peak / 500}
     stacks = [[nbytes / unit for nbytes in values] for values in visible.values()]
-    colours = [COLOURS[category] for category in visible]
+    colours = [COLOURS[category][0] for category in visible]
     axes.stackplot(step.moments, *stacks, labels=list(visible), colors=colours, step="post", linewidth=0)
     axes.set(ylabel=f"{name} allocated ({step.source})", xlabel="allocations and frees of one step, in order")
     axes.set_xlim(step.moments[0], step.moments[-1])

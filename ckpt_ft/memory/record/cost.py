@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_ft.memory.distributed.links import collective_seconds
 from ckpt_ft.memory.gpus import GPU
@@ -25,6 +25,7 @@ from .events import Op
 if TYPE_CHECKING:
     from ckpt_ft.memory.distributed.launch import Launch
 
+COPIES = "copies"  # what the copy engine's clock is called
 TILE = 128 * 128  # elements of the output that one thread block of a large cuBLAS or CUTLASS kernel computes
 KERNEL_SHORTEST, KERNEL_GAP = 2e-6, 0.9e-6  # seconds: an empty kernel, and between two of them (see Host.per_launch)
 
@@ -52,11 +53,28 @@ class Host:
 DEFAULT_HOST = Host()
 
 
+class Span(NamedTuple):
+    """When an op runs, in seconds from the step's begin: the host is done issuing it at `issued`, the device works on
+    it from `start` to `end`, on the stream "copies" where a copy engine does; `start` is `end` without a kernel."""
+
+    op: Op
+    issued: float
+    start: float
+    end: float
+    stream: str
+
+
 def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch: Launch | None = None) -> float:
-    """Seconds from the first op's dispatch to the last kernel's end on `gpu`.
+    """Seconds from the first op's dispatch to the last kernel's end on `gpu`."""
+    return max((max(span.issued, span.end) for span in schedule(ops, gpu, host, launch)), default=0.0)
+
+
+def schedule(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch: Launch | None = None) -> Iterator[Span]:
+    """When each op of a step runs, in the order in which they are issued.
 
     Each stream has a clock; an event that is recorded in one holds up the stream that waits for it. Collectives of one
-    process group follow one another, whichever stream they are issued to.
+    process group follow one another, whichever stream they are issued to. The copy engine's clock waits for nobody:
+    it says what the copies need at least.
     """
     issued = copying = network = 0.0
     free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
@@ -70,15 +88,21 @@ def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch:
             free[op.stream] = max(free[op.stream], events.get(op.module, 0.0))
         elif op.wire and launch is not None:
             issued += host.per_op + host.per_launch
-            network = max(free[op.stream], issued, network) + collective_seconds(op.wire, launch, gpu)
-            free[op.stream] = network
+            start = max(free[op.stream], issued, network)
+            free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu)
+            yield Span(op, issued, start, network, op.stream)
         else:
             issued += host.per_op + op.kernels * host.per_launch
             if op.kernels:
-                free[op.stream] = max(free[op.stream], issued) + device_seconds(op, gpu)
+                start = max(free[op.stream], issued)
+                free[op.stream] = start + device_seconds(op, gpu)
+                yield Span(op, issued, start, free[op.stream], op.stream)
             elif op.nbytes:
-                copying += op.nbytes / gpu.host_bandwidth
-    return max(issued, copying, *free.values(), 0.0)
+                start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
+                yield Span(op, issued, start, copying, COPIES)
+            else:
+                start = max(free[op.stream], issued)
+                yield Span(op, issued, start, start, op.stream)
 
 
 def device_seconds(op: Op, gpu: GPU) -> float:

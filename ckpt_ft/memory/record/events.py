@@ -22,6 +22,12 @@ class Storage:
     module: str  # qualified name of the module that was running, "" outside
     phase: str  # one of PHASES
     stream: str = ""  # CUDA stream that it was allocated in, "" for the one that computes
+    owner: str = ""  # qualified name of the module whose parameter, buffer, gradient or optimizer state it is
+
+    @property
+    def place(self) -> str:
+        """The module whose bytes these are: that owns the tensor, else that was running."""
+        return self.owner or self.module
 
 
 @dataclass(slots=True)

@@ -180,10 +180,18 @@ class Storages(Position):
 
         return followed
 
-    def _mark(self, value: torch.Tensor, category: str) -> None:
+    def _mark(self, value: torch.Tensor, category: str, owner: str) -> None:
         for tensor in plain(value):
             seen = self._live.get(tensor.untyped_storage()._cdata)
             if seen is None:
                 self._follow(tensor, category, "", resident=not self._events)
             elif seen.index >= 0:
                 self._storages[seen.index].category = category
+        self._own(value, owner)
+
+    def _own(self, value: torch.Tensor, owner: str) -> None:
+        """`value` is a parameter or buffer of the module called `owner`, or belongs to one."""
+        for tensor in plain(value):
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is not None and seen.index >= 0:
+                self._storages[seen.index].owner = owner

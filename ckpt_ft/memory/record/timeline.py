@@ -8,28 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt_ft.plots import draw_step
 
-from .events import CATEGORIES, PHASES, Holder
+from .events import CATEGORIES, Holder
 from .holders import holder_line
+from .recorded import Recorded
 
 POINTS = 1500
-
-
-class Trace(Protocol):
-    """What a timeline is made from: StepTrace, which draws itself by one."""
-
-    marks: list[tuple[int, str]]
-    source: str
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def peak_at(self) -> int: ...
-    def timeline(self) -> list[dict[str, int]]: ...
-    def grouped_holders(self, n: int = ...) -> list[Holder]: ...
 
 
 @dataclass
@@ -49,7 +36,7 @@ class Timeline:
     source: str
 
     @classmethod
-    def from_trace(cls, trace: Trace) -> Timeline:
+    def from_trace(cls, trace: Recorded) -> Timeline:
         """The measured step of `trace`."""
         rows = trace.timeline()
         first = max(trace.start - 1, 0)  # the event after which rows[0] holds
@@ -59,7 +46,7 @@ class Timeline:
         moments = [max(range(at, min(at + stretch, len(rows))), key=totals.__getitem__) for at in ends]
         used = [name for name in CATEGORIES if any(rows[at][name] for at in moments)]
         series = {name: [rows[at][name] for at in moments] for name in used}
-        marks = [(max(at - first, 0), name) for at, name in trace.marks if at >= trace.start and name in PHASES]
+        marks = [(max(at - first, 0), name) for at, name in trace.phase_marks]
         return cls(moments, series, marks, trace.peak_at - first, trace.grouped_holders(), trace.source)
 
     @classmethod

@@ -9,18 +9,26 @@ for.
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import Replay, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.views.perfetto import trace_events
+from ckpt_ft.memory.views.snapshot import snapshot
+from ckpt_ft.memory.views.step_view import STEP_TITLE, StepView
+from ckpt_ft.page.document import Page, Section
 
-from .cost import DEFAULT_HOST, Host, step_seconds
+from .codec import dumps, loads
+from .cost import DEFAULT_HOST, Host, Span, schedule, step_seconds
 from .events import CATEGORIES, PHASES, Holder, Op, Storage
 from .holders import grouped
 from .timeline import Timeline
@@ -84,10 +92,14 @@ class StepTrace:
         return self.replay.peak_reserved()
 
     @property
+    def phase_marks(self) -> list[tuple[int, str]]:
+        """(events so far, phase that begins there) of the measured step."""
+        return [(at, name) for at, name in self.marks if at >= self.start and name in PHASES]
+
+    @property
     def peaks(self) -> dict[str, int]:
         """Peak bytes of each phase of the measured step, with what was resident; 0 for a phase not entered."""
-        peaks = dict.fromkeys(PHASES, 0)
-        marks = [mark for mark in self.marks if mark[0] >= self.start and mark[1] in peaks]
+        peaks, marks = dict.fromkeys(PHASES, 0), self.phase_marks
         ends = [at for at, _ in marks[1:]] + [len(self.events)]
         for (begin, phase), end in zip(marks, ends, strict=True):
             peaks[phase] = max(peaks[phase], self.replay.peak_allocated(begin, end))
@@ -170,6 +182,12 @@ class StepTrace:
         recorded, without = (step_seconds(kept, gpu, host, self.launch) for kept in (ops, fewer))
         return recorded + (self.micro_batches - len(forwards)) * (recorded - without)
 
+    def schedule(self) -> Iterator[Span]:
+        """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
+        start = self.start
+        gpu = self.gpu or find_gpu(self.device)
+        return schedule((op for op in self.ops if op.at >= start), gpu, launch=self.launch)
+
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.
 
@@ -178,48 +196,33 @@ class StepTrace:
         """
         return Timeline.from_trace(self).draw(path, f"one training step on {self.device}")
 
+    def to_html(self, path: str | Path, title: str = "", limit: int | None = None) -> Path:
+        """Write a page that shows the step, every allocation of it, to `path`: one file, to be opened in a browser.
+
+        limit: bytes that may be reserved, drawn as a line; None for what the card leaves.
+        """
+        if limit is None and self.device != "cpu":
+            limit = (self.gpu or find_gpu(self.device)).usable
+        view = StepView.from_trace(self, title or f"a step on {self.device}", limit)
+        return Page(view.name, f"{self.source}, {self.device}", [Section("step", STEP_TITLE, view)]).write(path)
+
+    def to_snapshot(self, path: str | Path) -> Path:
+        """Write the step as a memory snapshot of PyTorch, for pytorch.org/memory_viz, to `path` (a pickle)."""
+        return write(path, lambda partial: partial.write_bytes(pickle.dumps(snapshot(self))))
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the step as Chrome trace events, for ui.perfetto.dev, to `path` (JSON).
+
+        Raises:
+            UserError: for "cpu", whose speed is not modelled.
+        """
+        return write(path, json.dumps(trace_events(self), separators=(",", ":")))
+
     def to_json(self) -> str:
         """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
-        texts: dict[str, int] = {}
-
-        def row(record: Storage | Op) -> list[int]:
-            return [texts.setdefault(v, len(texts)) if isinstance(v, str) else v for v in astuple(record)]
-
-        document = {
-            "device": self.device,
-            "gpu": asdict(self.gpu) if self.gpu else None,
-            "fields": {"storages": [f.name for f in fields(Storage)], "ops": [f.name for f in fields(Op)]},
-            "storages": [row(storage) for storage in self.storages],
-            "ops": [row(op) for op in self.ops],
-            "events": self.events,
-            "marks": self.marks,
-            "micro_batches": self.micro_batches,
-            "launch": asdict(self.launch) if self.launch else None,
-            "alloc_conf": self.alloc_conf,
-            "notes": self.notes,
-            "source": self.source,
-            "texts": texts,  # insertion order is index order
-        }
-        return json.dumps({**document, "texts": list(texts)}, separators=(",", ":"))
+        return dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote."""
-        document = json.loads(text)
-        texts = document["texts"]
-        storages = [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]]
-        ops = [
-            Op(texts[name], flops, nbytes, texts[dtype], texts[phase], texts[module], at, kernels, texts[stream], wire)
-            for name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire in document["ops"]
-        ]
-        gpu = GPU(**document["gpu"]) if document["gpu"] else None
-        marks = [(at, name) for at, name in document["marks"]]
-        launch = Launch.from_dict(document["launch"]) if document["launch"] else None
-        record = cls(document["device"], storages, document["events"], ops, marks, document["notes"], gpu)
-        return replace(
-            record,
-            micro_batches=document["micro_batches"],
-            launch=launch,
-            alloc_conf=document["alloc_conf"],
-            source=document["source"],
-        )
+        return cls(**loads(text))

@@ -69,6 +69,7 @@ class Tracker(Storages, TorchDispatchMode):
         self.after = scratch if after is None else after
         self.notes: list[str] = []
         self._model: nn.Module | None = None
+        self._owners: dict[int, str] = {}  # of parameters, by id: the module that has it
         if model is not None:
             self.add_model(model)
         if optimizer is not None:
@@ -88,6 +89,10 @@ class Tracker(Storages, TorchDispatchMode):
         self._model = model
         self.add_resident(model.parameters(), "parameters")
         self.add_resident(model.buffers(), "buffers")
+        parameters = dict(model.named_parameters())
+        self._owners = {id(tensor): name.rpartition(".")[0] for name, tensor in parameters.items()}
+        for name, tensor in [*parameters.items(), *model.named_buffers()]:
+            self._own(tensor, name.rpartition(".")[0])
         self._mark_gradients()
 
     def start_step(self) -> None:
@@ -153,11 +158,12 @@ class Tracker(Storages, TorchDispatchMode):
             parameters = () if self._model is None else self._model.parameters()
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                self._mark(parameter.grad, "gradients")
+                self._mark(parameter.grad, "gradients", self._owners.get(id(parameter), ""))
 
     def _mark_state(self, optimizer: Optimizer) -> None:
-        for tensor in tensors(list(state.values()) for state in optimizer.state.values()):
-            self._mark(tensor, "optimizer")
+        for parameter, state in optimizer.state.items():
+            for tensor in tensors((list(state.values()),)):
+                self._mark(tensor, "optimizer", self._owners.get(id(parameter), ""))
 
     # -- the mode ---------------------------------------------------------------------------------------------------
 
