@@ -1,8 +1,8 @@
 """One HTML file that holds all it needs: what it shows as JSON, and the style and script that draw it.
 
 It opens from disk, asks no network for anything (its own policy forbids it) and knows nothing of memory: views are
-handed in as figures. Plain SVG and one canvas draw them: a library for charts would be larger than all of the rest, and
-none draws ten thousand allocations one by one.
+handed in as figures. Plain SVG and one canvas draw them: a library for charts would be larger than all of the rest,
+and none draws ten thousand allocations one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ckpt_ft.colours import COLOURS
 from ckpt_ft.files import write
 
 SCRIPTS = (
-    "base", "step", "stretch", "paint", "chart", "minimap", "gestures", "icicle", "table", "step_view", "main",
+    "base", "step", "stretch", "paint", "chart", "minimap", "gestures", "icicle", "table", "step_view",
+    "choice", "choice_chart", "compare", "run", "timeline", "main",
 )  # fmt: skip
 
 

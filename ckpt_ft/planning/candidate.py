@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.cost import Host
+from ckpt_ft.memory.record.cost import Host, Span
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes, Count, Seconds
 from ckpt_ft.units import GIB
@@ -54,6 +54,11 @@ class Candidate:
 def seconds(trace: StepTrace) -> float:
     """Predicted seconds of the measured step; nominal ones on "cpu"."""
     return trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST) if trace.device == "cpu" else trace.seconds
+
+
+def spans(trace: StepTrace) -> Iterator[Span]:
+    """When each op of the measured step runs; nominally on "cpu"."""
+    return trace.schedule_on(NOMINAL_CPU, _NOMINAL_HOST) if trace.device == "cpu" else trace.schedule()
 
 
 def better(target: str) -> Callable[[Candidate], tuple[float, ...]]:

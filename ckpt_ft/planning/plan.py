@@ -7,7 +7,8 @@ allocator would reserve, plus the CUDA context, plus a margin.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from .fitting import Room, make_room
 from .launches import Launches
 from .plan_file import check_versions, fingerprint, versions
 from .proposals import blocks_of
+from .question import Question
 from .search import search
 from .tracing import Report, Tracer
 
@@ -201,45 +203,58 @@ def plan(
     Raises:
         UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
     """
-    better(target)
-    gpu = gpu_of(workload.device)
-    if launches:
-        workload = replace(workload, launch=None)
-    room = make_room(budget, gpu, margin, launches[0] if launches else workload.launch)
-    chosen = None if policies is None else [str(Policy.parse(policy)) for policy in policies]
-    fewest = None
+    asked = Question(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
+    with searching(replace(workload, launch=None) if launches else workload, jobs, report) as tracer:
+        return planned(tracer, asked)[0]
+
+
+@contextmanager
+def searching(workload: Workload, jobs: int, report: Report | None) -> Iterator[Tracer]:
+    """A tracer of `workload`, whose model has no policy meanwhile."""
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
-        asked = target, batch_size, max_batch_size
-        if launches:
-            several = Launches(tracer, launches, (room, make_room(budget, gpu, margin)), *asked)
-            found = several.search(chosen)
-            estimates = several.of(found[0].launch) if found else several.leanest()
-            fewest = several.fewest(found[0]) if found else None
-            rejected = {**estimates.rejected, **several.rejected}
-        else:
-            estimates = Estimates(tracer, room, *asked)
-            found = search(estimates, chosen)
-            rejected = estimates.rejected
-        if not found:
-            raise UserError(_too_small(estimates, workload.model))
-        best = estimates.tracer.traced[found[0].policy, found[0].batch]
-        assert not isinstance(best, str), "a candidate has a trace"
-        holders = best.grouped_holders(8)
-        fixes = advise(estimates.tracer, found[0], best, batch_size is not None)
-    return Plan(
+        yield tracer
+
+
+def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
+    """The plan, and what its search found out on the way.
+
+    Raises:
+        UserError: as `plan`.
+    """
+    workload = tracer.workload
+    gpu = gpu_of(workload.device)
+    room = make_room(asked.budget, gpu, asked.margin, asked.launches[0] if asked.launches else workload.launch)
+    limits = asked.target, asked.batch_size, asked.max_batch_size
+    fewest = None
+    if asked.launches:
+        several = Launches(tracer, asked.launches, (room, make_room(asked.budget, gpu, asked.margin)), *limits)
+        found = several.search(asked.chosen)
+        estimates = several.of(found[0].launch) if found else several.leanest()
+        fewest = several.fewest(found[0]) if found else None
+        rejected = {**estimates.rejected, **several.rejected}
+    else:
+        estimates = Estimates(tracer, room, *limits)
+        found = search(estimates, asked.chosen)
+        rejected = estimates.rejected
+    if not found:
+        raise UserError(_too_small(estimates, workload.model))
+    best = estimates.tracer.traced[found[0].policy, found[0].batch]
+    assert not isinstance(best, str), "a candidate has a trace"
+    made = Plan(
         candidates=found,
         room=room,
         model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
-        target=target,
+        target=asked.target,
         fingerprint=fingerprint(workload.model),
-        fixes=fixes,
-        holders=holders,
+        fixes=advise(estimates.tracer, found[0], best, asked.batch_size is not None),
+        holders=best.grouped_holders(8),
         rejected=rejected,
         fewest=fewest,
         notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
+    return made, estimates
 
 
 def _describe(lengths: Lengths, batch: int) -> str:

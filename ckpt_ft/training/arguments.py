@@ -68,8 +68,8 @@ class ACArguments:
         },
     )
     ac_report: str = field(
-        default="json,md,png",
-        metadata={"help": "Memory reports to write to output_dir: any of json,md,png, or none."},
+        default="json,md,html,png",
+        metadata={"help": "Memory reports to write to output_dir: any of json,md,html,png, or none."},
     )
     ac_check: bool = field(
         default=False,

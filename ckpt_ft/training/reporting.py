@@ -80,7 +80,7 @@ def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:
 
 
 def show_and_write(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Print the report and write memory_report.json, .md and .png as asked for, on the main process.
+    """Print the report and write memory_report.json, .md, .html and .png as asked for, on the main process.
 
     Without matplotlib there is no picture. One that cannot be printed or written is a warning, and the others stand.
     """

@@ -26,12 +26,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.events import PHASES, Holder
 from ckpt_ft.memory.record.opinfo import tensors
-from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
-from .records import FIGURES, RankMemory, merge_peaks
+from .records import FIGURES, History, RankMemory, merge_peaks
 from .report import MemoryReport, provenance
 
 if TYPE_CHECKING:
@@ -79,6 +78,7 @@ class MemoryProfiler:
         self.meter: Meter = CudaMeter(self.device) if self.device.type == "cuda" else CpuMeter(model, optimizer, limit)
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
+        self.history = History()
         self.batch = LargestBatch()
         self._resident: dict[str, int] = {}
         self._open = False
@@ -151,6 +151,7 @@ class MemoryProfiler:
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(self.model, self.optimizer)
             merge_peaks(self.peaks, peaks)
+            self.history.add(self.steps, peaks)
             scalars = _scalars(peaks)
             if self.accelerator is not None and self.accelerator.trackers:
                 self.accelerator.log(scalars, step=self.steps)
@@ -169,7 +170,7 @@ class MemoryProfiler:
         `facts`, such as policy and batch_size, are kept in its provenance.
         """
         self._cancel()
-        mine, timeline = self._measured()
+        mine, fullest = self._measured()
         ranks = [mine]
         if self.accelerator is not None:
             from accelerate.utils import gather_object
@@ -177,12 +178,17 @@ class MemoryProfiler:
             ranks = sorted(gather_object([mine]), key=lambda rank: rank.rank)
         main = self.accelerator is None or self.accelerator.is_main_process
         known = provenance(**{"shapes": self.batch.shapes, **facts})
-        return MemoryReport(known, ranks, timeline=timeline, main=main)
+        report = MemoryReport(known, ranks, main=main)
+        if fullest is not None:
+            report.show(fullest)
+        return report
 
-    def _measured(self) -> tuple[RankMemory, Timeline | None]:
+    def _measured(self) -> tuple[RankMemory, StepTrace | None]:
+        """This process's figures, and the trace of its fullest step where there is one."""
         rank = 0 if self.accelerator is None else self.accelerator.process_index
         seconds = self._quiet_seconds / self._quiet_steps if self._quiet_steps else None
         record = RankMemory(rank, _name(self.device), self.steps, self.sampled, self.peaks, seconds=seconds)
+        record.history = self.history
         if isinstance(self.meter, CudaMeter):
             record.retries, record.ooms = self.meter.counters()
             if self._resident:
@@ -194,7 +200,7 @@ class MemoryProfiler:
         if trace is None:
             return record, None
         record.at_peak, record.holders = trace.at_peak, trace.grouped_holders()
-        return record, Timeline.from_trace(trace)
+        return record, trace
 
     def _cancel(self) -> None:
         if self._open:

@@ -10,7 +10,52 @@ from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes, Seconds
 
+STRETCHES = 200  # of a history, at most; even
 FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on CPU only the first exists
+
+
+@dataclass
+class History:
+    """Peaks over a run, in stretches of measured steps: each with its highest, so that a long run stays short.
+
+    steps: the first step of each stretch. allocated: phase -> bytes; reserved: bytes, empty on CPU.
+    every: how many measured steps a stretch has; filled: how many the last one has so far.
+    """
+
+    steps: list[Bytes] = field(default_factory=list)
+    allocated: dict[str, list[Bytes]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    reserved: list[Bytes] = field(default_factory=list)
+    every: Bytes = 1
+    filled: Bytes = 0
+
+    def add(self, step: int, peaks: dict[str, dict[str, int]]) -> None:
+        """Note the peaks (phase -> figure -> bytes) of a measured step."""
+        reserved = [figures["reserved"] for figures in peaks.values() if "reserved" in figures]
+        values = {phase: peaks.get(phase, {}).get("allocated", 0) for phase in PHASES}
+        if self.steps and self.filled < self.every:
+            self.filled += 1
+            for phase, column in self.allocated.items():
+                column[-1] = max(column[-1], values[phase])
+            self.reserved[-1:] = [max(self.reserved[-1:] + reserved)] if reserved else []
+            return
+        if len(self.steps) == STRETCHES:
+            self._halve()
+        self.steps.append(step)
+        self.filled = 1
+        for phase, column in self.allocated.items():
+            column.append(values[phase])
+        self.reserved += [max(reserved)] if reserved else []
+
+    def _halve(self) -> None:
+        """Two stretches become one."""
+        self.every *= 2
+        self.steps = self.steps[::2]
+        self.allocated = {phase: _pairs(column) for phase, column in self.allocated.items()}
+        self.reserved = _pairs(self.reserved)
+
+
+def _pairs(values: list[int]) -> list[int]:
+    return [max(values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
 @dataclass
@@ -22,6 +67,7 @@ class RankMemory:
     at_peak: category -> bytes when the most was allocated; holders: the largest groups of it. Empty where unknown.
     seconds: per step, those slowed by the measurement left out; None when there were no others.
     retries, ooms: CUDA allocations that first had to give cached memory back, and that failed.
+    history: peaks over the measured steps.
     """
 
     rank: Bytes
@@ -34,6 +80,7 @@ class RankMemory:
     seconds: Seconds | None = None
     retries: Bytes = 0
     ooms: Bytes = 0
+    history: History = field(default_factory=History)
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The most bytes over all phases; None for a figure that was not measured."""

@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,19 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.views.step_view import StepView
 from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
 
 from .records import Facts, Prediction, RunMemory
 from .report_tables import headline, markdown_report, print_report
+from .run_view import report_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-KINDS = ("json", "md", "png")
+KINDS = ("json", "md", "html", "png")
+_HERE = ("main", "step")  # fields that are not of the report's JSON
 _PACKAGES = ("torch", "transformers", "accelerate", "diffusers", "peft")
 
 
@@ -38,14 +41,21 @@ class MemoryReport(RunMemory):
     """The report of a run: printed, written, read back.
 
     main: False on the processes that neither print nor write.
+    step: every allocation of the step that `timeline` has in short; only where the report was made.
     """
 
     main: bool = True
+    step: StepView | None = field(default=None, init=False)
+
+    def show(self, trace: StepTrace) -> None:
+        """The step that is drawn: the measured one where there is one."""
+        self.timeline, self.step = Timeline.from_trace(trace), StepView.from_trace(trace)
 
     def predict(self, trace: StepTrace) -> None:
-        """Put the figures of `trace` beside the measured ones; its timeline too, where none was measured."""
+        """Put the figures of `trace` beside the measured ones; the step that is drawn, where none was measured."""
         self.predicted = Prediction.from_trace(trace)
-        self.timeline = self.timeline or Timeline.from_trace(trace)
+        if self.timeline is None:
+            self.show(trace)
 
     def print(self, console: Console | None = None) -> None:
         """Print the tables, on the main process only."""
@@ -58,7 +68,7 @@ class MemoryReport(RunMemory):
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Everything as JSON, also written to `path`."""
-        values = {"format": 1, **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "main"}}
+        values = {"format": 1, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in _HERE}}
         rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, default=asdict)}" for name, value in values.items())
         return _written(f"{{\n{rows}\n}}\n", path)
 
@@ -79,6 +89,10 @@ class MemoryReport(RunMemory):
             raise UserError(f"{path}: a memory report without ranks")
         return report
 
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page that shows the run, its step and its tables to `path`: one file, to be opened in a browser."""
+        return report_page(self, self.step).write(path)
+
     def plot(self, path: str | Path) -> Path | None:
         """Draw memory over the step to `path` (PNG, SVG or PDF); None when no step was recorded.
 
@@ -90,7 +104,7 @@ class MemoryReport(RunMemory):
         return self.timeline.draw(path, headline(self))
 
     def write(self, directory: str | Path, kinds: Collection[str] = KINDS) -> list[Path]:
-        """Write memory_report.json, .md and (with matplotlib and a recorded step) .png; each is whole or not there.
+        """Write memory_report.json, .md, .html and (with matplotlib and a recorded step) .png; whole or not there.
 
         Returns what was written of `kinds`: nothing on other than the main process.
 
@@ -99,7 +113,11 @@ class MemoryReport(RunMemory):
         """
         if not self.main:
             return []
-        writers: dict[str, Callable[[Path], object]] = {"json": self.to_json, "md": self.to_markdown}
+        writers: dict[str, Callable[[Path], object]] = {
+            "json": self.to_json,
+            "md": self.to_markdown,
+            "html": self.to_html,
+        }
         if self.timeline is not None and plots.available():
             writers["png"] = self.plot
         paths = {kind: Path(directory) / f"memory_report.{kind}" for kind in kinds if kind in writers}

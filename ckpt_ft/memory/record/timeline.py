@@ -36,12 +36,12 @@ class Timeline:
     source: str
 
     @classmethod
-    def from_trace(cls, trace: Recorded) -> Timeline:
-        """The measured step of `trace`."""
+    def from_trace(cls, trace: Recorded, points: int = POINTS) -> Timeline:
+        """The measured step of `trace`, at no more than so many moments."""
         rows = trace.timeline()
         first = max(trace.start - 1, 0)  # the event after which rows[0] holds
         totals = [sum(row.values()) for row in rows]
-        stretch = -(-len(rows) // POINTS) or 1
+        stretch = -(-len(rows) // points) or 1
         ends = range(0, len(rows), stretch)
         moments = [max(range(at, min(at + stretch, len(rows))), key=totals.__getitem__) for at in ends]
         used = [name for name in CATEGORIES if any(rows[at][name] for at in moments)]

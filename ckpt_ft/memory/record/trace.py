@@ -184,9 +184,12 @@ class StepTrace:
 
     def schedule(self) -> Iterator[Span]:
         """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
+        return self.schedule_on(self.gpu or find_gpu(self.device))
+
+    def schedule_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> Iterator[Span]:
+        """The same were its kernels run on `gpu`."""
         start = self.start
-        gpu = self.gpu or find_gpu(self.device)
-        return schedule((op for op in self.ops if op.at >= start), gpu, launch=self.launch)
+        return schedule((op for op in self.ops if op.at >= start), gpu, host, self.launch)
 
     def plot(self, path: str | Path) -> Path:
         """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.

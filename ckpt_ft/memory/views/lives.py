@@ -7,8 +7,10 @@ there. Both are what the page, PyTorch's memory_viz and Perfetto are given.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckpt_ft.memory.record.cost import Span
 from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.recorded import Recorded
 
@@ -41,14 +43,13 @@ def lives(trace: Recorded) -> list[Life]:
     return sorted(found, key=lambda life: life.made)
 
 
-def ticks(trace: Recorded) -> list[float]:
+def ticks(trace: Recorded, spans: Iterable[Span]) -> list[float]:
     """Seconds at each moment of the measured step: when the device begins the op that brought the step there.
 
-    Raises:
-        UserError: the trace is of a CPU, whose speed is not modelled.
+    spans: the step's schedule.
     """
     begins, starts, latest = [0], [0.0], 0.0
-    for span in trace.schedule():
+    for span in spans:
         if span.op.stream == span.stream == "":
             latest = max(latest, span.start)
             begins.append(span.op.at)

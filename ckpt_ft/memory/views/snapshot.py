@@ -23,7 +23,7 @@ _POOL = (0, 0)  # the default one
 def snapshot(trace: Recorded) -> dict[str, Any]:
     """The measured step of `trace`; what was there before it is in the segments alone, as in a snapshot of a run."""
     allocator = WatchedAllocator(AllocatorSettings.parse(trace.alloc_conf))
-    clock = None if trace.device == "cpu" else ticks(trace)
+    clock = None if trace.device == "cpu" else ticks(trace, trace.schedule())
     streams: dict[str, int] = {"": 0}
     live: dict[int, Block] = {}
     entries: list[Entry] = []

@@ -61,7 +61,7 @@ class StepView:
         """The measured step of `trace`; `limit` are the bytes that may be reserved."""
         found = sorted(lives(trace), key=lambda life: CATEGORIES.index(life.storage.category))
         places, groups, ops = _Texts(), _Texts(), _Texts()
-        clock = None if trace.device == "cpu" else ticks(trace)
+        clock = None if trace.device == "cpu" else ticks(trace, trace.schedule())
         numbers = {category: i for i, category in enumerate(CATEGORIES)}
         phase_names = ["", *PHASES]
         view = cls(

@@ -116,9 +116,10 @@ function copyButton(text, label = "copy") {
   return el("button", { class: "small", onclick: (event) => copy(text(), event.currentTarget) }, label);
 }
 
-/** A line of code with a button that copies it. */
+/** Flags with a button that copies them; a line breaks between flags alone. */
 function codeLine(text) {
-  return el("div", { class: "code" }, el("code", {}, text), copyButton(() => text));
+  const flags = text.split(/ (?=--)/).flatMap((flag) => [el("span", {}, flag), " "]);
+  return el("div", { class: "code" }, el("code", {}, ...flags), copyButton(() => text));
 }
 
 /** A button that is on or off. */

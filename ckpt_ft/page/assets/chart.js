@@ -99,7 +99,7 @@ class StepChart {
     const path = step.reserved.map(([at, n], i) => `M${this.x(at)},${this.y(n)}H${this.x(ends[i])}`).join("");
     const last = step.reserved.at(-1)[1];
     const found = step.device === "cpu" ? [] : [
-      svg("path", { class: "reserved", d: path }),
+      svg("path", { class: "reserved-line", d: path }),
       svg("text", { x: LEFT + this.width - 4, y: this.y(last) - 5, "text-anchor": "end" }, `reserved ${bytes(last)}`),
     ];
     if (step.limit && step.limit <= this.most) {

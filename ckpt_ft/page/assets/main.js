@@ -1,6 +1,6 @@
 // The page: its head, then each section by the view of its kind.
 
-const VIEWS = { figures: figuresView, step: stepView, table: tableView };
+const VIEWS = { figures: figuresView, choice: choiceView, run: runView, step: stepView, timeline: timelineView, tables: tablesView };
 
 function figuresView(section) {
   const figures = section.data.map(({ label, value, note }) => el("div", { class: "figure" },
@@ -8,10 +8,11 @@ function figuresView(section) {
   return [el("section", { class: "figures" }, ...figures)];
 }
 
-function tableView(section) {
-  const { header, rows, text } = section.data;
-  const heads = header.map((name, i) => ({ name, numbers: !text.includes(i) }));
-  return [el("section", {}, el("h2", {}, section.title), new DataTable(heads, rows).element)];
+function tablesView(section) {
+  const tables = section.data.map(({ title, header, rows, text }) => [
+    title, new DataTable(header.map((name, i) => ({ name, numbers: !text.includes(i) })), rows),
+  ]);
+  return [el("section", {}, el("h2", {}, section.title), tabs(Object.fromEntries(tables)))];
 }
 
 document.body.append(

@@ -1,0 +1,35 @@
+"""What a plan is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.policy import Policy
+
+from .candidate import better
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a workload; `plan` says what each is.
+
+    Raises:
+        UserError: a target or a policy that is none.
+    """
+
+    budget: str | int | None
+    batch_size: int | None
+    max_batch_size: int
+    target: str
+    margin: str | float | None
+    policies: list[str] | None
+    launches: tuple[Launch, ...] = ()
+
+    def __post_init__(self) -> None:
+        better(self.target)
+        self.chosen  # noqa: B018  refused before anything is traced
+
+    @property
+    def chosen(self) -> list[str] | None:
+        return None if self.policies is None else [str(Policy.parse(policy)) for policy in self.policies]
