@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,11 @@ from .units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+# Where a label may stand: points away from what it names, and the directions that are tried.
+_AWAY = (9, 22, 36, 52, 70)
+_AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (0.8, 0.8), (0.8, -0.8), (-0.8, 0.8), (-0.8, -0.8))
 
 
 class Step(Protocol):
@@ -67,7 +73,7 @@ def draw_step(path: str | Path, step: Step, title: str = "") -> Path:
     """
     figure, axes = _figure(10, 5.5)
     peak = max(map(sum, zip(*step.series.values(), strict=True)), default=0)
-    unit, name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
+    unit, name = _unit(peak)
     visible = {category: values for category, values in step.series.items() if max(values) > peak / 500}
     stacks = [[nbytes / unit for nbytes in values] for values in visible.values()]
     colours = [COLOURS[category][0] for category in visible]
@@ -102,21 +108,57 @@ def draw_plan(
         UserError: as `draw_step`.
     """
     figure, axes = _figure(8, 5)
+    unit, name = _unit(max(limit, *(candidate.reserved for candidate in candidates)))
     line = sorted(frontier, key=lambda candidate: candidate.reserved)
-    xs, ys = [candidate.reserved / GIB for candidate in line], [candidate.samples_per_second for candidate in line]
+    xs, ys = [candidate.reserved / unit for candidate in line], [candidate.samples_per_second for candidate in line]
     axes.step(xs, ys, where="post", color="tab:blue", lw=1)
+    points = []
     for i, candidate in enumerate(candidates):
-        at = (candidate.reserved / GIB, candidate.samples_per_second)
+        at = (candidate.reserved / unit, candidate.samples_per_second)
         axes.plot(*at, "o", color="tab:blue" if i else "tab:red")
-        axes.annotate(
-            f"{candidate.policy}, batch {candidate.batch}", at, xytext=(4, 4), textcoords="offset points", fontsize=8
-        )
-    axes.axvline(limit / GIB, color="black", ls="--", lw=1)
-    axes.set_xlabel("predicted bytes reserved (GiB); dashed: budget less context and margin")
+        points.append((at, f"{candidate.policy}, batch {candidate.batch}"))
+    axes.axvline(limit / unit, color="#444444", ls="--", lw=1)
+    axes.set_xlabel(f"predicted bytes reserved ({name}); dashed: budget less context and margin")
     axes.set_ylabel(speed)
-    axes.set_title(title)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.15, y=0.15)
+    _label_points(figure, axes, points)
     return _save(figure, path)
+
+
+def _label_points(figure: Figure, axes: Axes, points: Sequence[tuple[tuple[float, float], str]]) -> None:
+    """Write a text beside each point, the first ones nearest, where it hides neither points nor other texts."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # from here on it is known what lies where
+    renderer, frame = figure.canvas.get_renderer(), axes.get_window_extent()  # type: ignore[attr-defined]
+    spots = [axes.transData.transform(point) for point, _ in points]
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
+    for point, words in points:
+        for distance, (right, up) in itertools.product(_AWAY, _AROUND):
+            label = axes.annotate(
+                words,
+                point,
+                xytext=(distance * right, distance * up),
+                textcoords="offset points",
+                ha=("right", "center", "left")[1 + round(right)],
+                va="center",
+                fontsize=8,
+                path_effects=[withStroke(linewidth=3, foreground="white")],
+                arrowprops={"arrowstyle": "-", "color": "#888888", "lw": 0.6} if distance > _AWAY[0] else None,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # of the words, without the line to the point
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            label.remove()
+        else:
+            continue  # the table has it
+        taken.append(box)
 
 
 def _mark_phases(axes: Axes, marks: Sequence[tuple[int, str]], last: int) -> None:
@@ -144,6 +186,10 @@ def _label_peak(axes: Axes, x: int, y: float, lines: Sequence[str], right: bool)
         fontsize=8,
         family="monospace",
     )
+
+
+def _unit(most: int) -> tuple[int, str]:
+    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

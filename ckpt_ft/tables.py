@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,31 +11,41 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DASH = "-"  # a cell of which nothing is known
-WIDTH = 120  # columns of what is no terminal's: a table is the same in a pipe, a log and a test
+WIDTH = 80  # columns of what is no terminal's: a table is the same in a pipe, a log and a test
+WIDEST = 120  # of a terminal that are used
+_SHORT, _SHORTEST = 20, 8  # columns that a name keeps while others can give some, and at least
+_BREAKS = re.compile(r"(?<=[ ,+])")  # where words and policies break
 
 
 @dataclass
 class Table:
-    """A title, column heads and cells. Columns in `text` are words, the others numbers."""
+    """A title, column heads and cells.
+
+    Columns in `text` are words, the others numbers. Those in `names` hold names of modules and ops, which lose their
+    beginning where there is no room: the first of them first.
+    """
 
     title: str
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     text: tuple[int, ...] = (0,)
+    names: tuple[int, ...] = ()
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print `table`: words fold, numbers do not."""
+    """Print `table` within the width of `console`: no word is broken in two."""
     from rich import box
     from rich.table import Table as Grid
 
-    grid = Grid(title=table.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for i, head in enumerate(table.header):
-        words = i in table.text
-        grid.add_column(head, justify="left" if words else "right", overflow="fold", no_wrap=not words, min_width=4)
+    looks = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False}
+    grid = Grid(title=table.title or None, show_edge=False, padding=(0, 1, 0, 0), **looks)  # type: ignore[arg-type]
+    widths = _widths(table, console.width)
+    for i, (head, width) in enumerate(zip(table.header, widths, strict=True)):
+        grid.add_column(_folded(head, width), justify="left" if i in table.text else "right", no_wrap=True)
     for row in table.rows:
-        grid.add_row(*row)
+        grid.add_row(*(_fitted(cell, widths[i], i in table.names) for i, cell in enumerate(row)))
     console.print(grid, markup=False)
+    console.print()
 
 
 def markdown_table(table: Table) -> str:
@@ -42,3 +53,61 @@ def markdown_table(table: Table) -> str:
     rule = tuple("---" if i in table.text else "---:" for i in range(len(table.header)))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (table.header, rule, *table.rows)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def shortened(name: str, width: int) -> str:
+    """`name` in at most `width` columns: the end of a dotted or underscored one, from a part's beginning."""
+    if len(name) <= width:
+        return name
+    tail = name[-(width - 1) :]
+    part = re.search(r"[._](?=[^._])", tail[:-1])
+    return f"…{tail[part.end() :] if part and part.end() <= len(tail) // 2 else tail}"
+
+
+def _widths(table: Table, width: int) -> list[int]:
+    """Columns for each column: what it would take, less what it can give where that is too much."""
+    cells = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
+    widths = [max(map(len, (head, *column))) for head, column in zip(table.header, cells, strict=True)]
+    room = width - 2 * (len(widths) - 1)
+    for floors in _floors(table, cells):
+        while sum(widths) > room and any(w > floor for w, floor in zip(widths, floors, strict=True)):
+            widest = max((i for i, w in enumerate(widths) if w > floors[i]), key=widths.__getitem__)
+            widths[widest] -= 1
+    return widths
+
+
+def _floors(table: Table, cells: Sequence[tuple[str, ...]]) -> Iterator[list[int]]:
+    """What columns keep, as it is asked for in turn: heads fold, names lose their beginning, words fold."""
+    folded = [_longest(head) for head in table.header]
+    floors = [max(head, *map(len, column)) if column else head for head, column in zip(folded, cells, strict=True)]
+    yield floors
+    for i in table.names:
+        floors[i] = min(floors[i], _SHORT)
+        yield floors
+    for i in set(table.text) - set(table.names):
+        floors[i] = max(folded[i], *map(_longest, cells[i])) if cells[i] else folded[i]
+    yield floors
+    for i in table.names:
+        floors[i] = min(floors[i], _SHORTEST)
+    yield floors
+
+
+def _fitted(cell: str, width: int, name: bool) -> str:
+    return shortened(cell, width) if name else _folded(cell, width)
+
+
+def _folded(text: str, width: int) -> str:
+    """`text` in lines of at most `width` columns, broken where words and policies break."""
+    if len(text) <= width:
+        return text
+    lines = [""]
+    for piece in _BREAKS.split(text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _longest(text: str) -> int:
+    """Columns of its longest part that is never broken."""
+    return max(len(piece.rstrip()) for piece in _BREAKS.split(text))

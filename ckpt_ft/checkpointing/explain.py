@@ -7,10 +7,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, print_table
 
@@ -62,18 +63,32 @@ def covered(of: Coverage) -> list[Covered]:
     return found + [Covered(kind, count, 0, kept_open) for kind, count in open_blocks.items() if kind not in rerun]
 
 
+def tables(of: Coverage) -> list[Table]:
+    """The rows, then those of each engine."""
+    cells = [(row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
+    title = f"Policy {of.policy} on {type(of.model).__name__}"
+    found = [Table(title, ("module", "count", "re-run", "kept for backward"), cells, text=(0, 3))]
+    for engine in of.engines:
+        dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
+        found.append(Table(engine.term, ("module", "count", "dropped", "kept"), dropped, text=(0, 2, 3)))
+    return found
+
+
+def explain_html(of: Coverage) -> str:
+    """The same for a notebook."""
+    first, *others = tables(of)
+    parts = map(table_html, (replace(first, title=""), *others))
+    return fragment(first.title, *parts, *map(paragraph, _notes(of)))
+
+
 def explain(of: Coverage) -> str:
     """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    cells = [(row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
-    title = f"Policy {of.policy} on {type(of.model).__name__}"
-    print_table(Table(title, ("module", "count", "re-run", "kept for backward"), cells, text=(0, 3)), console)
-    for engine in of.engines:
-        cells = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
-        print_table(Table(engine.term, ("module", "count", "dropped", "kept"), cells, text=(0, 2, 3)), console)
+    for table in tables(of):
+        print_table(table, console)
     for line in _notes(of):
         console.print(line, markup=False)
     return out.getvalue()

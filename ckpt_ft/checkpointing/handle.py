@@ -14,7 +14,7 @@ from ckpt_ft.policy import Policy
 
 from .blocks import Blocks
 from .compile_budget import CompileBudget
-from .explain import Coverage, explain
+from .explain import Coverage, explain, explain_html
 from .guard import Guard
 from .recompute import Checkpointed
 from .scopes import Region
@@ -71,17 +71,21 @@ class AppliedPolicy:
 
     def explain(self) -> str:
         """A table: which modules, how many of them are re-run, what is kept inside them, and what the engines do."""
-        return explain(
-            Coverage(
-                self.policy,
-                self.model,
-                blocks=self.found.blocks,
-                uncovered=self.uncovered,
-                rerun=[region.module for region in self.regions],
-                segments=len({id(member.segment) for member in self._members()}),
-                alone=len(self.installed) - len(self._members()),
-                engines=self.engines,
-            )
+        return explain(self._coverage())
+
+    def _repr_html_(self) -> str:
+        return explain_html(self._coverage())
+
+    def _coverage(self) -> Coverage:
+        return Coverage(
+            self.policy,
+            self.model,
+            blocks=self.found.blocks,
+            uncovered=self.uncovered,
+            rerun=[region.module for region in self.regions],
+            segments=len({id(member.segment) for member in self._members()}),
+            alone=len(self.installed) - len(self._members()),
+            engines=self.engines,
         )
 
     def remove(self) -> None:

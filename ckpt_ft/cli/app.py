@@ -19,6 +19,7 @@ import typer
 
 import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
@@ -39,6 +40,7 @@ from .options import (
     memory,
     parse_policy,
 )
+from .pages import Files, Html, Perfetto, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,6 +137,9 @@ def estimate(
     *,
     gpu: GPU | None,
     settings: Settings,
+    html: Html = "",
+    snapshot: Snapshot = "",
+    perfetto: Perfetto = "",
     as_json: AsJson = False,
     context: typer.Context,
 ) -> None:
@@ -147,6 +152,7 @@ def estimate(
     from ckpt_ft.workloads.load import load
 
     parse_policy(policy)
+    files = Files(gpu, html, snapshot, perfetto)
     limit = memory("--capacity", capacity) or (gpu.memory if gpu else None)
     with progress() as say:
         say(f"building {model} from its config")
@@ -159,6 +165,7 @@ def estimate(
             given = partial(load, model, device=gpu or "cpu")
             answer = ways_to_fit(given, settings, result.policy, batch_size, trace, room)
             result = replace(result, answer=answer)
+        files.write(result, trace)
     if as_json:
         print(json.dumps({**asdict(result), "headroom": result.headroom}, indent=2))
     else:
@@ -166,14 +173,21 @@ def estimate(
 
 
 @app.command()
-def report(path: Annotated[Path, typer.Argument(help="memory_report.json, or the directory that holds it")]) -> None:
+def report(
+    path: Annotated[Path, typer.Argument(help="memory_report.json, or the directory that holds it")], html: Html = ""
+) -> None:
     """Print a memory report that a recipe wrote."""
     from ckpt_ft.memory.measure.report import MemoryReport
 
     file = path / "memory_report.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path}: no memory_report.json here; recipes write it to their --output_dir")
-    MemoryReport.from_json(file).print()
+    if html:
+        check_writable(html, "--html")
+    found = MemoryReport.from_json(file)
+    found.print()
+    if html:
+        found.to_html(html)
 
 
 def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> tuple[Estimate, StepTrace]:

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from ckpt_ft.tables import WIDTH
+from ckpt_ft.tables import WIDEST, WIDTH
 
 LONGEST = 70  # columns of a line of progress
 
 
 def stdout() -> Console:
-    """Standard output, as wide in a pipe as in a terminal."""
-    return Console(width=WIDTH, highlight=False)
+    """Standard output: in a pipe always as wide, in a terminal as wide as that up to a point."""
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDEST) if console.is_terminal else WIDTH
+    return console
 
 
 @contextmanager

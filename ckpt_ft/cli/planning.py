@@ -6,7 +6,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,6 +70,10 @@ def plan(
     ] = 0,
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
+    html: Annotated[
+        str,
+        typer.Option("--html", help="plan for other budgets, too, and write a page that shows the choice here"),
+    ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="plan again even if the same was asked before")] = False,
     write_launch: Annotated[
         str, typer.Option("--write-launch", help="write the pick's launch here, as accelerate's configuration (.yaml)")
@@ -82,7 +86,9 @@ def plan(
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
-    for flag, place in (("--output", output), ("--plot", plot), ("--write-launch", write_launch)):
+    if html and settings.launches:
+        raise UserError(f"--html {html}: a page shows the choice within one launch; give --launch instead of --gpus")
+    for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
@@ -95,9 +101,9 @@ def plan(
         "lengths": vars(lengths) if lengths else None,
     }
     cached = cache_path(question)
-    found = None if fresh else _read(cached)
+    found = None if fresh or html else _read(cached)
     if found is None:
-        found = _make(model, settings, asked, jobs, lengths)
+        found = _make(model, settings, asked, jobs, lengths, html)
         _keep(cached, found)
     if as_json:
         print(found.to_json())
@@ -199,9 +205,11 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Lengths | None) -> Plan:
+def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Lengths | None, html: str) -> Plan:
+    from ckpt_ft.planning.choice_view import write_survey
     from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
+    from ckpt_ft.planning.survey import survey
     from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
@@ -210,17 +218,19 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, asked.gpu or "cpu", lengths)
-        return make_plan(
-            workload,
-            asked.budget,
-            batch_size=asked.batch_size,
-            max_batch_size=asked.max_batch_size,
-            target=asked.target,
-            margin=asked.margin,
-            jobs=jobs or cores(),
-            report=say,
-            launches=settings.launches,
-        )
+        given: dict[str, Any] = {
+            "batch_size": asked.batch_size,
+            "max_batch_size": asked.max_batch_size,
+            "target": asked.target,
+            "margin": asked.margin,
+            "jobs": jobs or cores(),
+            "report": say,
+        }
+        if not html:
+            return make_plan(workload, asked.budget, **given, launches=settings.launches)
+        surveyed = survey(workload, asked.budget, **given)
+    write_survey(surveyed, html)
+    return surveyed.plan
 
 
 def _on_fewer(plan: Plan) -> str:

@@ -19,6 +19,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.events import Holder
+from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import read_json
@@ -154,6 +156,10 @@ class Plan:
     def table(self) -> str:
         """The candidates as a Markdown table."""
         return markdown_table(self.candidates_table)
+
+    def _repr_html_(self) -> str:
+        held = table_html(holders_table(self.holders, self.best.peak))
+        return fragment(f"Pick: {self.why}", table_html(self.candidates_table), held, *map(paragraph, self.notes))
 
     def plot(self, path: str | Path) -> Path:
         """Draw samples a second against bytes reserved to `path`: PNG, SVG or PDF by its suffix.

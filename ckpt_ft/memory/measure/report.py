@@ -21,11 +21,12 @@ from ckpt_ft.files import write
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.views.step_view import StepView
+from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
 
 from .records import Facts, Prediction, RunMemory
-from .report_tables import headline, markdown_report, print_report
+from .report_tables import headline, lines, markdown_report, print_report, tables
 from .run_view import report_page
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class MemoryReport(RunMemory):
     def to_html(self, path: str | Path) -> Path:
         """Write a page that shows the run, its step and its tables to `path`: one file, to be opened in a browser."""
         return report_page(self, self.step).write(path)
+
+    def _repr_html_(self) -> str:
+        step = [] if self.timeline is None else [self.timeline.svg()]
+        return fragment(
+            f"Memory: {headline(self)}", *step, *map(table_html, tables(self)), *map(paragraph, lines(self))
+        )
 
     def plot(self, path: str | Path) -> Path | None:
         """Draw memory over the step to `path` (PNG, SVG or PDF); None when no step was recorded.

@@ -82,7 +82,7 @@ def _figures(report: RunMemory) -> list[Figure]:
     predicted = _prediction(report, fullest)
     if predicted is not None:
         peak = fullest.peak()
-        error = f"{predicted.allocated / peak - 1:+.1%} beside what was measured" if peak else ""
+        error = f"{100 * (predicted.allocated / peak - 1):+.1f} % beside what was measured" if peak else ""
         found.append(Figure("peak allocated, predicted", format_bytes(predicted.allocated), error))
     reserved = fullest.peak("reserved")
     if reserved is not None:

@@ -32,7 +32,7 @@ def holders_table(held: Sequence[Holder], peak: int) -> Table:
     rest = peak - sum(h.nbytes for h in held)
     if rest > 0:
         rows.append(("all else", DASH, DASH, DASH, format_bytes(rest)))
-    return Table("What holds the peak", ("module", "op", "category", "count", "bytes"), rows, text=(0, 1, 2))
+    return Table("What holds the peak", ("module", "op", "category", "count", "bytes"), rows, (0, 1, 2), names=(0, 1))
 
 
 def holder_line(holder: Holder) -> str:

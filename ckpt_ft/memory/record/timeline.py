@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_ft.page.fragments import step_svg
 from ckpt_ft.plots import draw_step
 
 from .events import CATEGORIES, Holder
@@ -59,6 +60,10 @@ class Timeline:
     def held(self) -> list[str]:
         """What held the peak, a line each."""
         return [holder_line(holder) for holder in self.holders]
+
+    def svg(self) -> str:
+        """A small picture for a notebook."""
+        return step_svg(self.moments, self.series, self.marks, self.peak)
 
     def draw(self, path: str | Path, title: str = "") -> Path:
         """Write the picture to `path`: PNG, SVG or PDF by its suffix.

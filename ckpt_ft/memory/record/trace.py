@@ -26,11 +26,13 @@ from ckpt_ft.memory.views.perfetto import trace_events
 from ckpt_ft.memory.views.snapshot import snapshot
 from ckpt_ft.memory.views.step_view import STEP_TITLE, StepView
 from ckpt_ft.page.document import Page, Section
+from ckpt_ft.page.fragments import fragment, table_html
+from ckpt_ft.units import format_bytes
 
 from .codec import dumps, loads
 from .cost import DEFAULT_HOST, Host, Span, schedule, step_seconds
 from .events import CATEGORIES, PHASES, Holder, Op, Storage
-from .holders import grouped
+from .holders import grouped, holders_table
 from .timeline import Timeline
 
 
@@ -208,6 +210,12 @@ class StepTrace:
             limit = (self.gpu or find_gpu(self.device)).usable
         view = StepView.from_trace(self, title or f"a step on {self.device}", limit)
         return Page(view.name, f"{self.source}, {self.device}", [Section("step", STEP_TITLE, view)]).write(path)
+
+    def _repr_html_(self) -> str:
+        reserved = "" if self.device == "cpu" else f", {format_bytes(self.peak_reserved)} reserved"
+        said = f"A step on {self.device}, {self.source}: peak {format_bytes(self.peak_allocated)} allocated{reserved}"
+        held = table_html(holders_table(self.grouped_holders(6), self.peak_allocated))
+        return fragment(said, Timeline.from_trace(self, 400).svg(), held)
 
     def to_snapshot(self, path: str | Path) -> Path:
         """Write the step as a memory snapshot of PyTorch, for pytorch.org/memory_viz, to `path` (a pickle)."""

@@ -101,6 +101,14 @@ function closer(chart, factor) {
   chart.redraw();
 }
 
+/** To the peak, close enough to tell what stands beside it. */
+function toPeak(chart) {
+  const { stretch, step } = chart;
+  const wide = stretch.width(stretch.end / 25);
+  stretch.show(stretch.position[step.peak] - wide / 2, wide);
+  chart.go(step.peak);
+}
+
 const KEYS = {
   ArrowLeft: (chart, far) => along(chart, -1, far),
   ArrowRight: (chart, far) => along(chart, 1, far),
@@ -111,7 +119,7 @@ const KEYS = {
   "+": (chart) => closer(chart, 0.5),
   "=": (chart) => closer(chart, 0.5),
   "-": (chart) => closer(chart, 2),
-  p: (chart) => chart.go(chart.step.peak),
+  p: toPeak,
   0: (chart) => {
     chart.stretch.whole();
     chart.redraw();

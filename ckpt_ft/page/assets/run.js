@@ -14,10 +14,12 @@ function runView(section) {
       el("div", { class: "bars" }, ...figures.flatMap((name) => bars(name, ranks)))),
     known ? el("section", {},
       el("h2", {}, "Over the measured steps"),
-      el("div", { class: "tools" }, names.length > 1 ? choose("Rank", names, names[0], show) : null, ...phaseKeys()),
+      el("div", { class: "tools" }, names.length > 1 ? choose("Rank", names, names[0], show) : null, ...phaseKeys(figures)),
       place) : null,
   ].filter(Boolean);
 }
+
+const SIGNED = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1, signDisplay: "exceptZero" });
 
 /** The bars of one figure, a rank each. */
 function bars(name, ranks) {
@@ -25,7 +27,7 @@ function bars(name, ranks) {
   return ranks.map((rank, i) => {
     const { [name]: measured } = rank.measured;
     const { [name]: predicted } = rank.predicted;
-    const error = measured && predicted ? `${predicted >= measured ? "+" : "−"}${DECIMALS[1].format(Math.abs(100 * (predicted / measured - 1)))} %` : "";
+    const error = measured && predicted ? `${SIGNED.format(100 * (predicted / measured - 1))} %` : "";
     const said = `${name}, rank ${rank.rank}: ${measured ? `${bytes(measured)} measured` : "not measured"}`
       + (predicted ? `, ${bytes(predicted)} predicted` : "");
     return el("div", { class: i ? "bar-row" : "bar-row first", role: "img", "aria-label": said },
@@ -40,10 +42,8 @@ function bars(name, ranks) {
   });
 }
 
-const PHASE_NAMES = ["forward", "backward", "optimizer", "reserved"];
-
-function phaseKeys() {
-  return [...PHASE_NAMES.map((name) => el("span", {}, el("i", { class: `swatch bar ${name}` }), name)),
+function phaseKeys(figures) {
+  return [...figures.map((name) => el("span", {}, el("i", { class: `swatch bar ${name}` }), name)),
     el("span", { class: "muted" }, "dashed: predicted")];
 }
 

@@ -44,7 +44,7 @@ function controls(chart, step) {
     small("+", "zoom in (+)", () => closer(chart, 0.5)),
     small("−", "zoom out (−)", () => closer(chart, 2)),
     small("whole step", "double-click, or 0", () => stretch.whole()),
-    small("to the peak", "P", () => chart.go(step.peak)),
+    small("to the peak", "P", () => toPeak(chart)),
     choose("Scale", ["from zero", "what changes", ...(step.limit ? ["to the limit"] : [])], "from zero", (name) => {
       chart.scale = name;
       chart.redraw();
