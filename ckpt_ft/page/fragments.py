@@ -28,12 +28,9 @@ def table_html(table: Table) -> str:
     align = ["left" if i in table.text else "right" for i in range(len(table.header))]
 
     def row(tag: str, cells: Sequence[str]) -> str:
-        texts = zip(align, cells, strict=True)
-        return (
-            "<tr>"
-            + "".join(f"<{tag} style='text-align:{a}'>{html.escape(text)}</{tag}>" for a, text in texts)
-            + "</tr>"
-        )
+        styles = (f"style='text-align:{side};padding:1px 8px'" for side in align)
+        found = (f"<{tag} {style}>{html.escape(cell)}</{tag}>" for style, cell in zip(styles, cells, strict=True))
+        return f"<tr>{''.join(found)}</tr>"
 
     caption = f"<caption style='text-align:left'>{html.escape(table.title)}</caption>" if table.title else ""
     body = "".join(row("td", cells) for cells in table.rows)

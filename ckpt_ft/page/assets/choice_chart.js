@@ -3,7 +3,10 @@
 class ChoiceChart {
   constructor(choice) {
     this.choice = choice;
-    this.svg = svg("svg", { height: HIGH, class: "choice", "aria-label": "Candidates by bytes reserved and speed" });
+    this.drawn = svg("g");
+    this.handle = this.slider(); // stays where it is while it is dragged: what is drawn anew is behind it
+    this.svg = svg("svg", { height: HIGH, class: "choice", "aria-label": "Candidates by bytes reserved and speed" },
+      this.drawn, this.handle);
     this.element = el("div", {}, this.svg);
     this.tip = tooltip();
     const redraw = onceAFrame(() => this.draw());
@@ -12,13 +15,14 @@ class ChoiceChart {
       this.width = width;
       redraw();
     });
-    this.handle = this.slider();
   }
 
   scale() {
     const { points, picks } = this.choice;
     this.most = 1.04 * Math.max(...points.map((p) => p.reserved), ...picks.map((p) => p.budget));
-    this.fastest = 1.12 * Math.max(...points.map((p) => p.speed));
+    const speeds = points.map((p) => p.speed);
+    this.fastest = 1.05 * Math.max(...speeds);
+    this.slowest = Math.min(...speeds) > this.fastest / 2 ? 0.9 * Math.min(...speeds) : 0;
   }
 
   x(n) {
@@ -26,28 +30,29 @@ class ChoiceChart {
   }
 
   y(speed) {
-    return HIGH - EDGE.bottom - (speed / this.fastest) * (HIGH - EDGE.top - EDGE.bottom);
+    const share = (speed - this.slowest) / (this.fastest - this.slowest);
+    return HIGH - EDGE.bottom - share * (HIGH - EDGE.top - EDGE.bottom);
   }
 
   draw() {
     const { choice } = this;
-    const active = document.activeElement === this.handle;
     this.scale();
     filled(this.svg, { width: this.width, viewBox: `0 0 ${this.width} ${HIGH}` }, []);
     const pick = choice.picks[choice.stop];
     const right = this.x(this.most);
-    this.svg.replaceChildren(
+    const focused = [...this.drawn.querySelectorAll(".dot")].indexOf(document.activeElement);
+    this.drawn.replaceChildren(
       svg("rect", { class: "beyond", x: this.x(pick.limit), y: EDGE.top, width: right - this.x(pick.limit), height: HIGH - EDGE.top - EDGE.bottom }),
-      ...this.axes(), ...this.lines(), this.frontier(), ...this.dots(), ...this.labels(), this.handle);
+      ...this.axes(), ...this.lines(), this.frontier(), ...this.dots(), ...this.labels());
     this.place(pick);
-    if (active) this.handle.focus();
+    if (focused >= 0) this.drawn.querySelectorAll(".dot")[focused].focus();
   }
 
   axes() {
     const bottom = HIGH - EDGE.bottom;
     return [
       ...byteMarks(0, this.most, 7).map(([n, label]) => svg("text", { x: this.x(n), y: bottom + 18, "text-anchor": "middle" }, label)),
-      ...marks(0, this.fastest, 6).flatMap((speed) => [
+      ...marks(this.slowest, this.fastest, 6).flatMap((speed) => [
         svg("line", { class: "grid", x1: EDGE.left, x2: this.x(this.most), y1: this.y(speed), y2: this.y(speed) }),
         svg("text", { x: EDGE.left - 8, y: this.y(speed) + 4, "text-anchor": "end" }, digits(speed)),
       ]),

@@ -41,9 +41,12 @@ function overlay(first, second) {
       ...marks(0, end / 1e6, 8).map((at) => svg("text", { x: x(1e6 * at), y: LOW - 6, "text-anchor": "middle" }, seconds(at))),
       svg("path", { class: "side side-1", d: line(sides[0]) + floor(sides[0]) }),
       svg("path", { class: "side side-2", d: line(sides[1]) + floor(sides[1]) }),
-      ...sides.flatMap((side, k) => side.phases.filter(([at]) => at).map(([at, name]) => svg("g", { class: `turn side-${k + 1}` },
-        svg("line", { x1: x(at), x2: x(at), y1: k ? 14 : 4, y2: LOW - BOTTOM }),
-        svg("text", { x: x(at) + 4, y: k ? 24 : 12 }, name))))));
+      ...sides.flatMap((side, k) => side.phases.slice(1).map(([at, name]) => {
+        const late = x(at) > width - 80;
+        return svg("g", { class: `turn side-${k + 1}` },
+          svg("line", { x1: x(at), x2: x(at), y1: k ? 14 : 4, y2: LOW - BOTTOM }),
+          svg("text", { x: x(at) + (late ? -4 : 4), y: k ? 24 : 12, "text-anchor": late ? "end" : "start" }, name));
+      }))));
   });
   return element;
 }

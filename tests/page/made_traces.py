@@ -1,0 +1,39 @@
+"""Steps that are made by hand: what the page's tests draw."""
+
+from __future__ import annotations
+
+from ckpt_ft.memory.record.events import Op, Storage
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.units import KIB, MIB
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def layered(layers: int, device: str = "t4", prefix: str = "model", waves: int = 1) -> StepTrace:
+    """A step of a model of so many layers: a forward that keeps, a backward that frees, `waves` times as much of both.
+
+    The resident weights are 2 MiB a module; each forward keeps 1 MiB a module and takes 256 KiB for a moment.
+    """
+    names = [f"{prefix}.layers.{i}.{module}" for i in range(layers) for module in MODULES]
+    storages = [Storage(2 * MIB, "parameters", "", "", "", owner=name) for name in names]
+    events = list(range(len(storages)))
+    start = len(events)
+    ops: list[Op] = []
+
+    def make(nbytes: int, category: str, name: str, phase: str) -> int:
+        ops.append(Op("aten.mm.default", 2 * 10**9, 3 * nbytes, "bfloat16", phase, name, len(events)))
+        storages.append(Storage(nbytes, category, "aten.mm.default", name, phase))
+        events.append(len(storages) - 1)
+        return len(storages) - 1
+
+    kept = []
+    for name in names * waves:
+        events.append(~make(256 * KIB, "temporary", name, "forward"))
+        kept.append(make(MIB, "activations", name, "forward"))
+    backward = len(events)
+    for name, index in zip(names[::-1] * waves, kept[::-1], strict=True):
+        temporary = make(512 * KIB, "temporary", name, "backward")
+        events.extend((~temporary, ~index))
+    marks = [(start, "step"), (start, "forward"), (backward, "backward")]
+    return StepTrace(device, storages, events, ops, marks, source="predicted")
