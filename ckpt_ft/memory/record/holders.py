@@ -22,8 +22,8 @@ def grouped(held: Iterable[Holder]) -> list[Holder]:
         group = groups.setdefault((together(holder.module), holder.op, holder.category), [0, 0])
         group[0] += holder.nbytes
         group[1] += holder.count
-    together = [Holder(*key, nbytes, count) for key, (nbytes, count) in groups.items()]
-    return sorted(together, key=lambda holder: -holder.nbytes)
+    rows = [Holder(*key, nbytes, count) for key, (nbytes, count) in groups.items()]
+    return sorted(rows, key=lambda holder: -holder.nbytes)
 
 
 def holders_table(held: Sequence[Holder], peak: int) -> Table:
