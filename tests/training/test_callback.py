@@ -28,6 +28,10 @@ ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)
     lambda row: {"labels": row["input_ids"]}
 )
 
+# TRL's configs switch the library's own on, under a name that is new in transformers 5.23.
+_OWN = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+OFF = {f"{_OWN}_checkpointing": False}
+
 
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
@@ -320,7 +324,7 @@ def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple
 
     def train(name: str, policy: str | None) -> list[float]:
         fields = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        config = trl.SFTConfig(str(tmp_path / name), activation_checkpointing=False, bf16=False, **fields)
+        config = trl.SFTConfig(str(tmp_path / name), **OFF, bf16=False, **fields)
         lora = LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
         torch.manual_seed(0)
         trainer = trl.SFTTrainer(str(sample[0]), args=config, train_dataset=rows, peft_config=lora)
@@ -346,7 +350,7 @@ def test_auto_plans_for_the_loss_of_trls_trainers(
         "DPO": {"prompt": question, "chosen": "A sequence.", "rejected": "A number."},
     }
     fields = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-    args = getattr(trl, f"{kind}Config")(str(tmp_path), activation_checkpointing=False, bf16=False, **fields)
+    args = getattr(trl, f"{kind}Config")(str(tmp_path), **OFF, bf16=False, **fields)
     make = getattr(trl, f"{kind}Trainer")
     trainer = make(str(sample[0]), args=args, train_dataset=Dataset.from_list([rows[kind]] * 8))
     callback = ACCallback(ACArguments(ac_policy="auto", ac_budget="4GiB", ac_report="json")).attach(trainer)

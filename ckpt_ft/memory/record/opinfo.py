@@ -39,12 +39,40 @@ _GATHERS = {"embedding", "index_select", "gather", "index"}
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
 
 
+def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of attention's forward: the scores, and the values weighted by them, for every head of the query."""
+    return 2 * _scores(query, key) * (query.size(-1) + value.size(-1))
+
+
+def attention_backward_flops(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Of its backward: the scores again and their gradient, and the gradients of query, key and value."""
+    return 2 * _scores(query, key) * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    return query.shape[:-1].numel() * key.size(-2)
+
+
+# torch's own formulas refuse grouped heads (fewer of the key than of the query) in torch 2.11.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_efficient_attention: attention_flops,
+    aten._scaled_dot_product_cudnn_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
+}
+
+
 @cache
 def describe(func: OpOverload) -> tuple[str, bool, bool, Callable[..., int] | None]:
     """Name, whether it launches nothing, whether it gathers, and its flop formula."""
     short = func._schema.name.partition("::")[2]
     silent = func.is_view or short in _NO_KERNEL
-    return str(func), silent, short in _GATHERS, flop_registry.get(func._overloadpacket)
+    formula = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    return str(func), silent, short in _GATHERS, formula
 
 
 @cache

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
@@ -21,6 +22,25 @@ ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 
 
 def op(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels=1):
     return Op(name, flops, nbytes, dtype, "forward", "", 0, kernels)
+
+
+def test_attention_counts_every_head_of_the_query():
+    """What torch's formulas count where heads are not grouped; grouped ones do as much."""
+    query, grad = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6, 16)
+    for heads in (4, 2):
+        key, value = torch.empty(2, heads, 10, 8), torch.empty(2, heads, 10, 16)
+        assert opinfo.attention_flops(query, key, value) == 2 * 2 * 4 * 6 * 10 * (8 + 16)
+        assert opinfo.attention_backward_flops(grad, query, key, value) == 2 * 2 * 4 * 6 * 10 * (3 * 8 + 2 * 16)
+    key, value = torch.empty(2, 4, 10, 8), torch.empty(2, 4, 10, 8)
+    for kernel in ("flash", "efficient", "cudnn"):
+        packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+        backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
+        assert opinfo.describe(packet.default)[3] is opinfo.attention_flops
+        assert opinfo.attention_flops(query, key, value) == flop_registry[packet](query, key, value)
+        assert opinfo.describe(backward.default)[3] is opinfo.attention_backward_flops
+        assert opinfo.attention_backward_flops(query, query, key, value) == flop_registry[backward](
+            query, query, key, value
+        )
 
 
 def test_elementwise_takes_its_memory_traffic():

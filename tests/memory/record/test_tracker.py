@@ -120,7 +120,8 @@ def test_between_backward_and_the_optimizer_it_is_the_optimizers() -> None:
 
 def test_recomputation_belongs_to_backward_and_to_its_module() -> None:
     model, loss = language_model()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
     trace = tracked(model, training_step(loss), steps=1)
     again = [op for op in trace.ops if op.phase == "backward" and op.name == "aten.silu.default"]
     assert [op.module for op in again] == [f"model.layers.{i}.mlp.act_fn" for i in (2, 1, 0)]
