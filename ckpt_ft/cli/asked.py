@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 
 import typer
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
@@ -32,10 +33,15 @@ from .options import (
     Attention,
     Bf16,
     Device,
+    Dora,
+    DoubleQuant,
     Dtype,
+    EightBit,
+    Ema,
     FourBit,
     Fp16,
     Frames,
+    Freeze,
     GpuLike,
     GpuMemory,
     Gpus,
@@ -48,6 +54,9 @@ from .options import (
     MaxGradNorm,
     MixedPrecision,
     Optimizer,
+    Packing,
+    Padding,
+    PeftConfig,
     PrepareKbit,
     Processes,
     Resolution,
@@ -143,7 +152,15 @@ def _settings(
     use_peft: UsePeft = False,
     lora_targets: LoraTargets = "",
     attn_implementation: Attention = "",
+    dora: Dora = False,
+    peft_config: PeftConfig = "",
+    freeze: Freeze = "",
+    packing: Packing = False,
+    padding: Padding = False,
+    ema: Ema = False,
     load_in_4bit: FourBit = False,
+    double_quant: DoubleQuant = False,
+    load_in_8bit: EightBit = False,
     launch: LaunchOption = "",
     processes: Processes = 0,
     gpus: Gpus = 0,
@@ -166,7 +183,12 @@ def _settings(
         mixed_precision=mixed_precision,
         optimizer=optimizer,
         lora_r=lora or (LORA_R if use_peft else 0),
-        lora_targets=tuple(part.strip() for part in lora_targets.split(",") if part.strip()),
+        lora_targets=_parts(lora_targets),
+        use_dora=dora,
+        peft=_peft(peft_config) if peft_config else None,
+        frozen=_parts(freeze),
+        rows=_rows(packing, padding),
+        ema=ema,
         seq_length=seq_length,
         accumulation=accumulation,
         max_grad_norm=max_grad_norm,
@@ -174,9 +196,35 @@ def _settings(
         frames=frames,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
+        double_quant=double_quant,
+        load_in_8bit=load_in_8bit,
         prepare_kbit=prepare_kbit,
         lora_dropout=lora_dropout,
     )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _rows(packing: bool, padding: bool) -> str:
+    if packing and padding:
+        raise UserError("--packing and --padding: packed sequences are full, give one of them")
+    return "packed" if packing else "padded" if padding else "alike"
+
+
+def _peft(given: str) -> dict[str, Any]:
+    """The configuration of PEFT in a file, or in the directory of an adapter."""
+    path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--peft-config {given}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--peft-config {given}: not JSON ({one_line(error, 200)})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+        raise UserError(f"--peft-config {given}: no configuration of PEFT: it names no peft_type")
+    return content
 
 
 def _precision(named: str, bf16: bool, fp16: bool) -> str:

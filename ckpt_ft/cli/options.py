@@ -37,9 +37,22 @@ LoraTargets = Annotated[
     str, typer.Option("--lora-targets", help="comma-separated module names; by default all linear layers")
 ]
 Attention = Annotated[
-    str, typer.Option("--attn-implementation", help="sdpa or eager; by default what the model prefers")
+    str,
+    typer.Option("--attn-implementation", help="sdpa, eager or flash_attention_2; by default the model's own"),
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
+DoubleQuant = Annotated[bool, typer.Option("--double-quant", help="with 4 bits: their scales in 8 bits")]
+EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="frozen weights in 8 bits (LLM.int8)")]
+Dora = Annotated[bool, typer.Option("--dora", help="DoRA in place of LoRA")]
+PeftConfig = Annotated[
+    str, typer.Option("--peft-config", help="an adapter_config.json of any kind of PEFT, or the directory that has it")
+]
+Freeze = Annotated[
+    str, typer.Option("--freeze", help="comma-separated parts that are not trained, e.g. vision_tower,embed_tokens")
+]
+Packing = Annotated[bool, typer.Option("--packing", help="rows packed into full sequences, attention within each row")]
+Padding = Annotated[bool, typer.Option("--padding", help="rows of unlike length, padded to --seq-length")]
+Ema = Annotated[bool, typer.Option("--ema", help="a moving average of what is trained, on the device")]
 LaunchOption = Annotated[
     str,
     typer.Option(

@@ -73,7 +73,8 @@ class GPU:
 
         What has no tensor cores on this card runs at fp32's rate, as cuBLAS emulates bf16 on older ones.
         """
-        rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0}
+        whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # of int8: at least twice half precision's
+        rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0, "int8": whole}
         rate = self.fp8 if dtype.startswith("float8") else rates.get(dtype, 0.0)
         return rate * self.efficiency or self.fp32 * self.efficiency_fp32
 
@@ -123,7 +124,7 @@ def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp3
 
 _AMD = (
     "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
-    "H100's, collectives need --link; what PyTorch itself allocates is the same on both"
+    "H100's, collectives need a rate of their own; what PyTorch itself allocates is the same on both"
 )
 # fmt: off
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
@@ -226,9 +227,7 @@ def find_gpu(name: str) -> GPU:
         return GPUS[known[plain]]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    raise UserError(
-        f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; for another, --gpu-memory and --gpu-like, or a GPU)"
-    )
+    raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; of another, the memory and a card like it)")
 
 
 def current_gpu(index: int | None = None) -> GPU | None:

@@ -1,7 +1,8 @@
 """A linear layer held in NF4, in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
 
-Two weights in a byte, one float32 scale (absmax) for every 64 of them, no double quantisation. Forward and backward
-each make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit).
+Two weights in a byte, one float32 scale (absmax) for every 64 of them. Under double quantisation the scale is a byte,
+with a float32 scale for every 256 of those, a table of 256 levels and an offset of its own. Forward and backward each
+make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit).
 The sixteen levels are QLoRA's (Dettmers et al. 2023, appendix E).
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BLOCK = 64
+BLOCK, NESTED_BLOCK = 64, 256
 LEVELS = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302, 0.2461123,
     0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
@@ -32,6 +33,17 @@ def _(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: 
     return packed.new_empty(out_features, 2 * packed.numel() // out_features, dtype=dtype)
 
 
+@torch.library.custom_op("ckpt_ft::dequantize_absmax", mutates_args=())
+def dequantize_absmax(packed: Tensor, absmax: Tensor, levels: Tensor) -> Tensor:
+    """The (n,) float32 scales; `packed` is (n,) uint8, `absmax` (n / 256,) float32, `levels` (256,) float32."""
+    return levels[packed.long()] * absmax.repeat_interleave(NESTED_BLOCK)[: packed.numel()]
+
+
+@dequantize_absmax.register_fake
+def _(packed: Tensor, absmax: Tensor, levels: Tensor) -> Tensor:
+    return torch.empty_like(packed, dtype=torch.float32)
+
+
 class _Matmul(torch.autograd.Function):
     """x @ weight.T; the gradient goes to x alone, the weight is frozen."""
 
@@ -46,9 +58,9 @@ class _Matmul(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """`nn.Linear` with a frozen 4-bit weight; the size of the weight must divide by 64."""
+    """`nn.Linear` with a frozen 4-bit weight, whose size must divide by 64. `nested`: under double quantisation."""
 
-    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype, nested: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.compute_dtype = (
             linear.in_features,
@@ -63,12 +75,41 @@ class NF4Linear(nn.Linear):
         codes = torch.bucketize(blocks / absmax[:, None], middles).to(torch.uint8).view(-1, 2)
         self.weight = nn.Parameter((codes[:, :1] << 4) | codes[:, 1:], requires_grad=False)
         self.bias = linear.bias
-        self.register_buffer("absmax", absmax)
+        self.nested = nested
+        if nested:
+            self._nest(absmax)
+        else:
+            self.register_buffer("absmax", absmax)
         self.register_buffer("levels", levels)
+
+    @property
+    def W_q(self) -> Tensor:
+        """By which peft knows a layer (of HQQ) that makes its weight itself where DoRA asks for it."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """The weight in the compute type."""
+        return self.dequantized(self.compute_dtype)
+
+    def _nest(self, absmax: Tensor) -> None:
+        """Hold the scales in 8 bits, between equally many levels on both sides of their mean."""
+        offset = absmax.mean()
+        rest = torch.nn.functional.pad(absmax - offset, (0, -absmax.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+        scales = rest.abs().amax(1)
+        levels = torch.linspace(-1, 1, 256, device=absmax.device)
+        codes = torch.bucketize(rest / scales[:, None], (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        self.register_buffer("absmax", codes.view(-1)[: absmax.numel()].clone())
+        self.register_buffer("nested_absmax", scales)
+        self.register_buffer("nested_levels", levels)
+        self.register_buffer("offset", offset)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as a new (out_features, in_features) tensor."""
-        return dequantize(self.weight, self.absmax, self.levels, self.out_features, dtype)
+        absmax = self.absmax
+        if self.nested:
+            absmax = dequantize_absmax(absmax, self.nested_absmax, self.nested_levels)
+            absmax += self.offset
+        return dequantize(self.weight, absmax, self.levels, self.out_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features) in x's dtype, computed in `compute_dtype`."""
@@ -78,7 +119,10 @@ class NF4Linear(nn.Linear):
 
 
 def to_nf4(
-    model: nn.Module, compute_dtype: torch.dtype = torch.float16, skip: tuple[str, ...] = ("lm_head",)
+    model: nn.Module,
+    compute_dtype: torch.dtype = torch.float16,
+    skip: tuple[str, ...] = ("lm_head",),
+    nested: bool = False,
 ) -> nn.Module:
     """Hold every linear layer of `model` in NF4, but for modules named in `skip`, and freeze all of it.
 
@@ -87,7 +131,7 @@ def to_nf4(
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype))
+            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype, nested))
     return model.requires_grad_(False)
 
 

@@ -1,7 +1,8 @@
-"""What keeps most weights frozen: 4-bit layers and LoRA adapters, on a model that may be on the meta device."""
+"""What keeps most weights frozen: 4- and 8-bit layers, adapters, named parts; on a model that may be on meta."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,32 +10,30 @@ import torch
 from ckpt_ft.errors import UserError, one_line
 
 from .settings import DTYPES, LORA_DROPOUT, Settings
+from .valueless import Valueless
+
+# Of a configuration what is not of training.
+_OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
 
 def adapt(model: Any, settings: Settings) -> Any:
-    """`model` with 4-bit weights and LoRA adapters (fp32 on a half-precision base, as peft makes them), if asked."""
-    if settings.load_in_4bit:
-        from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
-
-        to_nf4(model, torch.bfloat16 if settings.dtype == "float32" else DTYPES[settings.dtype])
-        if settings.prepare_kbit:
-            prepare_kbit(model)
-    if not settings.lora_r:
+    """`model` with quantised weights, frozen parts, adapters (fp32 on a half-precision base, as peft makes them)."""
+    if settings.quantised:
+        _quantise(model, settings)
+    for part in settings.frozen:
+        _freeze(model, part)
+    if not settings.adapts:
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    rank, dropout = settings.lora_r, settings.lora_dropout
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=LORA_DROPOUT if dropout is None else dropout,
-        target_modules=list(settings.lora_targets) or "all-linear",
-    )
+    on_meta = next(model.parameters()).is_meta
+    values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     try:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, lora)
-    except ValueError as error:
-        raise UserError(f"LoRA targets {', '.join(settings.lora_targets)}: {one_line(error, 200)}") from error
+        with torch.device("meta" if on_meta else "cpu"), values:
+            adapted = get_peft_model(model, _configuration(settings))
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
+        raise UserError(f"{asked}: {one_line(error, 200)}") from error
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:
@@ -44,8 +43,57 @@ def adapt(model: Any, settings: Settings) -> Any:
 
 def notes_on(settings: Settings) -> tuple[str, ...]:
     """Which of two ways was taken where users may expect the other, one sentence each."""
-    if not settings.load_in_4bit:
-        return ()
+    notes = []
+    if settings.quantised:
+        bits = "4 bits" if settings.load_in_4bit else "8 bits"
+        if settings.prepare_kbit:
+            notes.append(
+                f"{bits}: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them"
+            )
+        else:
+            notes.append(
+                f"{bits}: embeddings, norms and head in {settings.dtype}, as loaded, without peft's k-bit preparation"
+            )
+    if settings.load_in_8bit:
+        notes.append("8 bits: no column of an input is an outlier")
+    if settings.attn_implementation == "flash_attention_2" and settings.rows == "padded":
+        notes.append("flash attention of padded rows: as many tokens as with the padding")
+    return tuple(notes)
+
+
+def _quantise(model: Any, settings: Settings) -> None:
+    from ckpt_ft.standins.int8 import to_int8
+    from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
+
+    if settings.load_in_8bit:
+        to_int8(model)
+    else:
+        compute = torch.bfloat16 if settings.dtype == "float32" else DTYPES[settings.dtype]
+        to_nf4(model, compute, nested=settings.double_quant)
     if settings.prepare_kbit:
-        return ("4 bits: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them",)
-    return (f"4 bits: embeddings, norms and head in {settings.dtype}, as loaded, without peft's k-bit preparation",)
+        prepare_kbit(model)
+
+
+def _freeze(model: Any, part: str) -> None:
+    named = [parameter for name, parameter in model.named_parameters() if part in name]
+    if not named:
+        known = ", ".join(dict.fromkeys(name.split(".")[0] for name, _ in model.named_children()))
+        raise UserError(f"frozen part '{part}': no parameter has it in its name (the model's parts: {known})")
+    for parameter in named:
+        parameter.requires_grad_(False)
+
+
+def _configuration(settings: Settings) -> Any:
+    """LoRA as the settings say it, or the configuration of PEFT that they carry."""
+    from peft import LoraConfig, get_peft_config
+
+    if settings.peft is not None:
+        return get_peft_config({k: v for k, v in settings.peft.items() if k not in _OF_A_CHECKPOINT})
+    rank, dropout = settings.lora_r, settings.lora_dropout
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=LORA_DROPOUT if dropout is None else dropout,
+        target_modules=list(settings.lora_targets) or "all-linear",
+        use_dora=settings.use_dora,
+    )

@@ -37,6 +37,8 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
     if settings.lora_targets and not settings.lora_r:
         raise UserError(f"LoRA targets {','.join(settings.lora_targets)} without LoRA: give a rank, or drop them")
     gpu = gpu_of(device)
+    if lengths is not None and settings.rows == "packed":
+        raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
     workload = _by_kind(name, read_config(name), settings)
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
@@ -49,7 +51,7 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
     return replace(
         workload,
         name=name,
-        make_optimizer=optimizer_maker(settings.optimizer),
+        make_optimizer=optimizer_maker(settings.optimizer, settings.ema),
         device=device,
         autocast=MIXED_PRECISION[settings.mixed_precision],
         accumulation=settings.accumulation,

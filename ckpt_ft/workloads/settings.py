@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_DROPOUT = 0.05  # of the recipes that train transformers models
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
+ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
+ROWS = ("alike", "padded", "packed")
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,22 @@ class Settings:
         mixed_precision: autocast: no, bf16 or fp16.
         optimizer: one of `OPTIMIZERS`.
         lora_r: LoRA rank; 0 trains all weights.
+        use_dora: DoRA in place of LoRA.
+        peft: a configuration of PEFT, as `adapter_config.json` holds it, in place of LoRA's own settings.
+        frozen: parts that are not trained: of parameters that have one of these in their name.
+        rows: of a micro-batch of text: "alike" (all of `seq_length` tokens), "padded" (one is, the others have padding
+            and so there is a mask) or "packed" (two in each sequence, told apart by their positions).
         lora_targets: module names that get an adapter; () for every linear layer of the blocks.
         seq_length: tokens of a sequence (language models).
         resolution: pixels of an image's side; 0 for the model's own.
         frames: of a video; 0 for 49 of them.
         accumulation: micro-batches of a step.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
-        attn_implementation: sdpa or eager; "" for what the model prefers.
+        attn_implementation: sdpa, eager or flash_attention_2; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
+        double_quant: their scales in 8 bits.
+        load_in_8bit: frozen weights in 8 bits, as bitsandbytes keeps them (LLM.int8).
+        ema: a moving average of what is trained, in float32 on the device, as diffusers' EMAModel keeps it.
         launch: on how many processes; None for one.
         launches: to choose from, in a plan.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
@@ -60,12 +71,30 @@ class Settings:
     alloc_conf: str = ""
     prepare_kbit: bool = False
     lora_dropout: float | None = None
+    use_dora: bool = False
+    peft: Mapping[str, Any] | None = None
+    frozen: tuple[str, ...] = ()
+    rows: str = "alike"
+    double_quant: bool = False
+    load_in_8bit: bool = False
+    ema: bool = False
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained, in place of the weights."""
+        return bool(self.lora_r) or self.peft is not None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the frozen weights are in 4 or 8 bits."""
+        return self.load_in_4bit or self.load_in_8bit
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("mixed precision", self.mixed_precision, MIXED_PRECISION)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("attention implementation", self.attn_implementation, ("", "sdpa", "eager"))
+        _one_of("attention implementation", self.attn_implementation, ATTENTION)
+        _one_of("rows", self.rows, ROWS)
         AllocatorSettings.parse(self.alloc_conf)
         if self.seq_length < 2:
             raise UserError(f"sequence length {self.seq_length}: a sequence has at least 2 tokens")
@@ -79,12 +108,27 @@ class Settings:
             raise UserError(f"gradients clipped to {self.max_grad_norm}: a norm, or 0 for no clipping")
         if self.frames < 0:
             raise UserError(f"frames {self.frames}: a number of them, or 0 for 49")
-        if self.load_in_4bit and not self.lora_r:
-            raise UserError("4-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example")
-        if self.prepare_kbit and not self.load_in_4bit:
-            raise UserError("k-bit preparation is of a model that is loaded in 4 bits: ask for both, or leave it out")
+        self._check_quantisation()
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"LoRA dropout {self.lora_dropout}: a share from 0 up to, but not including, 1")
+
+        if self.use_dora and not self.lora_r:
+            raise UserError("DoRA is a kind of LoRA: give a rank too, 16 for example")
+        if self.peft is not None and self.lora_r:
+            raise UserError("LoRA by rank and a configuration of PEFT are two adapters: give one of them")
+
+    def _check_quantisation(self) -> None:
+        if self.load_in_4bit and self.load_in_8bit:
+            raise UserError("weights in 4 bits and in 8 bits: ask for one of them")
+        if self.quantised and not self.adapts:
+            bits = 4 if self.load_in_4bit else 8
+            raise UserError(f"{bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for example")
+        if self.prepare_kbit and not self.quantised:
+            raise UserError(
+                "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
+            )
+        if self.double_quant and not self.load_in_4bit:
+            raise UserError("double quantisation is of weights in 4 bits: ask for both, or leave it out")
 
 
 def _one_of(what: str, given: str, allowed: Collection[str]) -> None:

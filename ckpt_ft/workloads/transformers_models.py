@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.standins import flash_attention
 
 from . import batches
 from .adapters import adapt
@@ -35,18 +36,30 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     if "input_ids" in fields or task.table == "SPEECH_SEQ_2_SEQ":
         _check_positions(name, text, settings.seq_length)
 
+    if settings.rows != "alike" and "input_ids" not in fields:
+        raise UserError(f"{settings.rows} rows: the batches of {name}, a {task.kind}, hold no text")
+
     def make_batch(samples: int, length: int | None) -> Batch:
-        if length is None:
-            return batches.zeros(fields, samples, settings)
-        batch = batches.zeros(task.fields(built, replace(settings, seq_length=length)), samples, settings)
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
-        batch["attention_mask"][1:, -1:] = 0
+        shaped = fields if length is None else task.fields(built, replace(settings, seq_length=length))
+        batch = batches.zeros(shaped, samples, settings)
+        if length is not None or settings.rows == "padded":
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
+            batch["attention_mask"][1:, -1:] = 0
+        elif settings.rows == "packed":
+            batch["position_ids"] = _packed_positions(batch["input_ids"])
         return batch
 
     sized = "resolution" if task.table == "IMAGE_CLASSIFICATION" else "seq_length"
     shape = {sized: getattr(settings, sized)}
     notes = batches.notes_on(built, task)
     return Workload(adapt(built, settings), make_batch, _loss, kind=task.kind, shape=shape, notes=notes)
+
+
+def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
+    """(samples, tokens): of two rows in each sequence, one after the other."""
+    samples, tokens = ids.shape
+    first = tokens // 2
+    return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
 def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -83,13 +96,17 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
     """The model on meta, in the settings' dtype, from its config alone."""
     from transformers import AutoConfig
 
+    flash = settings.attn_implementation == "flash_attention_2"
+    if flash:
+        flash_attention.register()
+        if not getattr(kind, "_supports_flash_attn", False):
+            raise UserError(f"{name}: transformers has no flash attention for {kind.__name__}")
+    attention = flash_attention.NAME if flash else settings.attn_implementation or None
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
-            model = kind._from_config(
-                parsed, dtype=DTYPES[settings.dtype], attn_implementation=settings.attn_implementation or None
-            )
+            model = kind._from_config(parsed, dtype=DTYPES[settings.dtype], attn_implementation=attention)
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:

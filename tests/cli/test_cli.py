@@ -95,6 +95,19 @@ def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
     assert json.loads(answers[0].out)["batch_size"] == 2
 
 
+def test_a_peft_configuration_and_how_it_is_trained(ask: Any, config: str, tmp_path: Path) -> None:
+    def asked(*argv: str) -> Any:
+        return json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+
+    saved = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "target_modules": "all-linear"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    by_rank = asked("--lora", "4")
+    assert asked("--peft-config", str(tmp_path)) == by_rank
+    assert asked("--use_peft", "--lora_r", "4", "--lora-dropout", "0.05") == by_rank
+    four = asked("--gradient_accumulation_steps", "4")
+    assert (four["accumulation"], four["seconds"] > 2 * asked()["seconds"]) == (4, True)
+
+
 def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked_about, "current_gpu", lambda: None)
 
@@ -215,6 +228,12 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
         (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
         (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
+        (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: packed sequences are full"),
+        (("estimate", "CONFIG", "--peft-config", "CONFIG"), "no configuration of PEFT: it names no peft_type"),
+        (("estimate", "CONFIG", "--peft-config", "/nowhere.json"), "--peft-config /nowhere.json: No such file"),
+        (("estimate", "CONFIG", "--load-in-8bit"), "8-bit weights cannot be trained themselves"),
+        (("estimate", "CONFIG", "--double-quant"), "double quantisation is of weights in 4 bits"),
+        (("estimate", "CONFIG", "--freeze", "vision"), "frozen part 'vision': no parameter has it in its name"),
         (("estimate", "CONFIG", "--bf16", "--fp16"), "mixed precision bf16 and fp16: give one of them"),
         (("estimate", "CONFIG", "--batch-size", "0"), "batch size 0: a batch has at least 1 sample"),
         (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),
@@ -233,7 +252,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("plan", "CONFIG", "--output", "/proc/nowhere/plan.json"), "--output /proc/nowhere/plan.json: cannot be"),
         (("estimate", "CONFIG", "--capacity", "9" * 5000), "is not an amount of memory"),
         (("estimate", "CONFIG", "--load-in-4bit"), "give a LoRA rank"),
-        (("estimate", "CONFIG", "--lora", "4", "--prepare-kbit"), "loaded in 4 bits: ask for both"),
+        (("estimate", "CONFIG", "--lora", "4", "--prepare-kbit"), "loaded in 4 bits (or 8): ask for both"),
         (("estimate", "CONFIG", "--lora", "4", "--lora-dropout", "1"), "LoRA dropout 1.0: a share from 0 up to"),
         (("estimate", "CONFIG", "--capacity", "lots"), "'lots' is not an amount of memory"),
         (("estimate", "no/such-model"), "no model 'no/such-model'"),

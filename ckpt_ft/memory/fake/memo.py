@@ -120,13 +120,16 @@ def _recipe(out: Any, args: tuple[Any, ...]) -> Any:
     for at, value in enumerate(args):
         if out is value:
             return "argument", at
-        if type(value) is FakeTensor and value.untyped_storage()._cdata == storage._cdata:
+        if _shares(value, storage):
             return "tensor", at, out.shape, out.stride(), out.storage_offset(), out.dtype
-        if isinstance(value, (list, tuple)) and any(
-            type(item) is FakeTensor and item.untyped_storage()._cdata == storage._cdata for item in value
-        ):
+        if isinstance(value, (list, tuple)) and any(_shares(item, storage) for item in value):
             raise Uncacheable
     span = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True)) if out.numel() else 0
     if out.storage_offset() or storage.nbytes() != span * out.itemsize or out.is_conj() or out.is_neg():
         raise Uncacheable
     return "tensor", None, out.shape, out.stride(), 0, out.dtype
+
+
+def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
+    dense = type(value) is FakeTensor and value.layout is torch.strided  # a sparse one has no storage of its own
+    return dense and value.untyped_storage()._cdata == storage._cdata

@@ -43,10 +43,20 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=_CPU)
 
 
+def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The fake kernel forgets how many elements the mask has. [ATen/native/sparse/SparseTensor.cpp]"""
+    dense, mask = args[:2]
+    values = torch.empty_like(mask._values(), dtype=dense.dtype)
+    make = aten._sparse_coo_tensor_with_dims_and_tensors
+    dims, kind = (mask.sparse_dim(), mask.dense_dim()), {"dtype": dense.dtype, "layout": mask.layout, "device": _CPU}
+    return make(*dims, mask.shape, mask._indices(), values, **kind)
+
+
 RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: partial(mixed_norm, 2),
     aten.native_group_norm.default: partial(mixed_norm, 1),
     aten.native_batch_norm.default: partial(mixed_norm, 1),
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._grouped_mm.default: grouped_mm,
+    aten.sparse_mask.default: sparse_mask,
 }

@@ -1,0 +1,56 @@
+"""The stand-in for bitsandbytes' 8-bit layers: near the layer that it stands for, and the bytes of its layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.standins.int8 import Int8Linear, to_int8
+
+
+def test_it_computes_what_the_layer_does_to_a_percent() -> None:
+    linear = nn.Linear(64, 48)
+    layer = Int8Linear(linear)
+    x = torch.randn(4, 8, 64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, reference = layer(ours), linear(theirs)
+    assert out.dtype == reference.dtype
+    assert (out - reference).norm() / reference.norm() < 0.01
+    assert (layer.dequantize() - linear.weight).abs().max() < linear.weight.abs().max() / 240
+    out.square().sum().backward()
+    reference.square().sum().backward()
+    assert (ours.grad - theirs.grad).norm() / theirs.grad.norm() < 0.02  # type: ignore[operator,union-attr]
+
+
+def test_a_byte_a_weight_and_a_scale_a_row() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"proj": nn.Linear(64, 48), "lm_head": nn.Linear(64, 32)})
+    to_int8(model)
+    layer = model["proj"]
+    assert isinstance(layer, Int8Linear)
+    assert type(model["lm_head"]) is nn.Linear
+    assert sum(p.nbytes for p in (layer.weight, layer.scales)) == 64 * 48 + 4 * 48
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_what_a_step_makes_beside_it() -> None:
+    """Forward: the input in 8 bits, an int32 product, its float16 form; backward: the weight in the input's dtype."""
+    rows, n, m = 64, 256, 512
+    model = nn.Sequential(Int8Linear(nn.Linear(n, m, bias=False)))
+    x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(x).sum().backward()
+
+    trace = trace_step(model, step, device="cpu")
+    made = {(storage.op, storage.nbytes) for storage in trace.storages}
+    expected = {
+        ("ckpt_ft.quantize_rows.default", rows * n),
+        ("ckpt_ft.int8_matmul.default", 4 * rows * m),
+        ("ckpt_ft.dequantize_product.default", 2 * rows * m),
+        ("aten._to_copy.default", 2 * n * m),
+    }
+    assert expected <= made
+    (product,) = [op for op in trace.ops if "int8_matmul" in op.name and op.at >= trace.start]
+    assert product.flops == 2 * rows * n * m

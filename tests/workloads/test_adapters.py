@@ -1,0 +1,207 @@
+"""How a model is trained, as the options say it: adapters of every kind, quantised weights, frozen parts, rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.adapters import adapt
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the linear layers of the blocks
+REST = 2 * 96 * 256 + 5 * 256  # embeddings and head, norms
+PLAIN = Settings(seq_length=32, dtype="bfloat16")
+LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # of a block
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+# What a kind of PEFT needs beside the modules that it adapts.
+KINDS: dict[str, dict[str, Any]] = {
+    "ADALORA": {**TARGETS, "total_step": 10},
+    "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 4},
+    "BOFT": {**TARGETS, "boft_block_size": 4},
+    "C3A": {**TARGETS, "block_size": 64},
+    "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "OFT": {**TARGETS, "oft_block_size": 4, "r": 0},
+    "VBLORA": {**TARGETS, "vector_length": 64},
+    "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
+}
+PACKAGES = {"ADAMSS": "sklearn"}
+TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING")  # that look at values, and two that do not
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    return str(file)
+
+
+def configuration(kind: str) -> dict[str, Any]:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    given = KINDS.get(kind) or (TARGETS if "target_modules" in fields else {})
+    if "num_virtual_tokens" in fields:
+        given = {**given, "num_virtual_tokens": 4}
+    return {"peft_type": kind, "task_type": "CAUSAL_LM", **given}
+
+
+def kinds() -> list[str]:
+    from peft import PeftType
+
+    return sorted(kind.value for kind in PeftType)
+
+
+def sizes(model: nn.Module) -> tuple[int, int, int]:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+@pytest.mark.parametrize("kind", kinds())
+def test_adapters_without_weights_are_those_with_weights(kind: str) -> None:
+    """Every kind that peft has: as much trained, as many bytes held, also where values decide what is made first."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if kind in PACKAGES:
+        pytest.importorskip(PACKAGES[kind])
+    sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    shape = LlamaConfig(**sizes_of, use_cache=False)  # type: ignore[arg-type]
+    found = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            base = LlamaForCausalLM(shape)
+        found.append(sizes(adapt(base, Settings(peft=configuration(kind)))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TRACED)
+def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
+    workload = load(config, replace(PLAIN, peft=configuration(kind)))
+    at_peak = workload.trace(2).at_peak
+    blocks = (-(-p.nbytes // 512) * 512 for p in workload.model.parameters())
+    assert at_peak["parameters"] == sum(blocks)
+    assert at_peak["optimizer"] < at_peak["parameters"]
+
+
+def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:
+    saved = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "inference_mode": True, "revision": None}
+    model = load(config, replace(PLAIN, peft={**saved, "base_model_name_or_path": "gone/from-the-hub"})).model
+    assert sizes(model)[0] == 2 * 4 * (256 + 256)
+    with pytest.raises(UserError, match="the PEFT configuration: .*unexpected keyword argument 'rank'"):
+        load(config, replace(PLAIN, peft={"peft_type": "LORA", "rank": 4}))
+
+
+def test_what_quantised_weights_take(config: str) -> None:
+    """bitsandbytes' layout: half a byte a weight and a scale for 64, nested or not; a byte and a scale a row."""
+    weights = [out * into for out, into in LAYERS] * 2
+    lora = replace(PLAIN, lora_r=2)
+
+    def held(settings: Settings) -> tuple[int, int]:
+        model = load(config, settings).model
+        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        rotary = 2 * 64 // 2 * 4  # of its own, and the original
+        return frozen - 2 * REST, sum(b.nbytes for b in model.buffers()) - rotary
+
+    scales = [n // 64 for n in weights]
+    assert held(replace(lora, load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
+    nested = sum(n + -(-n // 256) * 4 + 256 * 4 + 4 + 16 * 4 for n in scales)
+    assert held(replace(lora, load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
+    assert held(replace(lora, load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
+
+
+def test_dora_has_a_magnitude_for_every_row(config: str) -> None:
+    for quantised in ({}, {"load_in_4bit": True}, {"load_in_8bit": True}):
+        trained = [
+            sizes(load(config, replace(PLAIN, lora_r=2, use_dora=dora, **quantised)).model)[0]  # type: ignore[arg-type]
+            for dora in (False, True)
+        ]
+        assert trained[1] - trained[0] == 2 * sum(out for out, _ in LAYERS)
+
+
+def test_frozen_parts_have_no_gradient_and_no_moments(config: str) -> None:
+    def optimizer(settings: Settings) -> int:
+        return load(config, replace(settings, dtype="float32")).trace(1).at_peak["optimizer"]
+
+    counts = 512  # of steps, one for each tensor
+    part = 96 * 256  # embeddings
+    frozen = replace(PLAIN, frozen=("embed_tokens",))
+    assert optimizer(PLAIN) - optimizer(frozen) == 2 * 4 * part + counts
+    with pytest.raises(UserError, match=r"frozen part 'vision': no parameter has it in its name \(the model's"):
+        load(config, replace(PLAIN, frozen=("vision",)))
+
+
+def test_a_moving_average_is_held_in_float32(config: str) -> None:
+    plain, averaged = (load(config, replace(PLAIN, ema=ema)).trace(1) for ema in (False, True))
+    assert averaged.at_peak["optimizer"] - plain.at_peak["optimizer"] == 4 * (LINEAR + REST)
+    assert averaged.peaks["optimizer"] > plain.peaks["optimizer"] + 4 * (LINEAR + REST)
+
+
+def test_micro_batches_and_clipping(config: str) -> None:
+    once, four = (load(config, replace(PLAIN, accumulation=n)).trace(2) for n in (1, 4))
+    assert once.micro_batches == 1
+    assert four.micro_batches == 4
+    assert 2 * once.seconds < four.seconds < 4 * once.seconds
+    clipped, whole = (load(config, replace(PLAIN, max_grad_norm=norm)).trace(2) for norm in (1.0, 0.0))
+    names = [{op.name for op in trace.ops} for trace in (clipped, whole)]
+    assert any("_foreach_norm" in name for name in names[0])
+    assert not any("_foreach_norm" in name for name in names[1])
+
+
+def kernels(settings: Settings, config: str) -> tuple[set[str], int]:
+    """Attention kernels of a step, and bytes of masks of pairs."""
+    workload = load(config, settings, "a100-40gb")
+    trace = workload.trace(2)
+    found = {op.name.partition("_attention")[0].rpartition("_")[2] for op in trace.ops if "_attention." in op.name}
+    pairs = 2 * 32 * 32
+    return found, sum(s.nbytes >= pairs and "mask" in s.op for s in trace.storages)
+
+
+def test_rows_decide_the_mask_and_flash_attention_has_none(config: str) -> None:
+    assert kernels(PLAIN, config)[0] == {"flash"}
+    assert kernels(replace(PLAIN, rows="padded"), config)[0] == {"efficient"}
+    assert kernels(replace(PLAIN, rows="packed"), config)[0] == {"efficient"}
+    flash = replace(PLAIN, attn_implementation="flash_attention_2")
+    assert kernels(replace(flash, rows="packed"), config)[0] == {"flash"}
+    assert kernels(replace(flash, rows="padded"), config)[0] == {"flash"}
+    batch = load(config, replace(PLAIN, rows="packed")).make_batch(2, None)
+    assert batch["position_ids"].tolist() == [[*range(16), *range(16)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"load_in_8bit": True}, "8-bit weights cannot be trained themselves"),
+        ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 2}, "weights in 4 bits and in 8 bits: ask for one"),
+        ({"double_quant": True}, "double quantisation is of weights in 4 bits"),
+        ({"use_dora": True}, "DoRA is a kind of LoRA: give a rank too"),
+        ({"lora_r": 2, "peft": {}}, "two adapters: give one of them"),
+        ({"accumulation": 0}, "a step has at least 1 micro-batch"),
+        ({"max_grad_norm": -1.0}, "gradients clipped to -1.0"),
+        ({"rows": "many"}, "rows 'many'"),
+    ],
+)
+def test_what_does_not_go_together(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        Settings(**asked)
+    assert "--" not in str(refused.value)
+
+
+def test_rows_of_a_model_that_reads_none() -> None:
+    with pytest.raises(UserError, match="packed rows: the batches of microsoft/resnet-50, .*, hold no text"):
+        load("microsoft/resnet-50", Settings(rows="packed"))
