@@ -22,6 +22,7 @@ from .fitting import Room
 from .search import ends, pick_first, search, settle, timed
 from .tracing import Tracer, trace_all
 
+_SLACK = 1.05  # what may fit for all that an estimate says
 _SHOWN = 3  # candidates of the leading launch beside its frontier's first
 _SHARDED = ("parameters", "gradients", "optimizer")
 
@@ -208,9 +209,9 @@ class Launches:
         return None
 
     def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
-        """Whether the leanest would fit if nothing but what is sharded grew."""
+        """Whether the leanest is worth a trace: it would fit, or nearly, if nothing but what is sharded grew."""
         trace = estimates.tracer.trace(lean.policy, lean.batch)
         assert isinstance(trace, StepTrace), "its policy has an anchor"
         assert trace.launch is not None
         sharded = sum(trace.at_peak[category] for category in _SHARDED)
-        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= self.room.limit
+        return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * self.room.limit

@@ -284,8 +284,10 @@ def _too_small(estimates: Estimates, model: nn.Module) -> str:
         below = (
             f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
         )
+    launch = estimates.tracer.workload.launch
+    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
     blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
     return (
         f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
-        f"works is {format_at_least(needed)}, under '{leanest}'{blocks}"
+        f"works is {format_at_least(needed)}, under {under}{blocks}"
     )
