@@ -24,14 +24,15 @@ def command(plan: Plan, settings: Settings, dataset: str, config_file: str) -> s
     """
     launch = plan.best.launch
     assert launch is not None, "one process needs no launch"
-    words = ["accelerate", "launch", *(["--config_file", config_file] if config_file else _launch(launch))]
+    words = ["accelerate", "launch", *(["--config_file", config_file] if config_file else launch_words(launch))]
     if launch.machines > 1:
         words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
     script, flags = _recipe(plan, settings, dataset)
     return f"{shlex.join(words)} {script} {shlex.join(flags)}"
 
 
-def _launch(launch: Launch) -> list[str]:
+def launch_words(launch: Launch) -> list[str]:
+    """The options of `accelerate launch` that say what its configuration file would."""
     values: dict[str, Any] = {
         "num_processes": launch.processes,
         "num_machines": launch.machines,

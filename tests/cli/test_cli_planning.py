@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 
 from ckpt_ft.cli import app as cli
+from ckpt_ft.cli.how_to_run import launch_words
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.memory.distributed.launch import Launch, launches_on
+from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.lengths import Lengths
@@ -179,3 +185,68 @@ def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         match="a dataset's lengths: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike",
     ):
         typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
+
+
+def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
+    file = tmp_path / "launch.yaml"
+    words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
+    assert typed(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2", "--write-launch", str(file)) == 0
+    shown = capsys.readouterr().out
+    launch = read_launch(file)
+    assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
+    assert load_config_from_file(str(file)).distributed_type == DistributedType.FSDP
+    assert "fits on 1: none at batch 2" in shown
+    command = f'accelerate launch --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
+    assert command in shown
+    assert "--ac_policy none --per_device_train_batch_size 2 --max_length 32 --dtype float32 --bf16" in shown
+
+
+def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:
+    parser = launch_command_parser()
+    for launch in (*launches_on(8, mixed_precision="bf16"), Launch("zero3", 4, mixed_precision="bf16")):
+        given = parser.parse_args([*launch_words(launch), "script.py"])
+        (tmp_path / "launch.yaml").write_text(accelerate_config(launch))
+        read = parser.parse_args(["--config_file", str(tmp_path / "launch.yaml"), "script.py"])
+        given, read = (_validate_launch_command(args)[0] for args in (given, read))
+        for name in ("use_fsdp", "use_deepspeed", "multi_gpu", "num_processes", "mixed_precision", "zero_stage"):
+            assert getattr(given, name) == getattr(read, name), (launch, name)
+        for name in sharing_options(launch).get("fsdp_config", {}):
+            assert str(getattr(given, name)).lower() == str(getattr(read, name)).lower(), (launch, name)
+
+
+def test_another_link_is_another_question(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch was told from another by its words alone, which name no link."""
+    make = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
+    words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
+    words += ["--launch", "ddp", "--processes", "2", "--link"]
+    seconds = []
+    for link in ("20MB", "2GB"):
+        assert typed(monkeypatch, *words, link) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["candidates"][0]["seconds"])
+    assert seconds[0] > seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "1"], "1 GPUs: a launch is for at least 2"),
+        (["--gpus", "8", "--launch", "fsdp"], "no strategy 'fsdp'; did you mean 'fsdp2'"),
+        (["--gpus", "8", "--launch", "fsdp2.yaml"], "--gpus 8 and --launch fsdp2.yaml: --gpus chooses among"),
+        (["--gpus", "8", "--processes", "8"], "--gpus 8 and --processes 8: --gpus chooses among"),
+        (["--gpus", "8", "--machines", "3"], "8 processes on 3 machines"),
+        (["--gpus", "8", "--link", "fast"], "'fast' is not an amount of memory"),
+        (["--launch", "fsdp2"], "--launch fsdp2: on how many GPUs. give --processes"),
+        (["--launch", "fsdp3"], "--launch fsdp3: neither a strategy"),
+        (["--write-launch", "launch.yaml"], "a plan for one process has none; give --gpus or --launch too"),
+    ],
+)
+def test_launches_that_are_none(words: list[str], message: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=message):
+        typed(monkeypatch, "plan", config, "--device", "t4", "--seq-length", "32", *words)
