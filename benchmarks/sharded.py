@@ -1,7 +1,7 @@
 """Sharded steps: one rank's trace against published FSDP2 runs, and how Llama's memory divides over GPUs.
 
 python benchmarks/sharded.py --published    # five rows of benchmarks/data/fsdp2_llama3_8b.csv
-python benchmarks/sharded.py --scaling      # Llama-3.1-8B and -70B, all weights and LoRA, on 1 to 64 GPUs
+python benchmarks/sharded.py --scaling --write    # Llama-3.1-8B and -70B, all weights and LoRA, on 1 to 64 GPUs
 
 Everything is predicted, on the CPU, without weights; the published rows were measured on eight H100.
 """
@@ -33,6 +33,8 @@ from ckpt_ft.workloads.settings import Settings
 ROWS = Path(__file__).resolve().parent / "data" / "fsdp2_llama3_8b.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "none": "none", "full": "full"}
 PROCESSES = 8
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
+BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
 
 
 def published() -> None:
@@ -102,10 +104,13 @@ def torchtitan_step(model: Any, policy: str, batch: int, tokens: int, keeps: boo
         remove_policy(model)
 
 
-def scaling() -> None:
-    """FSDP2 as accelerate wraps it, bf16, one row of 4,096 tokens on each H100, `full`."""
-    print("| model | trained | GPUs | reserved on each | parameters and states | tokens/s/GPU |")
-    print("|---|---|---:|---:|---:|---:|")
+def scaling(write: bool) -> None:
+    """FSDP2 as accelerate wraps it, bf16, one row of 4,096 tokens on each H100, `full`; machines of eight."""
+    rows = [
+        "| model | trained | GPUs | reserved on each | of it parameters and states | tokens/s/GPU | tokens/s |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    print(*rows, sep="\n")
     for name in ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"):
         for trained, more in (("all weights", {}), ("LoRA 16", {"lora_r": 16, "dtype": "bfloat16"})):
             settings = Settings(mixed_precision="bf16", seq_length=4096, **more)  # type: ignore[arg-type]
@@ -116,22 +121,28 @@ def scaling() -> None:
                 launch = Launch("fsdp2", processes, machines, mixed_precision="bf16") if processes > 1 else None
                 trace = replace(workload, launch=launch, alloc_conf="expandable_segments:True").trace(1)
                 held = sum(trace.at_peak[kind] for kind in ("parameters", "optimizer", "gradients"))
-                print(
-                    f"| {name.partition('/')[2]} | {trained} | {processes} | {format_bytes(trace.peak_reserved)} | "
-                    f"{format_bytes(held)} | {4096 / trace.seconds:.0f} |",
-                    flush=True,
+                speed = 4096 / trace.seconds
+                reserved = format_bytes(trace.peak_reserved)
+                rows.append(
+                    f"| {name.partition('/')[2]} | {trained} | {processes} | {reserved} | {format_bytes(held)} | "
+                    f"{speed:,.0f} | {speed * processes:,.0f} |"
                 )
+                print(rows[-1], flush=True)
+    if write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(rows) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the scaling table into docs/distributed.md")
     asked = parser.parse_args()
     if asked.published or not asked.scaling:
         published()
     if asked.scaling:
-        scaling()
+        scaling(asked.write)
 
 
 if __name__ == "__main__":
