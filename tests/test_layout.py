@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -12,14 +13,18 @@ import ckpt_ft
 PACKAGE = Path(ckpt_ft.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 RUN = 6  # lines
+SAME = re.compile(r"#|import |from |\w+: .*,$")
 
 
 def passages(sources: dict[str, str]) -> dict[tuple[str, ...], list[str]]:
-    """Every `RUN` lines of code in a row, without imports and comments, and the places where they stand."""
+    """Every `RUN` lines of code in a row, and the places where they stand.
+
+    Without imports and comments, and without parameters: two functions that are asked the same have the same.
+    """
     found = defaultdict(list)
     for name, text in sources.items():
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
-        code = [(number, line) for number, line in lines if line and not line.startswith(("#", "import ", "from "))]
+        code = [(number, line) for number, line in lines if line and not SAME.match(line)]
         for start in range(len(code) - RUN + 1):
             run = code[start : start + RUN]
             if sum(any(letter.isalnum() for letter in line) for _, line in run) == RUN:

@@ -445,8 +445,9 @@ def test_a_reward_model_has_no_loss_head() -> None:
 @pytest.mark.parametrize("first", ["trl", "head"])
 def test_trls_chunked_loss_needs_no_head(first: str) -> None:
     """It is told so, in `explain()`, and nothing is warned about."""
-    from trl.trainer.utils import add_fused_lm_head
-
+    add_fused_lm_head = getattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head", None)
+    if add_fused_lm_head is None:
+        pytest.skip("an older TRL")
     model, inputs = build("llama")
     if first == "head":
         head.install(model)

@@ -89,7 +89,7 @@ def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
     if _truth(options.get("activation_checkpointing", False)):
         raise UserError(
             f"launch {path}: fsdp_activation_checkpointing would checkpoint beside the policy; set it to false and "
-            "give --policy full"
+            "choose the policy 'full'"
         )
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
     if wrapping != "TRANSFORMER_BASED_WRAP":

@@ -89,7 +89,31 @@ class Flat:
             self.gradients.append(torch.zeros(missing, dtype=self.part.dtype))
 
 
-class Zero:
+class ZeroOptimizer:
+    """What stands in an optimizer's place under ZeRO: gradients go to it as they come, and its step is its own."""
+
+    optimizer: Any
+    _waiting = False  # for the end of this backward
+
+    @property
+    def param_groups(self) -> Any:
+        """The optimizer's own, each with its master weights."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left: gradients went as they came."""
+
+    def _finish(self) -> None:
+        """What is done once when backward ends."""
+
+    def _wait_for_the_end(self) -> None:
+        """Have `_finish` called, once, when this backward ends."""
+        if not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+
+class Zero(ZeroOptimizer):
     """The model's optimizer under ZeRO-1 or ZeRO-2; hooks on its parameters take the gradients as they come."""
 
     def __init__(
@@ -106,7 +130,6 @@ class Zero:
         self._elements = 0
         self._kept: Tensor | None = None  # this rank's gradients of this backward
         self._kept_elements = 0
-        self._waiting = False
         self.flats = [self._flat(options) for options in optimizer.param_groups]
         self._of = {id(parameter): flat for flat in self.flats for parameter in flat.parameters}
         self._mine = {id(parameter) for flat in self.flats for parameter, _ in flat.mine}
@@ -119,21 +142,11 @@ class Zero:
             parameter.register_post_accumulate_grad_hook(self._ready)
         return flat
 
-    @property
-    def param_groups(self) -> Any:
-        """The optimizer's own, each with its master weights."""
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left: gradients went as they came."""
-
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _ready(self, parameter: Any) -> None:
-        if not self._waiting:
-            self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._wait_for_the_end()
         if not self._buckets:
             count = 1 if self._stream is None else 2
             self._buckets = [torch.empty(self.bucket, dtype=parameter.dtype) for _ in range(count)]

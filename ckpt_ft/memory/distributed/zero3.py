@@ -31,7 +31,7 @@ from .fetching import Fetcher
 from .launch import Launch
 from .shards import Shard
 from .streams import Streams
-from .zero import Label
+from .zero import Label, ZeroOptimizer
 from .zero_options import ZeroOptions
 
 
@@ -44,7 +44,7 @@ class _Group:
         self.master = torch.empty(0)
 
 
-class Zero3:
+class Zero3(ZeroOptimizer):
     """The model's optimizer under ZeRO-3; hooks on its parameters take the gradients as they come."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Zero3:
         self._elements = 0
         self._gradients = torch.zeros(sum(sizes), dtype=dtype)
         self._gradient_of = dict(zip(trained, self._gradients.split(sizes), strict=True))
-        self._adds = self._waiting = False
+        self._adds = False
         for shard in trained:
             shard.parameter.register_post_accumulate_grad_hook(self._ready)
         self.fetcher = Fetcher(model, self._of, launch.zero, group, streams)
@@ -100,21 +100,11 @@ class Zero3:
             group.weights = view
             group.master = view.to(torch.float32, copy=True).requires_grad_()
 
-    @property
-    def param_groups(self) -> Any:
-        """The optimizer's own."""
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left: gradients went as they came."""
-
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _ready(self, parameter: Any) -> None:
-        if not self._waiting:
-            self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._wait_for_the_end()
         shard, size = self._of[id(parameter)], parameter.grad.numel()
         if self._filled and self._elements + size > self._bucket.numel():
             self._reduce()

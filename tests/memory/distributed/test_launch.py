@@ -43,7 +43,7 @@ def test_our_own_files() -> None:
         ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}",
-            "would checkpoint beside the policy; set it to false and give --policy full",
+            "would checkpoint beside the policy; set it to false and choose the policy 'full'",
         ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
