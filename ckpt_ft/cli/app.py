@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,6 @@ import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.synonyms import typed_as
 from ckpt_ft.tables import Table, print_table
@@ -31,6 +30,7 @@ from ckpt_ft.workloads.settings import Settings
 from . import known, merge, planning, policies, recipe
 from .asked import plan_command, takes
 from .console import progress, stdout
+from .estimate import Estimate
 from .options import (
     ONE_LAUNCH,
     AsJson,
@@ -95,34 +95,6 @@ def _common(
     ] = False,
 ) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What `ckpt-ft estimate` answers; bytes and seconds, all predicted."""
-
-    model: str
-    policy: str
-    device: str
-    batch_size: int
-    accumulation: int
-    shape: dict[str, int]
-    peak_allocated: int
-    peak_reserved: int
-    peaks: dict[str, int]
-    at_peak: dict[str, int]
-    holders: list[Holder]
-    seconds: float | None
-    capacity: int | None
-    context: int
-    notes: list[str]
-    launch: str = ""
-    answer: Answer | None = None  # where it does not fit
-
-    @property
-    def headroom(self) -> int | None:
-        """Bytes left on the device; negative where the step does not fit. None without a capacity."""
-        return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
 
 
 @app.command()

@@ -10,14 +10,14 @@ import typer
 from ckpt_ft.errors import UserError
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.views.step_view import STEP_TITLE, StepView
+from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
 from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.units import format_bytes, format_number
 
+from .estimate import Estimate
+
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
-
-    from .app import Estimate
 
 Html = Annotated[str, typer.Option("--html", help="write a page that shows it here, one file for a browser")]
 Snapshot = Annotated[str, typer.Option("--snapshot", help="write it for pytorch.org/memory_viz here (a pickle)")]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.holders import holders_table
-from ckpt_ft.memory.views.outline import Outline
-from ckpt_ft.memory.views.step_view import STEP_TITLE, StepView
+from ckpt_ft.memory.record.views.outline import Outline
+from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
 from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.tables import Table
 from ckpt_ft.units import format_at_least, format_bytes, format_number

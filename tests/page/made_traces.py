@@ -1,7 +1,11 @@
-"""Steps that are made by hand: what the page's tests draw."""
+"""Small steps, made by hand and traced: what views of them are tested on."""
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import KIB, MIB
@@ -37,3 +41,16 @@ def layered(layers: int, device: str = "t4", prefix: str = "model", waves: int =
         events.extend((~temporary, ~index))
     marks = [(start, "step"), (start, "forward"), (backward, "backward")]
     return StepTrace(device, storages, events, ops, marks, source="predicted")
+
+
+def traced() -> StepTrace:
+    """A traced step of two linear layers under AdamW, on a T4."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+
+    def one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trace_step(model, one, make_optimizer=lambda m: torch.optim.AdamW(m.parameters()), device="t4")

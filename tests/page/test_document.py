@@ -8,7 +8,7 @@ from pathlib import Path
 
 from made_traces import HOSTILE, layered
 
-from ckpt_ft.memory.views.step_view import StepView
+from ckpt_ft.memory.record.views.step_view import StepView
 from ckpt_ft.page.document import Page, Section
 
 

@@ -10,7 +10,7 @@ import pytest
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.views.lives import lives
+from ckpt_ft.memory.record.views.lives import lives
 from ckpt_ft.units import MIB, format_bytes
 
 if TYPE_CHECKING:

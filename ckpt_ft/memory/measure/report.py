@@ -20,7 +20,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.views.step_view import StepView
+from ckpt_ft.memory.record.views.step_view import StepView
 from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
@@ -46,7 +46,7 @@ class MemoryReport(RunMemory):
     """
 
     main: bool = True
-    step: StepView | None = field(default=None, init=False)
+    step: StepView | None = field(default=None, init=False, compare=False)
 
     def show(self, trace: StepTrace) -> None:
         """The step that is drawn: the measured one where there is one."""

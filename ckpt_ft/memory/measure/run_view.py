@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from ckpt_ft.memory.record.events import PHASES
-from ckpt_ft.memory.views.step_view import STEP_TITLE, StepView
+from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
 from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.units import format_bytes
 

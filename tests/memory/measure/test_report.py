@@ -116,8 +116,8 @@ def test_a_file_that_is_no_report(text, tmp_path):
 
 def test_write_leaves_whole_files_only(tmp_path, monkeypatch):
     written = cpu_report().write(tmp_path / "out")
-    assert [path.name for path in written] == ["memory_report.json", "memory_report.md", "memory_report.png"]
-    assert written[2].read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in written] == [f"memory_report.{kind}" for kind in ("json", "md", "html", "png")]
+    assert written[3].read_bytes().startswith(b"\x89PNG")
 
     before = written[1].read_text()
     monkeypatch.setattr(report_module.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -135,7 +135,7 @@ def test_write_where_a_file_is_in_the_way(tmp_path):
 
 def test_without_a_recorded_step_there_is_no_plot(tmp_path):
     assert gpu_report().plot(tmp_path / "x.png") is None
-    assert [path.suffix for path in gpu_report().write(tmp_path)] == [".json", ".md"]
+    assert [path.suffix for path in gpu_report().write(tmp_path)] == [".json", ".md", ".html"]
 
 
 def test_only_the_main_process_speaks(tmp_path):

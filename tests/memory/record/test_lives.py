@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from made_traces import traced
 from test_trace import record
-from torch import nn
 
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.views.lives import lives, ticks
+from ckpt_ft.memory.record.views.lives import lives, ticks
 
 
 def test_lives_of_a_step() -> None:
@@ -46,15 +44,3 @@ def test_parameters_gradients_and_states_have_owners() -> None:
     for category in ("parameters", "gradients", "optimizer"):
         assert {(category, "0"), (category, "2")} <= owners
     assert StepTrace.from_json(trace.to_json()).storages == trace.storages
-
-
-def traced() -> StepTrace:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    x = torch.randn(32, 64)
-
-    def one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(x).square().mean().backward()
-        optimizer.traced()
-        optimizer.zero_grad()
-
-    return trace_step(model, one, make_optimizer=lambda m: torch.optim.AdamW(m.parameters()), device="t4")
