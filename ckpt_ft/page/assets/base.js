@@ -69,19 +69,6 @@ function byteMarks(least, most, count) {
   return marks(least / size, most / size, count).map((value) => [value * size, `${DIGITS.format(value)} ${unit}`]);
 }
 
-/** The colour that a CSS custom property has under the present theme, as [r, g, b]. */
-function colour(name) {
-  const probe = el("i", { style: `color: var(${name})` });
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
-  probe.remove();
-  return found;
-}
-
-function categoryColour(category) {
-  return `var(--${category})`;
-}
-
 const themeListeners = [];
 function onTheme(listener) {
   themeListeners.push(listener);
@@ -95,6 +82,24 @@ function isDark() {
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => themeListeners.forEach((l) => l()));
+
+const colours = new Map();
+onTheme(() => colours.clear());
+
+/** The colour that a CSS custom property has under the present theme, as [r, g, b]. */
+function colour(name) {
+  if (!colours.has(name)) {
+    const probe = el("i", { style: `color: var(${name})` });
+    document.body.append(probe);
+    colours.set(name, getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number));
+    probe.remove();
+  }
+  return colours.get(name);
+}
+
+function categoryColour(category) {
+  return `var(--${category})`;
+}
 
 /** Copy `text`, and say so on `button` for a moment. */
 async function copy(text, button) {

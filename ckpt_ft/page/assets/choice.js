@@ -1,6 +1,6 @@
 // The choice: policies at batch sizes as points of bytes and speed, and a budget that one moves.
 
-const HIGH = 460;
+const HIGH = 540;
 const EDGE = { left: 64, right: 20, top: 30, bottom: 44 };
 
 /** What is chosen: a stop of the budget, and up to two points whose steps are compared. */
@@ -53,7 +53,7 @@ function choiceView(section) {
   return [
     el("section", {},
       el("h2", {}, section.title),
-      el("p", { class: "muted" }, "Move the budget: the pick is what ckpt-ft plan says for it. Choose two points to lay their steps over one another."),
+      el("p", { class: "muted" }, "Move the budget from mark to mark: the pick is what ckpt-ft plan says for it. Choose two points to lay their steps over one another."),
       el("div", { class: "beside" }, chart.element, el("aside", {}, picked))),
     el("section", {}, el("h2", {}, "Two steps, one over the other"), compared),
     el("section", {}, el("h2", {}, "All points"), pointsTable(choice).element),

@@ -56,6 +56,7 @@ class ChoiceChart {
         svg("line", { class: "grid", x1: EDGE.left, x2: this.x(this.most), y1: this.y(speed), y2: this.y(speed) }),
         svg("text", { x: EDGE.left - 8, y: this.y(speed) + 4, "text-anchor": "end" }, digits(speed)),
       ]),
+      ...this.choice.picks.map((pick) => svg("path", { class: "stop", d: `M${this.x(pick.budget)},${bottom}l-4,-7h8z` })),
       svg("text", { x: this.x(this.most), y: HIGH - 6, "text-anchor": "end" }, "bytes reserved, predicted"),
       svg("text", { x: EDGE.left - 50, y: 16 }, this.choice.unit),
     ];

@@ -56,9 +56,11 @@ function verdict(choice, first, second) {
   const saved = first.outline.peak - second.outline.peak;
   const slower = second.seconds / second.batch / (first.seconds / first.batch) - 1;
   const held = differences(first.outline.held, second.outline.held, 3, 3);
-  const again = differences(second.outline.backward, first.outline.backward, 2, 2).filter((part) => part.more > 0);
+  const longer = ({ row, other }) => row[3] - (other ? other[3] : 0);
+  const again = differences(second.outline.backward, first.outline.backward, 2, 2).filter((part) => part.more > 0)
+    .sort((a, b) => longer(b) - longer(a));
   const kernels = again.reduce((sum, part) => sum + part.more, 0);
-  const time = again.reduce((sum, part) => sum + Math.max(0, part.row[3] - (part.other ? part.other[3] : 0)), 0);
+  const time = again.reduce((sum, part) => sum + Math.max(0, longer(part)), 0);
   const sum = el("p", { class: "verdict" },
     `${second.policy} · ${second.batch} ${saved >= 0 ? "saves" : "takes"} ${bytes(Math.abs(saved))} ${saved >= 0 ? "" : "more "}at the peak and is `
     + `${DIGITS.format(Math.abs(100 * slower))} % ${slower >= 0 ? "slower" : "faster"} a sample; `
@@ -70,9 +72,9 @@ function verdict(choice, first, second) {
       ...rows(held.map((part) => ({ ...part, more: -part.more })), ({ row, more }) => [
         cell(row[0] || OUTSIDE), cell(row[1]), cell(row[2]), cell(`${more > 0 ? "+" : ""}${bytes(more)}`, true)])))),
     el("div", {}, el("h3", {}, "Run again in backward"), el("table", { class: "plain" }, el("tbody", {},
-      ...rows(again, ({ row, more, other }) => [
-        cell(row[0] || OUTSIDE), cell(row[1]), cell(`${COUNT.format(more)} kernels`, true),
-        cell(seconds((row[3] - (other ? other[3] : 0)) / 1e6), true)]))))),
+      ...rows(again, (part) => [
+        cell(part.row[0] || OUTSIDE), cell(part.row[1]), cell(`${COUNT.format(part.more)} kernels`, true),
+        cell(seconds(longer(part) / 1e6), true)]))))),
   ];
 }
 

@@ -13,24 +13,51 @@ function paint(canvas, stretch, size, base, most) {
   const palette = step.categories.map((name) => shades(colour(`--${name}`)));
   const edge = step.categories.map((name) => packed(colour(`--${name}`).map((part) => part * 0.62)));
   const perPixel = (most - base) / height;
+  const stack = new Stack(step);
   for (let c = 0; c < width; c++) {
-    const moment = columns[c];
     let level = 0;
     let drawn = height; // the lowest row of pixels that is still free lies above it
-    for (let i = 0; i < step.count; i++) {
-      if (step.made[i] > moment || moment >= step.freed[i]) continue;
+    stack.moveTo(columns[c], (i, category) => {
       level += step.bytes[i];
       const top = Math.max(0, Math.round(height - (level - base) / perPixel));
-      if (top >= drawn) continue;
-      const category = step.category[i];
+      if (top >= drawn) return;
       const fill = palette[category][i % SHADES];
       for (let y = top; y < drawn; y++) pixels[y * width + c] = fill;
       if (drawn - top >= 5 * ratio) pixels[top * width + c] = edge[category];
       drawn = top;
-    }
+    });
   }
   filled(canvas, { width, height, style: `width: ${size[0]}px; height: ${size[1]}px` }, []);
   canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+/** Who lives, as moments go by: rows of a category are in the order in which they were made. */
+class Stack {
+  constructor(step) {
+    this.step = step;
+    this.parts = step.used.map((category) => {
+      const from = step.category.indexOf(category);
+      const to = step.category.lastIndexOf(category) + 1;
+      return { category, next: from, to, alive: new Int32Array(to - from), count: 0 };
+    });
+  }
+
+  /** Go on to `moment` and `visit(row, category)` who lives there, lowest first. */
+  moveTo(moment, visit) {
+    const { made, freed } = this.step;
+    for (const part of this.parts) {
+      const { alive, category } = part;
+      while (part.next < part.to && made[part.next] <= moment) alive[part.count++] = part.next++;
+      let kept = 0;
+      for (let k = 0; k < part.count; k++) {
+        const row = alive[k];
+        if (freed[row] <= moment) continue;
+        alive[kept++] = row;
+        visit(row, category);
+      }
+      part.count = kept;
+    }
+  }
 }
 
 function shades(rgb) {

@@ -1,0 +1,59 @@
+"""docs/notebook.ipynb runs from top to bottom, and its cells show what is kept in it.
+
+Run as Jupyter would, in one namespace, without its kernel: of each cell what it prints, and its last expression as
+HTML where it has any. `--overwrite-golden` keeps what is shown now.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebook.ipynb"
+
+
+def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a cell; what it shows, as the outputs of a notebook."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(tree, str(NOTEBOOK), "exec"), names)
+        value = None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
+    outputs: list[dict[str, Any]] = []
+    if said.getvalue():
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines(said.getvalue())})
+    if value is not None:
+        data = {"text/html": lines(value._repr_html_())} if hasattr(value, "_repr_html_") else {}
+        data["text/plain"] = [type(value).__name__ if data else repr(value)]
+        outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
+    return outputs
+
+
+def lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+def test_the_notebook_runs_and_shows_what_is_kept_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = [
+        run_cell("".join(cell["source"]), names) if cell["cell_type"] == "code" else None for cell in notebook["cells"]
+    ]
+    assert sum("text/html" in output.get("data", {}) for outputs in shown for output in outputs or []) == 3
+    if request.config.getoption("--overwrite-golden"):
+        for cell, outputs in zip(notebook["cells"], shown, strict=True):
+            if outputs is not None:
+                cell["outputs"] = outputs
+        NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = [cell.get("outputs") for cell in notebook["cells"]]
+    assert shown == kept
