@@ -130,7 +130,8 @@ def scaling(write: bool) -> None:
                 print(rows[-1], flush=True)
     if write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(rows) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
+        after = rest.partition(END)[2]
+        PAGE.write_text("\n".join([before + BEGIN, "", *rows, "", END]) + after, encoding="utf-8")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -34,13 +35,13 @@ def models(part: Part = "", as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(model) for model in found], indent=2))
         return
-    rows = [
-        (model.name, model.kind, _size(model.parameters), ", ".join(_short(model.name, other) for other in model.also))
-        for model in found
-    ]
-    header = ("model", "class", "parameters", "also")
-    print_table(Table(f"{len(found)} models known offline; any other: Hub id, directory, config file", header, rows,
-                      text=(0, 1, 3)), stdout())  # fmt: skip
+    print(f"{len(found)} known offline, with the names that stand for them; any other: Hub id, directory, config file")
+    width = max(len(model.name) for model in found)
+    for model in found:  # whole names, to be copied and searched for
+        print(f"{model.name:{width}}  {_size(model.parameters):>6}  {model.kind}")
+        also = ", ".join(model.also)
+        print(textwrap.indent(textwrap.fill(also, 76, break_long_words=False, break_on_hyphens=False), "    "), end="")
+        print("\n" * bool(also), end="")
 
 
 def gpus(part: Part = "", as_json: AsJson = False) -> None:
@@ -55,11 +56,11 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
     for gpu in found:
         rates = (gpu.fp32, gpu.tf32, gpu.fp16, gpu.bf16, gpu.fp8)
         shown = (format_number(rate / 1e12) if rate else DASH for rate in rates)
-        memory, arch = f"{gpu.memory / GIB:.2f}", f"{gpu.arch[0]}.{gpu.arch[1]}"
+        memory, arch = f"{gpu.memory / GIB:.1f}", f"{gpu.arch[0]}.{gpu.arch[1]}"
         rows.append((gpu.name, memory, format_number(gpu.bandwidth / 1e9), *shown, str(gpu.sms), arch))
-    header = ("card", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8 TFLOP/s", "SMs", "capability")
+    header = ("card", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "SMs", "sm")
     console = stdout()
-    print_table(Table(f"{len(found)} cards; one of your own: --gpu-memory 24GiB --gpu-like rtx-4090", header, rows),
+    print_table(Table(f"{len(found)} cards, rates in TFLOP/s; another: --gpu-memory 24GiB --gpu-like l4", header, rows),
                 console)  # fmt: skip
     for note in dict.fromkeys(gpu.note for gpu in found if gpu.note):
         console.print(f"note: {note}", markup=False)
@@ -79,8 +80,3 @@ def _size(parameters: int | str) -> str:
     if isinstance(parameters, str):
         return parameters
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
-
-
-def _short(name: str, other: str) -> str:
-    """`other` without its owner, where that is the owner of `name`."""
-    return other.removeprefix(f"{name.rpartition('/')[0]}/")
