@@ -14,7 +14,7 @@ import ckpt_ft
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import asked as asked_about
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.units import GIB, MIB
+from ckpt_ft.units import GIB, MIB, format_bytes
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -285,3 +285,24 @@ def test_broken_configs(ask: Any, tmp_path: Path, content: str) -> None:
     answer = ask("estimate", str(path))
     assert answer.code == 2
     assert answer.err.count("\n") == 1
+
+
+FILES = {"--html": ".html", "--snapshot": ".pickle", "--perfetto": ".json"}
+
+
+def test_estimate_writes_what_can_be_looked_into(ask: Any, config: str, tmp_path: Path) -> None:
+    files = {flag: tmp_path / f"step{suffix}" for flag, suffix in FILES.items()}
+    flags = [word for flag, path in files.items() for word in (flag, str(path))]
+    answer = ask("estimate", config, "--device", "t4", "--seq-length", "32", "--policy", "full", *flags)
+    assert answer.code == 0
+    assert "under full</title>" in files["--html"].read_text()
+    counted = [event for event in json.loads(files["--perfetto"].read_text())["traceEvents"] if event["ph"] == "C"]
+    peak = max(event["args"]["bytes"] for event in counted if event["name"] == "allocated")
+    assert f"peak allocated {format_bytes(peak)}" in " ".join(answer.out.split())
+    assert files["--snapshot"].stat().st_size > 1000
+
+
+def test_a_cpus_step_is_not_written_for_perfetto(ask: Any, config: str, tmp_path: Path) -> None:
+    answer = ask("estimate", config, "--device", "cpu", "--perfetto", str(tmp_path / "step.json"))
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert "a CPU's speed is not modelled; give a GPU by --device" in answer.err
