@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ from .options import (
     parse_policy,
 )
 from .pages import Files, Html, Perfetto, Snapshot
+from .training_file import with_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +77,7 @@ def main() -> None:
 
 def _main() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return app(with_file(sys.argv[1:]), standalone_mode=False) or 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
@@ -117,7 +119,8 @@ def estimate(
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
-    Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed.
+    Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed. In place of
+    MODEL, --config FILE takes model and flags from a YAML of a recipe, TRL or axolotl.
     """
     from ckpt_ft.planning.fitting import Room
     from ckpt_ft.planning.leaner import ways_to_fit

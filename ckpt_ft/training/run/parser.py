@@ -64,7 +64,7 @@ def parse_args(
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_path(argv)
-    tokens = (_tokens(_read_yaml(path), parser, path) if path else []) + [_renamed(token, parser) for token in argv]
+    tokens = (_tokens(read_yaml(path), parser, path) if path else []) + [_renamed(token, parser) for token in argv]
     if builtin and not any(_flag(token) == unless for token in tokens):
         tokens = _tokens(builtin, parser, "the built-in defaults") + tokens
     try:
@@ -89,7 +89,12 @@ def _config_path(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
+    """The entries of a `--config` file.
+
+    Raises:
+        UserError: it cannot be read, or has no 'flag: value' lines.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:

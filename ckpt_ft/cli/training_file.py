@@ -1,0 +1,165 @@
+"""`--config FILE` of a command: the training that a YAML file describes, as if its flags had been typed.
+
+The file is a recipe's own, TRL's, axolotl's, or one of the diffusion recipe and so of diffusers' scripts: its keys say
+which. Its entries stand in front of the command line's own, which therefore win. What bears on neither memory nor
+seconds is passed over and named.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.synonyms import names_of
+from ckpt_ft.training.run.parser import read_yaml
+
+COMMANDS = ("estimate", "plan", "max-batch", "explain")
+RECIPES = ("llm", "diffusion_unet", "trl", "axolotl")
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
+    "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "adamw", "adafactor": "adafactor", "sgd": "sgd", "adamw": "adamw",
+}  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
+# What each kind of file means where it says nothing.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llm": {"batch_size": 8},
+    "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
+    "axolotl": {"batch_size": 1},
+    "diffusion_unet": {"batch_size": 16},
+}
+
+
+def with_file(words: Sequence[str]) -> list[str]:
+    """The words of a command with those of its `--config` in front; as they are where there is none.
+
+    Raises:
+        UserError: the file cannot be read, names no model, or asks for what no estimate knows.
+    """
+    if not words or words[0] not in COMMANDS:
+        return list(words)
+    rest, path = _taken(list(words[1:]), "--config")
+    rest, recipe = _taken(rest, "--recipe")
+    if not path:
+        if recipe:
+            raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
+        return list(words)
+    content = read_yaml(path)
+    kind = recipe or _kind(content)
+    if kind not in RECIPES:
+        raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
+    described = Described(content, kind)
+    found = described.words(path, with_policy=words[0] != "plan")
+    if described.unread:
+        print(f"note: not read of {path}: {', '.join(described.unread)}", file=sys.stderr)
+    return [words[0], *found, *rest]
+
+
+class Described:
+    """The entries of a file; what has been asked for is read."""
+
+    def __init__(self, content: dict[str, Any], kind: str) -> None:
+        self.content, self.kind = content, kind
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> list[str]:
+        return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
+
+    def get(self, name: str) -> Any:
+        """What the file says under any name of the flag; else the kind's default, None where there is none."""
+        for other in names_of(name):
+            if other in self.content:
+                self._read.add(other)
+                return self.content[other]
+        return _DEFAULTS[self.kind].get(name)
+
+    def words(self, path: str, with_policy: bool) -> list[str]:
+        model = next((found for key in _MODELS if (found := self.get(key))), None)
+        if not model:
+            raise UserError(f"--config {path}: it names no model ({', '.join(_MODELS)})")
+        words = [str(model)]
+        for option, value in self._options(path):
+            if value not in (None, False, ""):
+                words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
+        policy = self._policy()
+        return words + (["--policy", policy] if with_policy and policy else [])
+
+    def _options(self, path: str) -> Iterator[tuple[str, Any]]:
+        yield "batch-size", self.get("batch_size")
+        yield from ((option, self.get(name)) for option, name in _PLAIN)
+        yield from self._precision()
+        yield "optimizer", self._optimizer(path)
+        yield from self._adapters()
+        flash = self.get("flash_attention")
+        yield "attn-implementation", "flash_attention_2" if flash else self.get("attn_implementation")
+
+    def _precision(self) -> Iterator[tuple[str, Any]]:
+        dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
+        if self.kind == "axolotl":
+            dtype = "bfloat16" if bf16 else "float16" if fp16 else None
+        yield "dtype", _DTYPES.get(dtype, dtype) if dtype else None
+        yield "bf16", bool(bf16) and not fp16
+        yield "fp16", bool(fp16)
+        yield "mixed-precision", self.get("mixed_precision")
+
+    def _optimizer(self, path: str) -> str:
+        if self.get("use_8bit_adam"):
+            return "adamw_8bit"
+        named = str(self.get("optimizer") or "adamw_torch_fused")
+        if named not in _OPTIMIZERS:
+            raise UserError(f"--config {path}: optimizer {named} is not modelled ({', '.join(_OPTIMIZERS)})")
+        return _OPTIMIZERS[named]
+
+    def _adapters(self) -> Iterator[tuple[str, Any]]:
+        adapter, rank = self.get("adapter"), self.get("lora_r")
+        if not (self.get("use_peft") or adapter or self.kind == "diffusion_unet"):
+            return
+        targets = self.get("lora_targets")
+        targets = [targets] if isinstance(targets, str) else targets or []
+        self.get("lora_target_linear")
+        yield "lora", rank or (None if self.kind == "diffusion_unet" else 16)
+        yield "lora-targets", ",".join(target for target in targets if target != "all-linear")
+        yield "lora-dropout", self.get("lora_dropout")
+        yield "dora", self.get("dora")
+        quantised = bool(self.get("load_in_4bit"))
+        yield "load-in-4bit", quantised
+        yield "load-in-8bit", self.get("load_in_8bit")
+        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
+
+    def _policy(self) -> str:
+        named, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
+        return str(named) if named and named != "auto" else "full" if checkpointing else ""
+
+
+_MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")
+_PLAIN = (
+    ("accumulation", "accumulation"),
+    ("seq-length", "seq_length"),
+    ("packing", "packing"),
+    ("resolution", "resolution"),
+    ("max-grad-norm", "max_grad_norm"),
+    ("ema", "ema"),
+    ("budget", "budget"),
+)
+
+
+def _kind(content: dict[str, Any]) -> str:
+    if "base_model" in content:
+        return "axolotl"
+    return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
+
+
+def _taken(words: list[str], option: str) -> tuple[list[str], str]:
+    """`words` without `option` and its value, and the value; "" where it is not there."""
+    for at, word in enumerate(words):
+        if word.startswith(f"{option}="):
+            return words[:at] + words[at + 1 :], word.partition("=")[2]
+        if word == option:
+            if at + 1 == len(words):
+                raise UserError(f"{option}: expected a value after it")
+            return words[:at] + words[at + 2 :], words[at + 1]
+    return words, ""
