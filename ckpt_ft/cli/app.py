@@ -119,8 +119,8 @@ def estimate(
 ) -> None:
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
-    Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed. In place of
-    MODEL, --config FILE takes model and flags from a YAML of a recipe, TRL or axolotl.
+    Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed.
+    In place of MODEL, --config FILE takes model and flags from a YAML of a recipe, TRL or axolotl.
     """
     from ckpt_ft.planning.fitting import Room
     from ckpt_ft.planning.leaner import ways_to_fit

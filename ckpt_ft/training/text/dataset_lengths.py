@@ -9,6 +9,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.workloads.lengths import Lengths
 
+from .columns import known_columns
 from .data import DataArguments, load_rows
 from .encode import encode_rows, row_layout
 
@@ -26,6 +27,7 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
     if "input_ids" not in rows.column_names:
         source = str(Path(model).parent) if Path(model).is_file() else model  # a config: the tokenizer lies beside it
         try:
+            rows = known_columns(rows, args.dataset_text_field)
             row_layout(rows.column_names, args.dataset_text_field)
             rows = encode_rows(rows, load_tokenizer(ModelArguments(model_name_or_path=source)), args)
         except UserError as error:

@@ -16,6 +16,7 @@ import torch
 
 from ckpt_ft.errors import UserError
 
+from .columns import known_columns
 from .data import DataArguments
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
         UserError: no known column, a value that is no text or conversation (with its row), or nothing left to train
         on.
     """
+    rows = known_columns(rows, args.dataset_text_field)
     layout = row_layout(rows.column_names, args.dataset_text_field)
     encoder = _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length)
     encoded = rows.map(
@@ -69,7 +71,10 @@ def row_layout(columns: Sequence[str], text_field: str) -> str:
         return "completion"
     if text_field in columns:
         return "text"
-    wanted = f"'messages', 'prompt' and 'completion', or '{text_field}' (--dataset_text_field)"
+    wanted = (
+        f"'messages', 'prompt' and 'completion', or '{text_field}' (--dataset_text_field); ShareGPT's 'conversations' "
+        "and Alpaca's 'instruction' and 'output' do as well"
+    )
     raise UserError(f"the dataset has the columns {', '.join(columns)}; expected {wanted}")
 
 
