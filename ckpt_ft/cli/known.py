@@ -60,7 +60,7 @@ def gpus(part: Part = "", as_json: AsJson = False) -> None:
         rows.append((gpu.name, memory, format_number(gpu.bandwidth / 1e9), *shown, str(gpu.sms), arch))
     header = ("card", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "SMs", "sm")
     console = stdout()
-    print_table(Table(f"{len(found)} cards, rates in TFLOP/s; another: --gpu-memory 24GiB --gpu-like l4", header, rows),
+    print_table(Table(f"{len(found)} cards, in TFLOP/s; another: --gpu-memory 24GiB --gpu-like l4", header, rows),
                 console)  # fmt: skip
     for note in dict.fromkeys(gpu.note for gpu in found if gpu.note):
         console.print(f"note: {note}", markup=False)
