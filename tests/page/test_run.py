@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from made_traces import layered
+from made_traces import HOSTILE, layered
 
 from ckpt_ft.memory.measure.records import STRETCHES, History, Prediction, RankMemory
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -71,6 +71,17 @@ def test_a_report_shows_the_step_that_it_was_made_with(show: Show, tmp_path: Pat
     again = MemoryReport.from_json(tmp_path / "memory_report.json")  # the JSON has it in short
     page = show(again.to_html(tmp_path / "again.html"))
     assert f"peak {format_bytes(trace.peak_allocated)}" in page.locator("svg[aria-label^='Memory over']").inner_html()
+
+
+def test_a_notebook_shows_a_report() -> None:
+    made = report()
+    made.provenance["policy"] = HOSTILE
+    shown = made._repr_html_()
+    assert "7.00 GiB" in shown
+    assert "<svg" not in shown  # no step was recorded
+    assert HOSTILE not in shown
+    made.predict(layered(2))
+    assert "<svg" in made._repr_html_()
 
 
 def test_a_long_run_stays_short() -> None:
