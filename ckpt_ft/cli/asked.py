@@ -252,8 +252,18 @@ def _launch(given: str, processes: int, machines: int, link: str, mixed_precisio
         raise UserError(
             f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
         )
-    rate = float(parse_bytes(link)) if link else None
-    return replace(launch, machines=machines or launch.machines, link=rate)
+    return replace(launch, machines=machines or launch.machines, link=_rate(link))
+
+
+def _rate(link: str) -> float | None:
+    """Bytes a second, of `--link`."""
+    try:
+        rate = parse_bytes(link) if link else None
+    except UserError:
+        rate = 0
+    if rate == 0:
+        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB for example")
+    return rate
 
 
 def _launches(
@@ -263,10 +273,9 @@ def _launches(
     if processes or Path(given).suffix:
         said = f"--processes {processes}" if processes else f"--launch {given}"
         raise UserError(f"--gpus {gpus} and {said}: --gpus chooses among strategies by name, a file is one launch")
-    rate = float(parse_bytes(link)) if link else None
     strategies = [name.strip() for name in given.split(",")] if given else WORTH_A_LOOK
     on = machines or (gpus // _ON_A_MACHINE if gpus % _ON_A_MACHINE == 0 else 1)
-    return tuple(launches_on(gpus, on, strategies, mixed_precision=mixed_precision, link=rate))
+    return tuple(launches_on(gpus, on, strategies, mixed_precision=mixed_precision, link=_rate(link)))
 
 
 _MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}
