@@ -2,9 +2,11 @@
 
     python benchmarks/faults.py [--recipes llm image_classification diffusion_unet] [--kills 50] [--signal KILL]
 
-Half of the kills come while something is written: as soon as a name comes to, or goes from, the output directory.
-Each recipe is one chain: killed, resumed, killed ..., and then finished. Printed for each: kills, steps that had to be
-made again, checkpoints that were torn (and passed over), and losses and weights that differ at the end: none may.
+Half of the kills come while something is written: as soon as a name comes to, or goes from, the output directory. Of
+the others one in five comes at any time from the start on, so also while a checkpoint is read.
+Each recipe is one chain: killed, resumed, killed ..., and then finished. Printed for each: kills, what they left
+half-written, steps that were made again, and what no chain may have: steps that are missing in the end, checkpoints
+that look whole and cannot be read, and losses or weights that differ from those of the run that was left alone.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import WorkFailed, run
+from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.manifest import read_manifest, what_is_wrong
 from ckpt_ft.training.run.resume import checkpoints, last_complete_checkpoint
 
 ROOT = Path(__file__).parents[1]
+STARTING = 12.0  # seconds: imports, data, a checkpoint that is read
 _TRAINER = [
     "--use_cpu",
     "--max_steps",
@@ -54,40 +60,82 @@ RECIPES = {
 
 @dataclass
 class Chain:
-    """What happened to one recipe."""
+    """What happened to one recipe; `lost`, `torn` and `unequal` must stay empty."""
 
     recipe: str
     kills: int = 0
     within_a_write: int = 0
-    lost_steps: list[int] = field(default_factory=list)
-    torn: int = 0
+    half_written: int = 0
+    again: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
     unequal: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        most = max(self.lost_steps, default=0)
         return (
-            f"{self.recipe}: {self.kills} kills, {self.within_a_write} of them within a write; at most {most} steps "
-            f"made again; {self.torn} torn checkpoints passed over; unequal: {', '.join(self.unequal) or 'nothing'}"
+            f"{self.recipe}: {self.kills} kills, {self.within_a_write} of them within a write, which left "
+            f"{self.half_written} things half-written; of {sum(self.again)} steps made again at most "
+            f"{max(self.again, default=0)} at once; steps lost: {len(self.lost)}; torn checkpoints taken for whole: "
+            f"{len(self.torn)}; unequal losses and weights: {', '.join(self.unequal) or 0}"
         )
 
 
-def start(recipe: str, out: Path, steps: int) -> subprocess.Popen[bytes]:
-    """The recipe in a process of its own, from its last whole checkpoint where it has one."""
+@dataclass
+class Started:
+    """A run in a process of its own.
+
+    resumed: the step of the checkpoint that it goes on from, 0 for a fresh one. printed: bytes of its log before it.
+    """
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    resumed: int
+    printed: int
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def step(self) -> int:
+        """The last step that it has made: the loop writes each down, a Trainer prints each."""
+        steps = [line["step"] for line in read_losses(str(self.out)) if line["step"] > self.resumed]
+        said = log_of(self.out).read_bytes()[self.printed :].count(b"{'loss'")
+        return self.resumed + max(len(steps), said)
+
+
+def log_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.log")
+
+
+def start(recipe: str, out: Path, steps: int) -> Started:
+    """The recipe from its last whole checkpoint, where it has one."""
     flags = [flag.replace("{steps}", str(steps)) for flag in RECIPES[recipe]]
-    if last_complete_checkpoint(str(out)):
+    latest = last_complete_checkpoint(str(out))
+    if latest:
         flags += ["--resume_from_checkpoint", "latest"]
     elif checkpoints(out):
         flags.append("--overwrite_output_dir")  # the first one was torn: there is nothing to go on from
-    command = [sys.executable, f"recipes/{recipe}.py", *flags, "--ac_report", "none", "--output_dir", str(out)]
+    command = [sys.executable, "-u", f"recipes/{recipe}.py", *flags, "--ac_report", "none", "--output_dir", str(out)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with (out.parent / f"{out.name}.log").open("ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+    with log_of(out).open("ab") as log:
+        before = log.tell()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+    return Started(process, out, step_of(latest), before)
+
+
+def step_of(checkpoint: str | None) -> int:
+    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
 
 def finish(recipe: str, out: Path, steps: int) -> None:
     """Run it to its end. Raises WorkFailed where it fails."""
-    if start(recipe, out, steps).wait() != 0:
-        raise WorkFailed(f"{recipe} failed: {(out.parent / f'{out.name}.log').read_text()[-2000:]}")
+    require(start(recipe, out, steps).process.wait(), out)
+
+
+def require(code: int, out: Path) -> None:
+    if code != 0:
+        raise WorkFailed(f"{out.name} ended with {code}: {log_of(out).read_text(errors='replace')[-2000:]}")
 
 
 def listing(out: Path) -> set[str]:
@@ -95,50 +143,64 @@ def listing(out: Path) -> set[str]:
     return {str(path) for pattern in ("*", "*checkpoint-*/*") for path in out.glob(pattern)}
 
 
-def kill_once(process: subprocess.Popen[bytes], out: Path, within: bool, number: int, draw: random.Random) -> bool:
-    """Wait for a random moment of training and kill; False if the run ended before."""
-    before = last_step(out)
-    wanted = before + draw.randint(1, 4)
-    while process.poll() is None and last_step(out) < wanted:
-        time.sleep(0.005)
-    if within:
-        names = listing(out)
-        while process.poll() is None and listing(out) == names:
-            pass
-        time.sleep(draw.random() * 0.02)
+def kill_once(run: Started, within: bool, number: int, draw: random.Random) -> bool:
+    """Wait for a random moment, of a write or of any, and kill; False if the run ended before."""
+    if not within and draw.random() < 0.2:
+        until = time.monotonic() + draw.uniform(0, STARTING)
+        while run.running and time.monotonic() < until:
+            time.sleep(0.01)
     else:
-        time.sleep(draw.random() * 0.5)
-    if process.poll() is not None:
+        wanted = run.resumed + draw.randint(1, 4)
+        while run.running and run.step < wanted:
+            time.sleep(0.005)
+        if within:
+            names = listing(run.out)
+            while run.running and listing(run.out) == names:
+                time.sleep(0.0005)
+        time.sleep(draw.random() * (0.02 if within else 0.3))
+    if not run.running:
+        require(run.process.returncode, run.out)
         return False
-    process.send_signal(number)
-    process.wait()
+    run.process.send_signal(number)
+    run.process.wait()
     return True
 
 
-def last_step(out: Path) -> int:
-    """The newest checkpoint's step, whole or not; of the loop the last step that it logged."""
-    named = [int(path.name.rpartition("-")[2]) for path in checkpoints(out)]
-    log = out / "losses.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
-    logged = [json.loads(line)["step"] for line in lines if line.endswith("}")]
-    return max([*named, *logged, 0])
+def half_written(out: Path) -> int:
+    """Checkpoints without a manifest, and what is still under a hidden name."""
+    return sum(read_manifest(path) is None for path in checkpoints(out)) + len(list(out.glob(".*checkpoint-*")))
 
 
-def losses(out: Path) -> list[float]:
+def reads(checkpoint: Path) -> bool:
+    """Whether every file of a checkpoint can be read to its end: a judge that knows nothing of manifests."""
+    try:
+        for path in checkpoint.rglob("*"):
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".safetensors":
+                load_file(path)
+            elif path.suffix in (".pt", ".pth", ".bin", ".pkl") and ZipFile(path).testzip() is not None:
+                return False
+    except (OSError, ValueError, BadZipFile, SafetensorError):
+        return False
+    return True
+
+
+def losses(out: Path) -> dict[int, float]:
     """Of every step, from the loop's log or the Trainer's state."""
-    if (out / "losses.jsonl").exists():
-        return [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in log if "loss" in entry]
+    entries = read_losses(str(out)) or json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return {int(entry["step"]): entry["loss"] for entry in entries if "loss" in entry}
 
 
 def unequal(one: Path, other: Path) -> list[str]:
     """What differs between two finished runs: "losses", or files of weights."""
     found = [] if losses(one) == losses(other) else ["losses"]
-    for path in sorted(one.glob("*.safetensors")):
-        ours, theirs = load_file(path), load_file(other / path.name)
+    weights = sorted(path.relative_to(one) for path in one.glob("*.safetensors"))
+    assert weights, "a finished run has weights"
+    for path in weights:
+        ours, theirs = load_file(one / path), load_file(other / path)
         if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
-            found.append(path.name)
+            found.append(str(path))
     return found
 
 
@@ -148,18 +210,21 @@ def chain(recipe: str, kills: int, seed: int, number: int, root: Path) -> Chain:
     finish(recipe, whole, steps)
     draw, done = random.Random(seed), Chain(recipe)
     while done.kills < kills:
-        process = start(recipe, out, steps)
+        run = start(recipe, out, steps)
         within = done.kills % 2 == 1
-        if not kill_once(process, out, within, number, draw):
+        if not kill_once(run, within, number, draw):
             break
         done.kills += 1
         done.within_a_write += within
-        done.torn += sum(read_manifest(path) is None for path in checkpoints(out))
+        done.half_written += half_written(out)
         latest = last_complete_checkpoint(str(out))
-        stood = int(latest.rpartition("-")[2]) if latest else 0
-        done.lost_steps.append(max(0, last_step(out) - stood))
+        done.again.append(run.step - step_of(latest))
+        if latest and not reads(Path(latest)):
+            done.torn.append(latest)
     finish(recipe, out, steps)
-    done.unequal = unequal(out, whole) + [path.name for path in checkpoints(out) if what_is_wrong(path)]
+    done.lost = sorted(losses(whole).keys() - losses(out).keys())
+    done.torn += [path.name for path in checkpoints(out) if what_is_wrong(path) or not reads(path)]
+    done.unequal = unequal(out, whole)
     return done
 
 
@@ -176,7 +241,7 @@ def main() -> int:
         for recipe in args.recipes:
             chains.append(chain(recipe, args.kills, args.seed, number, Path(root)))
             print(chains[-1], flush=True)
-    return 1 if any(done.unequal for done in chains) else 0
+    return 1 if any(done.lost or done.torn or done.unequal for done in chains) else 0
 
 
 if __name__ == "__main__":
