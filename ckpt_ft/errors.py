@@ -12,9 +12,15 @@ import signal
 import sys
 from collections.abc import Callable
 
+_LONGEST = 580  # characters of a line that is read: what was given may be a book, and is cut in its middle
+
 
 class UserError(ValueError):
     """What the user gave cannot work. The message is the line they see: what was given, what is allowed, the fix."""
+
+    def __init__(self, message: str) -> None:
+        half = _LONGEST // 2 - 3
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:half]} ... {message[-half:]}")
 
 
 class WorkFailed(RuntimeError):
@@ -48,8 +54,9 @@ def run(main: Callable[[], int | None]) -> None:
         unforeseen = isinstance(error, OSError) and error.errno not in _DISK
         if unforeseen or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
-        said = one_line(error) if isinstance(error, OSError) else str(error) or "interrupted"
-        print(f"error: {said}", file=sys.stderr, flush=True)
+        said = one_line(error) if isinstance(error, OSError) else str(error)
+        if said or not isinstance(error, Interrupted):  # of several ranks one says it
+            print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
         code = _exit_code(error)
     sys.exit(code)
 

@@ -1,12 +1,19 @@
-"""JSON that we wrote, read back: it may have been edited, cut, or be someone else's."""
+"""Files that may have been edited, cut, or be someone else's: JSON that we wrote, YAML, what libraries read for us."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, WorkFailed, one_line
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MOST = 2**62  # bytes or counts: larger numbers are no figures
 Count = Annotated[int, Ge(1), Le(_MOST)]
@@ -32,3 +39,44 @@ def read_json(kind: type[T], text: str | bytes, source: str, meant: str) -> T:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{source}: not {meant} ({place + ': ' if place else ''}{first['msg']})") from error
+
+
+def read_yaml(path: str | Path, source: str) -> Any:
+    """What a YAML file holds; `source` names it in the error.
+
+    Raises:
+        UserError: it cannot be read, or it is not YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{source}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of encodings, dates and numbers: ValueErrors
+        raise UserError(f"{source} is not valid YAML: {one_line(error, 300)}") from error
+
+
+@contextmanager
+def library_reads(what: str) -> Iterator[None]:
+    """Inside, a library reads someone else's files. Whatever it raises is one line: `what`, and the library's reason.
+
+    A damaged file makes a library raise anything (KeyError, RecursionError, one of its own). Memory that runs out says
+    nothing of the file, so that error passes.
+
+    Raises:
+        UserError: in place of what was raised inside.
+    """
+    import torch
+
+    try:
+        yield
+    except (UserError, WorkFailed, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {one_line(f'{type(error).__name__}: {error}', 400)}") from error
+
+
+def require_weights(model: nn.Module) -> None:
+    """Raises ValueError for a parameter that is still on the meta device: diffusers passes over what a file lacks."""
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lacking:
+        raise ValueError(f"its weights lack {lacking[0]} and {len(lacking) - 1} others")

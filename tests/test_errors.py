@@ -47,3 +47,10 @@ def test_a_stream_in_ascii_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) ->
         run(lambda: print("policy full \u00b7 cpu", flush=True))
     assert stopped.value.code == 0
     assert raw.getvalue() == b"policy full ? cpu\n"
+
+
+def test_what_was_given_may_be_a_book() -> None:
+    said = str(UserError(f"--seed {'9' * 5000}: give a smaller number"))
+    assert len(said) < 600
+    assert said.startswith("--seed 999")
+    assert said.endswith("9: give a smaller number")

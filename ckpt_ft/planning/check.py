@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.reading import library_reads, require_weights
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.known_models import hub_id
@@ -33,7 +34,7 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     there is only a config; a note says which.
 
     Raises:
-        UserError: no such model, or the policy does not fit it.
+        UserError: no such model, weights that cannot be read, or the policy does not fit it.
     """
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -85,12 +86,21 @@ def _saved(name: str, base: Any) -> Any:
         if _of_diffusers(base)
         else [{"config": base.config, "dtype": base.dtype}]
     )
-    for option in options:
-        try:
-            return type(base).from_pretrained(source, local_files_only=local, **option)
-        except OSError:  # no weights there
-            continue
+    with library_reads(f"{name}: its saved weights cannot be read"):
+        for option in options:
+            try:
+                found = type(base).from_pretrained(source, local_files_only=local, **option)
+            except OSError:
+                if _has_weights(Path(source, option.get("subfolder") or "")):
+                    raise
+                continue
+            require_weights(found)
+            return found
     return None
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*"))
 
 
 def _of_diffusers(model: nn.Module) -> bool:
@@ -111,4 +121,7 @@ def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str
         return x if top is None else torch.randint(top, x.shape)
 
     batch = workload.make_batch(batch_size, None)
+    if _of_diffusers(base):  # a trace takes memory as it is for the noise, whose shape is the prediction's
+        on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), batch)
+        batch["target"] = model(**on_meta, return_dict=False)[0]
     return {name: tree_map_only(torch.Tensor, partial(fill, name), value) for name, value in batch.items()}

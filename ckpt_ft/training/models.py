@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.reading import library_reads
+from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.settings import LORA_DROPOUT
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class ModelArguments:
     attn_implementation: str | None = field(
         default=None, metadata={"help": "sdpa, eager, flash_attention_2, flex_attention, ..."}
     )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run code that comes with the model; without it none is run."}
+    )
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of the weights."})
     lora_r: int = field(default=16, metadata={"help": "LoRA rank."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
@@ -52,6 +58,13 @@ class ModelArguments:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
         if self.use_peft and self.lora_r < 1:
             raise UserError(f"--lora_r {self.lora_r}: a LoRA rank is at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout}: give a share from 0 up to, but not including, 1")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What every `from_pretrained` is given: the revision, and whose code runs."""
+        return {"revision": self.model_revision, "trust_remote_code": self.trust_remote_code}
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -62,10 +75,8 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model {args.model_name_or_path}: no tokenizer can be loaded: {one_line(error)}") from error
+    with library_reads(f"model {args.model_name_or_path}: no tokenizer can be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **args.source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -90,15 +101,17 @@ def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedM
     Raises:
         UserError: the model cannot be read from here, or bitsandbytes is missing.
     """
-    kwargs: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype, **more}
+    kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
     if args.load_in_4bit:
         kwargs |= {"quantization_config": _quantization(args), "device_map": _this_device()}
-    try:
+    assert args.model_name_or_path is not None
+    config = Path(args.model_name_or_path, "config.json")
+    if config.is_file():
+        read_config(str(config))  # a model of a size that none has would be built for ever
+    with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"model {args.model_name_or_path} cannot be loaded: {one_line(error)}") from error
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:

@@ -74,7 +74,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not readable JSON: {one_line(error, 200)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: a model's config is a JSON object, not a {type(content).__name__}")
-    _check_sizes(path, "", content)
+    check_sizes(str(path), content)
     for key in ("model_type", "_class_name"):
         if key in content and not isinstance(content[key], str):
             raise UserError(f"{path}: {key} is a name, not {str(content[key])[:50]!r}")
@@ -84,15 +84,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_sizes(path: Path, key: str, value: Any) -> None:
+def check_sizes(source: str, value: Any, key: str = "") -> None:
     """Raises UserError for a number that no model has: building a billion layers would not end."""
     if isinstance(value, dict):
         for name, part in value.items():
-            _check_sizes(path, name, part)
+            check_sizes(source, part, str(name))
     elif isinstance(value, list):
         for part in value[:_MOST_LAYERS]:
-            _check_sizes(path, key, part)
-    elif isinstance(value, (int, float)):
+            check_sizes(source, part, key)
+    elif isinstance(value, (int, float)) and value not in (float("inf"), float("-inf")):  # Mamba-2's time limits
         most = _MOST_LAYERS if _REPEATS.search(key) else _MOST
         if not -most <= value <= most:
-            raise UserError(f"{path}: {key} {str(value)[:20]} is no size of a model; at most {most}")
+            raise UserError(f"{source}: {key} {str(value)[:20]} is no size of a model; at most {most}")

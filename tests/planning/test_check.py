@@ -70,3 +70,14 @@ def test_a_compilers_budget_with_dropout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has dropout.*silently wrong.*pytorch#190717|pytorch/pytorch#190717"):
         check_model(str(tmp_path), "budget:0.5", SETTINGS, 2, seed=0)
     assert check_model(str(tmp_path), "budget:1", SETTINGS, 2, seed=0).ok
+
+
+def test_a_diffusion_models_noise_is_drawn(tmp_path: Path) -> None:
+    """Not memory as it was found: the loss is a number, the same each time."""
+    pytest.importorskip("diffusers")
+    from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+
+    make_tiny_pipeline("sd1", 0, (16,)).unet.save_pretrained(tmp_path)
+    losses = [check_model(str(tmp_path), "full", Settings(optimizer="none"), 1, seed=3).rows[0].plain for _ in (1, 2)]
+    assert losses[0] == losses[1]
+    assert 0.5 < float(losses[0]) < 10  # noise of variance 1, and what an untrained U-Net says

@@ -9,7 +9,8 @@ from peft import PeftModel
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.flags import changed
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 
@@ -56,11 +57,8 @@ def load_processor(args: ModelArguments) -> Any:
 
     if args.model_name_or_path is None:
         return ViTImageProcessor(size={"height": _BUILT_IN_SIDE, "width": _BUILT_IN_SIDE})
-    try:
-        return AutoImageProcessor.from_pretrained(args.model_name_or_path, revision=args.model_revision)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = one_line(error)
-        raise UserError(f"model {args.model_name_or_path}: no image processor can be loaded: {reason}") from error
+    with library_reads(f"model {args.model_name_or_path}: no image processor can be loaded"):
+        return AutoImageProcessor.from_pretrained(args.model_name_or_path, **args.source)
 
 
 def _built_in(classes: dict[str, Any]) -> PreTrainedModel:
