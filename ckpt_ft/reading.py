@@ -41,7 +41,7 @@ def read_json(kind: type[T], text: str | bytes, source: str, meant: str) -> T:
         raise UserError(f"{source}: not {meant} ({place + ': ' if place else ''}{first['msg']})") from error
 
 
-def read_yaml(path: str | Path, source: str) -> Any:
+def load_yaml(path: str | Path, source: str) -> Any:
     """What a YAML file holds; `source` names it in the error.
 
     Raises:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fuzz import damaged
+from fuzz import assert_one_line, damaged
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
@@ -81,11 +81,6 @@ def test_reports(tmp_path: Path) -> None:
             refused += 1
             assert_one_line(error, number)
     assert refused > 30
-
-
-def assert_one_line(error: UserError, number: int) -> None:
-    assert "\n" not in str(error), number
-    assert 10 < len(str(error)) < 600, number
 
 
 def test_a_place_is_named(tmp_path: Path) -> None:

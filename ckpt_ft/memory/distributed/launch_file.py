@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.reading import load_yaml
 
 from .launch import Launch
 from .zero_options import ZeroOptions
@@ -54,13 +55,7 @@ def read_launch(path: str | Path, processes: int | None = None, mixed_precision:
 
 
 def _document(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        config = yaml.safe_load(text)  # JSON is YAML
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"launch {path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"launch {path}: not YAML ({one_line(error, 120)})") from error
+    config = load_yaml(path, f"launch {path}")  # JSON is YAML
     if not isinstance(config, dict):
         raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
     return config

@@ -155,6 +155,7 @@ def _inside(folder: Path, path: Path, place: str) -> str:
 def _entry(line: bytes, place: str, caption_column: str) -> dict[str, str]:
     try:
         entry = json.loads(line)
+        json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON in UTF-8: {one_line(error, 200)}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):

@@ -75,11 +75,11 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
     if image is None or (image["bytes"] is None and not image["path"]):
         return f"row {row + 1} has no image", ""
     name = image["path"] or f"the image of row {row + 1}"
-    if image["bytes"] is None and not Path(image["path"]).is_file():
-        return f"{name} does not exist", ""
-    if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
-        return f"{name} is empty (0 bytes)", ""
     try:
+        if image["bytes"] is None and not Path(image["path"]).is_file():
+            return f"{name} does not exist", ""
+        if not (len(image["bytes"]) if image["bytes"] is not None else Path(image["path"]).stat().st_size):
+            return f"{name} is empty (0 bytes)", ""
         with _opened(image) as opened:
             kind = _kind(opened)
             if row < DECODED:

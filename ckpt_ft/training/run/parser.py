@@ -10,13 +10,12 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from transformers import HfArgumentParser
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.reading import load_yaml
 from ckpt_ft.synonyms import known_as
 
 
@@ -95,12 +94,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or has no 'flag: value' lines.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of encodings, dates and numbers: ValueErrors
-        raise UserError(f"--config {path} is not valid YAML: {one_line(error, 300)}") from error
+    content = load_yaml(path, f"--config {path}") or {}
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}

@@ -68,7 +68,7 @@ def test_our_own_files() -> None:
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
         ("- a", "not an accelerate configuration"),
-        ("a: [", "not YAML"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
 def test_unknown_strategy_and_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no strategy 'fsdp'; did you mean 'fsdp2'"):
         Launch("fsdp", 2)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="missing.yaml: No such file"):
         read_launch(tmp_path / "missing.yaml")
 
 

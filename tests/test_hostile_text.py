@@ -1,0 +1,89 @@
+"""YAML, rows and lists of images, damaged in many ways: read, or refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from fuzz import ROUNDS, assert_one_line, damaged_lines, damaged_yaml
+from PIL import Image
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch_file import read_launch
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
+from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.models import ModelArguments, load_tokenizer
+from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.text.data import DataArguments, load_rows
+from ckpt_ft.training.text.encode import encode_rows
+
+ROOT = Path(__file__).parents[1]
+FEW = ROUNDS // 2  # of what takes a while
+
+
+def refusals(path: Path, contents: Iterable[bytes], read: Callable[[], object]) -> int:
+    """How many of `contents` were refused in `path` by `read`; the others it took, and nothing else happened."""
+    count = 0
+    for number, content in enumerate(contents):
+        path.write_bytes(content)
+        try:
+            read()
+        except UserError as error:
+            count += 1
+            assert_one_line(error, number)
+    return count
+
+
+LLM = (ModelArguments, DataArguments, ACArguments, RunArguments)
+UNET = (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"), [("llm/qwen2.5_0.5b_full.yaml", LLM), ("diffusion/sdxl_lora_24gb.yaml", UNET)]
+)
+def test_a_recipes_flags(name: str, classes: tuple[type, ...], tmp_path: Path) -> None:
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    text = (ROOT / "recipes" / name).read_text(encoding="utf-8").replace("bf16: true", "bf16: false")
+    contents = damaged_yaml(text, seed=3, rounds=FEW)
+    argv = ["--config", str(path), "--output_dir", str(out)]
+    assert refusals(path, contents, lambda: parse_args(classes, argv)) > FEW // 2
+    assert not out.exists()
+
+
+def test_launches(tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    texts = [file.read_text() for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+    for seed, text in enumerate(texts):
+        refusals(path, damaged_yaml(text, seed, ROUNDS // len(texts)), lambda: str(read_launch(path)))
+    assert len(texts) > 3
+
+
+CHAT = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"good day {number}"}]}
+    for number in range(4)
+]
+PAIRS = [{"prompt": f"what is {number}?", "completion": "a number"} for number in range(4)]
+
+
+@pytest.mark.parametrize("rows", [[{"text": f"text {number}"} for number in range(4)], CHAT, PAIRS])
+def test_rows(rows: list[object], sample: tuple[Path, Path], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(sample[0])))
+    path = tmp_path / "rows.jsonl"
+    args = DataArguments(dataset_name=str(path), max_length=32)
+
+    def read() -> None:
+        encode_rows(load_rows(args, evaluate=False, seed=0)[0], tokenizer, args)
+
+    assert refusals(path, damaged_lines(rows, seed=4, rounds=FEW // 3), read) > FEW // 6
+
+
+def test_lists_of_images(tmp_path: Path) -> None:
+    rows = [{"file_name": f"{number}.png", "text": f"picture {number}"} for number in range(4)]
+    for row in rows:
+        Image.new("RGB", (8, 8)).save(tmp_path / row["file_name"])
+    args = ImageArguments(train_data_dir=str(tmp_path))
+    contents = damaged_lines(rows, seed=5)
+    assert refusals(tmp_path / "metadata.jsonl", contents, lambda: list(load_captioned(args, 8))) > ROUNDS // 2
