@@ -27,7 +27,14 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.data import endless_batches, load_samples
-from ckpt_ft.training.diffusion.encoders import Encoders, frozen_dtype, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.encoders import (
+    Encoders,
+    frozen_dtype,
+    load_scheduler,
+    load_unet,
+    own_side,
+    unet_config,
+)
 from ckpt_ft.training.diffusion.latents import CachedLatents, FramedImages, Row
 from ckpt_ft.training.diffusion.noise import NoisyBatches
 from ckpt_ft.training.diffusion.state import TrainingState
@@ -40,6 +47,7 @@ from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import Attempt, run_within
+from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full, written
 from ckpt_ft.training.run.loss_log import LossLog
@@ -142,8 +150,10 @@ def train(
                 accelerator, directory.path, "the result",
                 lambda: save_result(state.trained, data.validation.vae, model_args, args.output_dir), main_only=True,
             )  # fmt: skip
+        draw(data.validation, state)
         if data.validation.prompts and accelerator.is_main_process:
-            data.validation.write_sheet(Path(args.output_dir, "samples.png"))
+            with never_fatal("drawing samples.png"):
+                data.validation.write_sheet(Path(args.output_dir, "samples.png"))
     state.unwrap()
     memory.report(
         args.output_dir,
@@ -178,7 +188,7 @@ def load_data(
     config = unet_config(model_args)  # what it is, before any weights are read
     sdxl = config["addition_embed_type"] == "text_time"
     frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype(accelerator))
-    resolution = image_args.resolution or config["sample_size"] * frozen.vae_scale_factor
+    resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
     return Data(
         load_samples(frozen, resolution, image_args, args, accelerator),
         NoisyBatches(frozen, load_scheduler(model_args), image_args, args),
@@ -219,7 +229,7 @@ def run_steps(
             stopping = stop.agreed() and not state.done
             if state.step % args.checkpointing_steps == 0 or stopping:
                 state.save(directory, args.checkpoints_total_limit)
-            if state.step % args.validation_steps == 0 or state.done:
+            if state.step % args.validation_steps == 0 and not state.done:
                 draw(data.validation, state)
             if not state.done:
                 memory.begin_step()  # what was between is not part of a step
@@ -239,7 +249,7 @@ def draw(validation: Validation, state: TrainingState) -> None:
     if not validation.prompts:
         return
     if state.accelerator.is_main_process:
-        with state.averaged():
+        with never_fatal("validation"), state.averaged():
             validation.run(state.trained, state.accelerator, state.step)
     state.accelerator.wait_for_everyone()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
@@ -243,6 +245,25 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
     )
     assert (out / "memory_report.md").exists()
     assert list((out / "logs").rglob("events.out.tfevents*"))
+
+
+def test_a_validation_that_fails_costs_a_warning(
+    recipe: ModuleType,
+    tiny: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("no such sampler")
+
+    monkeypatch.setattr(Validation, "run", broken)
+    flags = ["--rank", "2", "--validation_prompt", "a red circle", "--validation_steps", "2"]
+    with caplog.at_level(logging.WARNING, "ckpt_ft"):
+        assert len(train(recipe, tiny["sd1"], tmp_path, *flags)) == 4
+    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
+    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.reporting"]
+    assert said == ["validation failed, training is not touched by it: ValueError: no such sampler"] * 3
 
 
 def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
+from ckpt_ft.reading import library_reads, require_weights
+from ckpt_ft.workloads.model_config import check_sizes
 from ckpt_ft.workloads.settings import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments
@@ -57,6 +59,8 @@ class Encoders:
         self.text_encoders = [
             load_part(cls, args, f"text_encoder{suffix}", variant=args.variant, dtype=dtype) for suffix, cls in classes
         ]
+        for tokenizer, encoder in zip(self.tokenize.tokenizers, self.text_encoders, strict=True):
+            _check_fit(f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}", tokenizer, encoder)
         if args.pretrained_vae_model_name_or_path is None:
             self.vae = load_part(AutoencoderKL, args, "vae", variant=args.variant)
         else:
@@ -129,19 +133,38 @@ def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
     return unet
 
 
-def unet_config(args: DiffusionModelArguments) -> dict[str, Any]:
-    """The U-Net's configuration alone: its size and kind, before any weights are read."""
-    from diffusers import UNet2DConditionModel
+def unet_config(args: DiffusionModelArguments) -> Any:
+    """The U-Net's configuration alone, with defaults for what its file leaves out, before any weights are read.
 
-    try:
-        return UNet2DConditionModel.load_config(
-            args.pretrained_model_name_or_path, subfolder="unet", revision=args.revision
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no U-Net in it "
-            f"(unet/config.json); give an SD 1.x, 2.x or SDXL pipeline ({one_line(error)})"
-        ) from error
+    Raises:
+        UserError: the pipeline has no U-Net, brings code of its own, or says of no class what it is.
+    """
+    from diffusers import DiffusionPipeline, UNet2DConditionModel
+
+    given = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
+    source: dict[str, Any] = {"revision": args.revision}
+    with library_reads(f"{given}: no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline"):
+        config = UNet2DConditionModel.load_config(args.pretrained_model_name_or_path, subfolder="unet", **source)
+        check_sizes(f"{given}: unet", config)
+        with torch.device("meta"):
+            found = UNet2DConditionModel.from_config(config).config
+    with library_reads(f"{given}: no usable model_index.json"):  # it is needed when the result is saved
+        index = DiffusionPipeline.load_config(args.pretrained_model_name_or_path, **source)
+        if not isinstance(index["_class_name"], str):
+            raise UserError(f"{given}: its pipeline is code of its own; SD 1.x, 2.x and SDXL are supported")
+    return found
+
+
+def own_side(config: Any) -> int:
+    """The latent side that a U-Net was made for, by its configuration.
+
+    Raises:
+        UserError: it names none.
+    """
+    if not isinstance(config.sample_size, int):
+        raise UserError("the U-Net's configuration has no sample_size; give --resolution")
+    side: int = config.sample_size
+    return side
 
 
 def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
@@ -158,12 +181,27 @@ def load_vae(path: str) -> Any:
     """A VAE from a place of its own, or from the `vae` folder of a pipeline there."""
     from diffusers import AutoencoderKL
 
-    for folder in (None, "vae"):
+    with library_reads(f"--pretrained_vae_model_name_or_path {path} cannot be loaded"):
         try:
-            return AutoencoderKL.from_pretrained(path, subfolder=folder)
-        except (OSError, ValueError) as error:
-            reason = error
-    raise UserError(f"--pretrained_vae_model_name_or_path {path} cannot be loaded: {one_line(reason)}")
+            vae = AutoencoderKL.from_pretrained(path)
+        except (OSError, ValueError):
+            vae = AutoencoderKL.from_pretrained(path, subfolder="vae")
+        require_weights(vae)
+    return vae
+
+
+def _check_fit(given: str, tokenizer: Any, encoder: Any) -> None:
+    """Raises UserError where `tokenizer` is not the one of `encoder`: without its files it knows no word at all."""
+    positions = encoder.config.max_position_embeddings
+    if tokenizer.model_max_length > positions:
+        raise UserError(
+            f"{given}: its tokenizer makes {tokenizer.model_max_length} tokens, its text encoder takes {positions}; "
+            "set model_max_length in tokenizer_config.json"
+        )
+    if tokenizer("a").input_ids == tokenizer("b").input_ids:
+        raise UserError(
+            f"{given}: its tokenizer knows no words; are its files (tokenizer.json, vocab.json) all there?"
+        )
 
 
 def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs: Any) -> Any:
@@ -172,12 +210,9 @@ def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs:
     Raises:
         UserError: it is not there or cannot be read.
     """
-    try:
-        return cls.from_pretrained(
-            args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, **kwargs
-        )
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}: no usable {subfolder}: "
-            f"{one_line(error)}"
-        ) from error
+    path = args.pretrained_model_name_or_path
+    with library_reads(f"--pretrained_model_name_or_path {path}: no usable {subfolder}"):
+        part = cls.from_pretrained(path, subfolder=subfolder, revision=args.revision, **kwargs)
+        if isinstance(part, nn.Module):
+            require_weights(part)
+    return part

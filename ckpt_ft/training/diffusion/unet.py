@@ -95,15 +95,25 @@ def load_unet_weights(unet: UNet2DConditionModel, input_dir: str | Path, lora: b
 
 
 def save_result(unet: UNet2DConditionModel, vae: Any, args: DiffusionModelArguments, output_dir: str) -> None:
-    """Adapters, or a whole pipeline that `from_pretrained(output_dir)` loads."""
+    """Adapters, or a whole pipeline that `from_pretrained(output_dir)` loads.
+
+    Raises:
+        RuntimeError: the pipeline that training began with cannot be loaded any more; the U-Net alone is saved.
+    """
     if args.rank is not None:
         save_unet(unet, output_dir, lora=True)
         return
     from diffusers import DiffusionPipeline
 
-    pipeline = DiffusionPipeline.from_pretrained(
-        args.pretrained_model_name_or_path, unet=unet, vae=vae, revision=args.revision, variant=args.variant
-    )
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            args.pretrained_model_name_or_path, unet=unet, vae=vae, revision=args.revision, variant=args.variant
+        )
+    except Exception as error:  # whatever has become of its other parts: what was trained is not lost for them
+        save_unet(unet, output_dir, lora=False)
+        raise RuntimeError(
+            f"the U-Net is in {output_dir}/unet, and the rest of its pipeline cannot be loaded: {error}"
+        ) from error
     if args.prediction_type is not None:
         pipeline.scheduler.register_to_config(prediction_type=args.prediction_type)
     pipeline.save_pretrained(output_dir)

@@ -1,0 +1,110 @@
+"""Pipelines of which a file was lost, cut or changed: one line, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, own_side, unet_config
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.diffusion.unet import save_result
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sd1")
+    make_tiny_pipeline("sd1", 0, (16,)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def copied(tiny: Path, tmp_path: Path) -> Path:
+    """The pipeline, to be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "pipeline"))
+
+
+def edit(path: Path, **values: object) -> None:
+    """Change entries of a JSON object; None takes one out."""
+    changed = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
+def test_an_old_configuration_leaves_out_what_has_a_default(copied: Path) -> None:
+    """That of Stable Diffusion 1.5 says nothing of conditions that came later."""
+    side = json.loads((copied / "unet" / "config.json").read_text())["sample_size"]
+    edit(copied / "unet" / "config.json", addition_embed_type=None)
+    config = unet_config(DiffusionModelArguments(pretrained_model_name_or_path=str(copied)))
+    assert config["addition_embed_type"] is None
+    assert own_side(config) == side
+    edit(copied / "unet" / "config.json", sample_size=None)
+    with pytest.raises(UserError, match="no sample_size; give --resolution"):
+        own_side(unet_config(DiffusionModelArguments(pretrained_model_name_or_path=str(copied))))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda root: (root / "unet" / "config.json").write_text("null"), "no U-Net in it"),
+        (
+            lambda root: edit(root / "unet" / "config.json", layers_per_block=10**9),
+            "layers_per_block 1000000000 is no",
+        ),
+        (lambda root: (root / "model_index.json").write_text("{}"), "no usable model_index.json: KeyError"),
+        (lambda root: (root / "model_index.json").unlink(), "no usable model_index.json"),
+        (
+            lambda root: edit(root / "model_index.json", _class_name=["code", "Pipe"]),
+            "its pipeline is code of its own",
+        ),
+        (lambda root: cut(root / "unet" / WEIGHTS), "no usable unet"),
+        (lambda root: cut(root / "vae" / WEIGHTS), "no usable vae"),
+        (lambda root: cut(root / "text_encoder" / "model.safetensors"), "no usable text_encoder"),
+        (lambda root: lose_a_weight(root / "unet" / WEIGHTS), "its weights lack conv_in.weight and 0 others"),
+        (lambda root: (root / "tokenizer" / "tokenizer.json").unlink(), "its tokenizer knows no words"),
+        (lambda root: (root / "tokenizer" / "tokenizer_config.json").unlink(), "its text encoder takes 12"),
+        (lambda root: (root / "scheduler" / "scheduler_config.json").write_text("[]"), "no usable scheduler"),
+    ],
+)
+def test_damaged_pipelines(copied: Path, damage: Callable[[Path], object], says: str) -> None:
+    damage(copied)
+    with pytest.raises(UserError) as refused:
+        load(DiffusionModelArguments(pretrained_model_name_or_path=str(copied)))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def load(args: DiffusionModelArguments) -> None:
+    """All that the recipe reads of a pipeline before it trains, in its order."""
+    unet_config(args)
+    Encoders(args, False, torch.device("cpu"), torch.float32)
+    load_unet(args)
+    load_scheduler(args)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_a_weight(path: Path) -> None:
+    save_file({name: value for name, value in load_file(path).items() if name != "conv_in.weight"}, path)
+
+
+def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path) -> None:
+    """Its U-Net was trained, and is saved."""
+    args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
+    unet = load_unet(args)
+    shutil.rmtree(copied)
+    with pytest.raises(RuntimeError, match=f"the U-Net is in {tmp_path}/out/unet, and the rest of its pipeline"):
+        save_result(unet, None, args, str(tmp_path / "out"))
+    saved = UNet2DConditionModel.from_pretrained(tmp_path / "out" / "unet").state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())
