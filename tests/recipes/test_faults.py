@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from transformers import Trainer
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.training.run.manifest import write_manifest
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--max_length", "32", "--per_device_train_batch_size", "1"]
 SMALL += ["--logging_steps", "1", "--save_steps", "2", "--disable_tqdm", "true", "--report_to", "none"]
@@ -225,3 +227,34 @@ def test_nothing_that_a_run_leaves_names_a_secret(
         assert b"--hub_token" in left[name]
         assert b"hf_alsoSecret1" not in left[name]
         assert str(home).encode() not in left[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (WEIGHTS, lambda content: content[: len(content) // 2]),
+        ("optimizer.pt", lambda content: content[:-1]),
+        ("rng_state.pth", lambda content: b""),
+        ("trainer_state.json", lambda content: b"null"),
+    ],
+)
+def test_a_checkpoint_that_was_written_damaged(
+    llm: ModuleType, whole: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes]
+) -> None:
+    """Its manifest names the damaged bytes, so that only reading them tells."""
+    out = tmp_path / "out"
+    shutil.copytree(whole / "checkpoint-2", out / "checkpoint-2")
+    place = out / "checkpoint-2" / file
+    place.write_bytes(damage(place.read_bytes()))
+    write_manifest(out / "checkpoint-2", "run")
+    with pytest.raises(UserError, match=r"--resume_from_checkpoint .*checkpoint-2 does not fit this run") as refused:
+        train(llm, out, *QUIET, "--resume_from_checkpoint", "latest")
+    assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in out.iterdir()) == ["_run.lock", "checkpoint-2"]
+
+
+def test_a_checkpoint_of_other_adapters(llm: ModuleType, tmp_path: Path) -> None:
+    out = train(llm, tmp_path / "out", *QUIET, "--use_peft", "--lora_r", "2", "--max_steps", "2")
+    flags = ["--use_peft", "--lora_r", "4", "--max_steps", "3", "--resume_from_checkpoint", "latest"]
+    with pytest.raises(UserError, match="does not fit this run; resume with the flags that it was written with"):
+        train(llm, out, *QUIET, *flags)

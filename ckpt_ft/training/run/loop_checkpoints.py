@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, NonNegativeInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import flush
+from ckpt_ft.reading import library_reads
 from ckpt_ft.units import format_bytes
 
 from .directory import RunDirectory
@@ -33,6 +35,14 @@ if TYPE_CHECKING:
 
 MARK = "trainer_state.json"  # where the run stood, under the name that a Trainer's has
 _ST = ".safetensors"
+
+
+class _State(BaseModel):
+    """Where a run stood, and what one that resumes it must share with it."""
+
+    global_step: NonNegativeInt
+    samples_seen: NonNegativeInt
+    identity: dict[str, Any]
 
 
 def save_checkpoint(
@@ -55,8 +65,8 @@ def save_checkpoint(
     partial = root / f".{name}.partial"
 
     def publish() -> None:
-        state = {"global_step": step, "samples_seen": samples_seen, "identity": identity}
-        (partial / MARK).write_text(json.dumps(state), encoding="utf-8")
+        state = _State(global_step=step, samples_seen=samples_seen, identity=identity)
+        (partial / MARK).write_text(state.model_dump_json(), encoding="utf-8")
         write_manifest(partial, directory.run)
         _remove(root / name)  # there only after resuming from an older one
         os.rename(partial, root / name)
@@ -84,23 +94,20 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
     Raises:
         UserError: its `identity` is another, or it was not written by this module.
     """
-    state = json.loads((Path(checkpoint) / MARK).read_text(encoding="utf-8"))
-    theirs = state.get("identity", {})
-    for name, ours in identity.items():
-        if theirs.get(name) != ours:
-            raise UserError(
-                f"--resume_from_checkpoint {checkpoint} was written with {name} {theirs.get(name)}, this run has "
-                f"{ours}; resume with the flags that it was written with"
-            )
-    try:
+    what = (
+        f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
+    )
+    with library_reads(what):
+        state = _State.model_validate_json((Path(checkpoint) / MARK).read_bytes())
+        for name, ours in identity.items():
+            theirs = state.identity.get(name)
+            if theirs != ours:
+                raise UserError(
+                    f"--resume_from_checkpoint {checkpoint} was written with {name} {theirs}, this run has {ours}; "
+                    "resume with the flags that it was written with"
+                )
         accelerator.load_state(checkpoint)
-        return state["global_step"], state["samples_seen"]
-    except Exception as error:  # unpickling a damaged file raises whatever its bytes lead to
-        reason = one_line(f"{type(error).__name__}: {error}", 300)
-        raise UserError(
-            f"--resume_from_checkpoint {checkpoint} does not fit this run ({reason}); resume with the flags "
-            "that it was written with"
-        ) from error
+    return state.global_step, state.samples_seen
 
 
 def hold_state(accelerator: Accelerator, **parts: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ckpt_ft.files import write
@@ -59,7 +60,14 @@ class LossLog:
 
 
 def read_losses(output_dir: str) -> list[dict[str, float]]:
-    """The lines of a run's log, without a last one that a killed run left unfinished; [] when there is none."""
+    """The lines of a run's log, without those that cannot be read: a kill leaves the last one unfinished."""
     path = Path(output_dir) / NAME
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [entry for line in lines if (entry := _entry(line)) is not None]
+
+
+def _entry(line: bytes) -> dict[str, float] | None:
+    try:
+        return TypeAdapter(dict[str, int | float]).validate_json(line) if b'"step"' in line else None
+    except ValidationError:
+        return None

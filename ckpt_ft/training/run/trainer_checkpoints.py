@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ckpt_ft.errors import WorkFailed, one_line
+from ckpt_ft.reading import library_reads
 from ckpt_ft.units import format_bytes
 
 from .directory import RunDirectory
@@ -45,7 +46,7 @@ class Checkpoints(TrainerCallback):
         self.trainer, self.directory, self.stop = trainer, directory, stop
         self.limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # a Trainer deletes older ones while the new one has no manifest yet
-        self.stopping = False
+        self.began = self.stopping = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -53,6 +54,9 @@ class Checkpoints(TrainerCallback):
         if state.global_step >= state.max_steps:  # a Trainer would make one more step
             raise Finished
         self.directory.check_space(kwargs["model"], kwargs["optimizer"])
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began = True
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -80,6 +84,7 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM came; the step before has a checkpoint.
+        UserError: the checkpoint to go on from is of another model, or not what a Trainer writes.
         WorkFailed: a checkpoint or the result could not be written; those before it are whole.
     """
     directory.clear()
@@ -87,13 +92,29 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         keeper = Checkpoints(trainer, directory, stop)
         trainer.callback_handler.callbacks.insert(0, keeper)
         try:
-            yield
+            with nullcontext() if directory.checkpoint is None else _resuming(keeper, directory.checkpoint):
+                yield
         except (OSError, RuntimeError, SafetensorError) as error:
             if not _is_of_the_disk(error):
                 raise
             raise WorkFailed(_not_written(directory, error)) from error
     if keeper.stopping:
         raise stopped(stop.signal, directory.last_complete())
+
+
+@contextmanager
+def _resuming(keeper: Checkpoints, checkpoint: str) -> Iterator[None]:
+    """Before the first step a Trainer reads `checkpoint`, and what cannot be read may raise anything."""
+    what = (
+        f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
+    )
+    try:
+        yield
+    except Exception as error:
+        if keeper.began or _is_of_the_disk(error):
+            raise
+        with library_reads(what):
+            raise
 
 
 def load_finished(trainer: Trainer) -> None:
