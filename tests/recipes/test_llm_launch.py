@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from ckpt_ft.training.run.manifest import what_is_wrong
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
 BIN = Path(sys.executable).parent
@@ -105,6 +108,26 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
     llm.main([*flags, str(whole)])
     assert len(losses(whole)) == 30
     assert losses(killed) == losses(whole)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(root: Path, tmp_path: Path) -> None:
+    """None waits in a collective for one that has stopped; what resumes it ends as if nothing had come."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launch = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
+    flags = [*SMALL, "--max_steps", "6", "--save_steps", "100", "--disable_tqdm", "true", "--ac_report", "none"]
+    command = [*launch, "tests/recipes/stopped_rank.py", "recipes/llm.py", str(tmp_path), *flags]
+    said = finish(start(root, command, ACCELERATE_USE_CPU="1"))
+    assert said.count("stopped by SIGTERM") == 1
+    assert [(tmp_path / f"code-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
+    stopped = json.loads((tmp_path / "stopped" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert stopped["global_step"] == 3  # the signal's step is 2; the ranks hear of it a step later, without waiting
+    assert what_is_wrong(tmp_path / "stopped" / "checkpoint-3") is None
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def under_deepspeed(root: Path, stage: int, *runs: list[str]) -> subprocess.Popen[str]:

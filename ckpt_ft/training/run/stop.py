@@ -79,11 +79,10 @@ class Stop:
 
 
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
-    """The end of a run that was asked to stop and left `checkpoint`: says how to go on."""
+    """The end of a run that was asked to stop and left `checkpoint`: says how to go on, on the main process."""
     number = signal.SIGTERM if number is None else number  # another rank was asked
-    return Interrupted(
-        f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}", number
-    )
+    said = f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}"
+    return Interrupted(said if PartialState().is_main_process else "", number)
 
 
 def resuming_command() -> str:
