@@ -23,7 +23,7 @@ from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, 
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.settings import SEQ_LENGTH, Settings
 
 from .options import (
     DEFAULT_GPU,
@@ -70,15 +70,15 @@ _ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
 Command = Callable[..., None]
 
 
-def takes(fixed: Mapping[str, Any] = MappingProxyType({}), **defaults: Any) -> Callable[[Command], Command]:
+def takes(fixed: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Command], Command]:
     """For commands: in place of a parameter that `_MADE` names, the options that it is made of.
 
-    fixed: options that the command decides. defaults: of options, where the command has another.
+    fixed: options that the command decides.
     """
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
-        options = {name: _options(make, fixed, defaults) for name, make in _MADE.items() if name in own}
+        options = {name: _options(make, fixed) for name, make in _MADE.items() if name in own}
         every = [p for name in own for p in options.get(name, [own[name]])]
 
         @functools.wraps(command)
@@ -110,9 +110,8 @@ def plan_command(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-def _options(make: Callable[..., Any], fixed: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Parameter]:
-    found = [option for name, option in _parameters(make).items() if name not in fixed]
-    return [option.replace(default=defaults.get(option.name, option.default)) for option in found]
+def _options(make: Callable[..., Any], fixed: Mapping[str, Any]) -> list[Parameter]:
+    return [option for name, option in _parameters(make).items() if name not in fixed]
 
 
 def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
@@ -138,7 +137,7 @@ def _card(device: Device = "", gpu_memory: GpuMemory = "", gpu_like: GpuLike = "
 
 
 def _settings(
-    seq_length: SeqLength = 1024,
+    seq_length: SeqLength = None,
     accumulation: Accumulation = 1,
     max_grad_norm: MaxGradNorm = 1.0,
     resolution: Resolution = 0,
@@ -189,7 +188,8 @@ def _settings(
         frozen=_parts(freeze),
         rows=_rows(packing, padding),
         ema=ema,
-        seq_length=seq_length,
+        seq_length=SEQ_LENGTH if seq_length is None else seq_length,
+        given=frozenset() if seq_length is None else frozenset({"seq_length"}),
         accumulation=accumulation,
         max_grad_norm=max_grad_norm,
         resolution=resolution,

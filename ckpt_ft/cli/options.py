@@ -18,7 +18,9 @@ PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2,
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]
 Accumulation = Annotated[int, typer.Option("--accumulation", help="micro-batches of an optimizer step")]
 MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", help="gradients are clipped to it; 0 for no clipping")]
-SeqLength = Annotated[int, typer.Option("--seq-length", help="tokens of a sequence (language models)")]
+SeqLength = Annotated[
+    int | None, typer.Option("--seq-length", help="tokens of a sequence (language models); 1024, in a check 32")
+]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
 Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]
 Device = Annotated[

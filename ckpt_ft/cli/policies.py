@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,6 +15,8 @@ from ckpt_ft.workloads.settings import Settings
 from .asked import takes
 from .console import progress, stdout
 from .options import ONE_PROCESS, BatchSize, Model, PolicyOption, parse_policy
+
+CHECKED_TOKENS = 32  # of a sequence: a step is made for real
 
 
 @takes({"optimizer": "none", **ONE_PROCESS})
@@ -50,10 +53,7 @@ def explain(
     print_table(Table(f"Activations kept for backward, batch {batch_size}", header, rows), stdout())
 
 
-@takes(
-    {"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False, **ONE_PROCESS},
-    seq_length=32,
-)
+@takes({"optimizer": "none", "dtype": "float32", "load_in_4bit": False, "prepare_kbit": False, **ONE_PROCESS})
 def check(
     model: Model,
     policy: PolicyOption = "full",
@@ -66,6 +66,8 @@ def check(
     from ckpt_ft.planning.check import check_model
 
     parse_policy(policy)
+    if "seq_length" not in settings.given:
+        settings = replace(settings, seq_length=CHECKED_TOKENS)
     with progress() as say:
         say(f"running {model} with and without '{policy}'")
         parity = check_model(model, policy, settings, batch_size, seed)

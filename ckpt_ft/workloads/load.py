@@ -40,6 +40,10 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
     if lengths is not None and settings.rows == "packed":
         raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
     workload = _by_kind(name, read_config(name), settings)
+    if "seq_length" in settings.given and "seq_length" not in workload.shape:
+        raise UserError(
+            f"sequence length {settings.seq_length}: the batches of {name}, a {workload.kind}, hold no sequences"
+        )
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
     if settings.frames and "frames" not in workload.shape:

@@ -15,6 +15,7 @@ from ckpt_ft.memory.distributed.launch import Launch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SEQ_LENGTH = 1024
 LORA_DROPOUT = 0.05  # of the recipes that train transformers models
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
@@ -52,6 +53,7 @@ class Settings:
         prepare_kbit: embeddings, norms and head of a 4-bit model in float32, as peft.prepare_model_for_kbit_training
             leaves them; else as they are loaded.
         lora_dropout: in front of the adapters; None for the recipes' own: `LORA_DROPOUT`, none in diffusion models.
+        given: fields that were asked for by name; a model without sequences is refused where "seq_length" is one.
     """
 
     dtype: str = "float32"
@@ -59,7 +61,7 @@ class Settings:
     optimizer: str = "adamw_fused"
     lora_r: int = 0
     lora_targets: tuple[str, ...] = ()
-    seq_length: int = 1024
+    seq_length: int = SEQ_LENGTH
     resolution: int = 0
     frames: int = 0
     accumulation: int = 1
@@ -78,6 +80,7 @@ class Settings:
     double_quant: bool = False
     load_in_8bit: bool = False
     ema: bool = False
+    given: frozenset[str] = frozenset()
 
     @property
     def adapts(self) -> bool:

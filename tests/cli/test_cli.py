@@ -246,6 +246,11 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--lora", "4", "--lora-targets", "nope"), "LoRA targets nope"),
         (("estimate", "CONFIG", "--lora-targets", "q_proj"), "LoRA targets q_proj without LoRA"),
         (("estimate", "CONFIG", "--resolution", "512"), "resolution 512: the batches of"),
+        (
+            ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024"),
+            "sequence length 1024: the batches of stable-diffusion-v1-5, a diffusion model, hold no sequences",
+        ),
+        (("check", "resnet-50", "--seq-length", "32"), "sequence length 32: the batches of resnet-50"),
         (("estimate", "CONFIG", "--policy", "budget:0.5"), "acts under torch.compile alone"),
         (("plan", "CONFIG", "--max-batch-size", "-1"), "--max-batch-size"),
         (("plan", "CONFIG", "--jobs", "-1"), "--jobs"),
