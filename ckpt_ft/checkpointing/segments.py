@@ -2,12 +2,17 @@
 
 The model loops over its own blocks and gives each of them a mask and keyword arguments, so a run cannot be wrapped in
 one module. Instead its blocks share a frame: saved-tensor hooks drop what they save, and the first that backward
-asks for re-runs all of them in order. A block joins the frame of the one before it when that one's output is, as the
-same object, among its arguments; otherwise it starts a frame of its own, and stays correct.
+asks for re-runs all of them in order. A block joins the frame of the one before it when that one's output is among
+its arguments: the very tensor, or an alias of it, which is what the hooks of FSDP2 and ZeRO-3 make of a block's
+inputs. Otherwise it starts a frame of its own, and stays correct.
+
+Blocks are re-run below such hooks. What FSDP2 has sharded since is gathered for the second run, each block's weights
+while the block before it runs; they stay until the block's own backward, which shards them again.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +24,7 @@ from torch import nn
 from .arguments import Arguments, changeable, leaves, rebuild
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
+from .views import view_of
 
 
 class Segment:
@@ -58,17 +64,22 @@ class SegmentMember(Checkpointed):
 
 
 class _Link:
-    """An argument that is an output of an earlier call in the frame."""
+    """An argument that is an output of an earlier call in the frame, or an alias of one."""
 
-    __slots__ = ("call", "leaf", "ref", "version")
+    __slots__ = ("call", "leaf", "storage", "version")
 
     def __init__(self, tensor: torch.Tensor, call: int, leaf: int) -> None:
-        self.ref, self.version = weakref.ref(tensor), tensor._version
+        self.storage, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
         self.call, self.leaf = call, leaf
 
     def is_to(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is that output, as the call left it."""
-        return self.ref() is tensor and self.version == tensor._version
+        """Whether `tensor`, of the same key, is that output, as the call left it."""
+        return self.storage() is tensor.untyped_storage() and self.version == tensor._version
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What aliases have in common, as long as their storage lives."""
+    return tensor.untyped_storage()._cdata, tensor.requires_grad, view_of(tensor)
 
 
 class _Held:
@@ -123,7 +134,7 @@ class _Frame:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.outputs: dict[int, _Link] = {}
+        self.outputs: dict[tuple[Any, ...], _Link] = {}
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.recomputed: dict[int, torch.Tensor] = {}
 
@@ -133,7 +144,7 @@ class _Frame:
         return any((link := self.link(leaf)) is not None and link.call == last for leaf in given)
 
     def link(self, leaf: Any) -> _Link | None:
-        link = self.outputs.get(id(leaf))
+        link = self.outputs.get(_key(leaf)) if _is_variable(leaf) and leaf.layout is torch.strided else None
         return link if link is not None and link.is_to(leaf) else None
 
     def call(self, member: SegmentMember, given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,8 +171,10 @@ class _Frame:
                 held[id(given_tensor.tensor)].hold(given_tensor.copy, requires_grad=True, written=True)
         known, returned = {id(leaf) for leaf in given}, len([*leaves(out)])
         for index, leaf in enumerate(_outputs(out, args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and (index < returned or id(leaf) not in known):
-                self.outputs[id(leaf)] = _Link(leaf, len(self.calls) - 1, index)
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                continue
+            if index < returned or id(leaf) not in known:
+                self.outputs[_key(leaf)] = _Link(leaf, len(self.calls) - 1, index)
         return out
 
     def pack(self, tensor: torch.Tensor) -> int:
@@ -201,8 +214,22 @@ class _Frame:
 
     def rerun(self) -> None:
         made: list[list[Any]] = []
-        for call in self.calls:
+        gathered = _gathered(self.calls[0].member.module)
+        for call, following in zip(self.calls, [*self.calls[1:], None], strict=True):
+            gathered()
+            if following is not None:
+                gathered = _gathered(following.member.module)
             made.append(call.again(made))
+
+
+def _gathered(block: nn.Module) -> Callable[[], None]:
+    """Begin to gather what FSDP2 has sharded of `block`; the result waits for it."""
+    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return block.unshard(async_op=True).wait if fsdp2 and isinstance(block, fsdp2) else _nothing  # type: ignore[operator]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Complete(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def compare(rank: int, store: str) -> None:
 
     # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
     # norms of 16 elements are partitioned by ZeRO-3, or persist, as those of any model do by default
     for stage, variant, persistent, policies in [
         (2, "dropout", 0, POLICIES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,27 @@ def ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def fsdp2(model: Any) -> nn.Module:
+def fsdp2(model: Any, keeps: bool = False) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=not keeps)
     fully_shard(model)
     return model  # type: ignore[no-any-return]
+
+
+def fsdp2_kept(model: Any) -> nn.Module:
+    return fsdp2(model, keeps=True)
 
 
 def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
     compare(wrap)
+    if wrap is fsdp2:
+        compare(fsdp2_kept)
+        joined_blocks_keep_one_input()
     gc.collect()  # wrappers hold on to the process group
     dist.barrier()
     dist.destroy_process_group()
@@ -68,6 +77,26 @@ def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
             mine = gradients(model)
             assert mine.keys() == plain.keys()
             assert all(torch.equal(mine[name], plain[name]) for name in plain), policy
+
+
+def joined_blocks_keep_one_input() -> None:
+    """What backward keeps is that of 'full' less the inputs of all blocks but each segment's first."""
+    from language_models import batch, make
+
+    from ckpt_ft import apply_policy
+    from ckpt_ft.memory.record.tracker import Tracker
+
+    kept = {}
+    for policy in ("full", "segments:1"):
+        model = fsdp2(make("llama", "dropout"))
+        apply_policy(model, policy)
+        gradients(model)
+        with Tracker(model) as tracker:
+            loss = model(**batch()).loss
+            kept[policy] = tracker.allocated
+        del loss
+    blocks, rows = len(model.model.layers), batch()["input_ids"].numel()
+    assert kept["full"] - kept["segments:1"] == (blocks - 1) * rows * model.config.hidden_size * 4
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
