@@ -171,8 +171,8 @@ class AppliedPolicy:
         segments = {id(member.segment): member.segment for member in self._members()}
         if segments and not any(segment.joined for segment in segments.values()):
             warnings.warn(
-                f"policy '{self.policy}': no block was given the output of the one before it (a hook that casts it?), so "
-                "each block is a checkpoint of its own, as under 'full'",
+                f"policy '{self.policy}': no block was given the output of the one before it (a hook that casts it?), "
+                "so each block is a checkpoint of its own, as under 'full'",
                 stacklevel=2,
             )
 

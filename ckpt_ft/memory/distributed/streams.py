@@ -2,7 +2,8 @@
 
 FSDP2 gathers and reduces on streams of its own, which it asks of `torch.<device type>`; on "cpu" these do
 nothing. Here it gets ones that tell the tracker, so that the caching allocator's pool per stream and the overlap of
-communication with computation are those that FSDP2's own code makes.
+communication with computation are those that FSDP2's own code makes. A collective that is asked for asynchronously
+(DDP's buckets) runs on the process group's own stream; who waits for it makes the current stream wait.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Streams:
         self.numbers = count()
         self._made = 0
         self._default = _Stream(self, "")
+        self._group = _Stream(self, "collectives")
         self._stack = [self._default]
 
     def Stream(self, *args: Any, **kwargs: Any) -> _Stream:
@@ -108,6 +110,15 @@ class Streams:
             yield
         finally:
             self._enter(self._stack[:-1])
+
+    def asynchronous(self) -> str:
+        """The process group's own stream, for a collective that starts after what was issued to the current one."""
+        self._group.wait_stream(self.current_stream())
+        return self._group.name
+
+    def await_collectives(self) -> None:
+        """The current stream waits for every asynchronous collective so far."""
+        self.current_stream().wait_stream(self._group)
 
     def note(self, what: str, event: int, stream: str) -> None:
         """An event was recorded in `stream`, or is waited for there."""
@@ -134,6 +145,23 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _waits_are_followed(streams: Streams) -> Iterator[None]:
+    """What a fake process group hands out for an asynchronous collective tells `streams` that it is waited for."""
+    kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "FakeWork", None)
+    if kind is None:
+        yield
+        return
+    wait = kind.wait
+
+    def waited(work: Any, *args: Any) -> bool:
+        streams.await_collectives()
+        return bool(wait(work, *args))
+
+    with patch.object(kind, "wait", waited):
+        yield
+
+
+@contextmanager
 def streams_are_followed() -> Iterator[Streams]:
     """FSDP2's streams are those that this gives, to the tracker that is set on them."""
     streams = Streams()
@@ -142,6 +170,7 @@ def streams_are_followed() -> Iterator[Streams]:
         if propagator is not None:
             stack.enter_context(_shapes_are_asked_elsewhere(propagator))
         stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
+        stack.enter_context(_waits_are_followed(streams))
         for name in _ASKS:
             module = sys.modules.get(_FSDP + name)
             if module is not None and hasattr(module, "_get_device_handle"):

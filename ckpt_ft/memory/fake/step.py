@@ -27,10 +27,10 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.group import rank_zero_of
 from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.streams import streams_are_followed
+from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.opinfo import tensors
+from ckpt_ft.memory.record.opinfo import is_asynchronous, tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
@@ -97,7 +97,7 @@ def trace_step(
         streams = stack.enter_context(streams_are_followed())
         held = None if launch is None or mesh is None else share(model, launch, mesh)
         gc.collect()
-        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu, interrupts)
+        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu, interrupts, streams)
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
@@ -141,9 +141,11 @@ class FakeTracker(Tracker):
 
     source = "predicted"
 
-    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
+    ) -> None:
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
-        self.fake_mode, self.gpu, self.interrupts = fake_mode, gpu, interrupts
+        self.fake_mode, self.gpu, self.interrupts, self.streams = fake_mode, gpu, interrupts, streams
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
@@ -186,6 +188,9 @@ class FakeTracker(Tracker):
         elif self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0) and self._on_host(func, args, pinned):
             self.ignore(out)
         return known
+
+    def _collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
+        return self.streams.asynchronous() if is_asynchronous(func, args) else self.stream
 
     def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
         if pinned or func is aten.lift_fresh.default:

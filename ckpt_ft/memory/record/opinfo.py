@@ -125,6 +125,18 @@ def _launches(group: Sequence[torch.Tensor]) -> int:
     return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
 
 
+@cache
+def _asynchronous_at(func: OpOverload) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("async_op") if "async_op" in names else None
+
+
+def is_asynchronous(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a collective (op of c10d) runs beside the stream that it is issued from, until somebody waits for it."""
+    at = _asynchronous_at(func)
+    return at is not None and (len(args) <= at or args[at])  # true by default, and then not handed on
+
+
 def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
     """Bytes that each rank sends in a collective by ring; at least 1.
 

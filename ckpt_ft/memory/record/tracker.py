@@ -206,9 +206,12 @@ class Tracker(Storages, TorchDispatchMode):
         if func in self.after:
             self.after[func](self, func, args, kwargs, out)
         if self.record_ops:
-            wire = collective_bytes(func, args) if func.namespace == "c10d" else 0
             here = self._phase, self._module()
-            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, self.stream, wire))
+            stream, wire = self.stream, 0
+            if func.namespace == "c10d":
+                wire = collective_bytes(func, args)
+                stream = self._collective_stream(func, args)
+            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, stream, wire))
         return out
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
@@ -216,6 +219,10 @@ class Tracker(Storages, TorchDispatchMode):
         rule = self.rules.get(func)
         out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
         return out, measure(func, args, kwargs, out) if self.record_ops else (0, 0, "", 0)
+
+    def _collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
+        """The stream that a collective runs on."""
+        return self.stream
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

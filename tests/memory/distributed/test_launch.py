@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.launch_file import read_launch
-from ckpt_ft.memory.distributed.links import bus_bandwidth
+from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.transformers_models import own_loss
@@ -154,6 +154,16 @@ def test_the_link_counts() -> None:
     assert bus_bandwidth(Launch("ddp", 2), t4) < 10e9
     slow, fast = (llama(Launch("ddp", 8, link=rate)).trace(2).seconds for rate in (1e9, 100e9))
     assert slow > fast + 0.02
+
+
+def test_all_reduces_run_beside_backward() -> None:
+    """The first bucket is on its way while the rest of backward runs; on the stream that computes it was not."""
+    launch = Launch("ddp", 8, link=2e9)
+    beside = llama(launch).trace(8)
+    first = next(op for op in beside.ops if op.wire and op.at >= beside.start)
+    serial = replace(beside, ops=[replace(op, stream="") for op in beside.ops])
+    hidden = serial.seconds - beside.seconds
+    assert hidden == pytest.approx(collective_seconds(first.wire, launch, find_gpu("h100")), rel=0.5)
 
 
 def test_a_trace_with_a_launch_is_json() -> None:
