@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
-from ckpt_ft.memory.distributed.group import rank_zero_of
+from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
@@ -95,7 +95,7 @@ def torchtitan_step(model: Any, policy: str, batch: int, tokens: int, keeps: boo
 
     apply_policy(model, policy)
     try:
-        with rank_zero_of(PROCESSES) as mesh:
+        with rank_of(PROCESSES) as mesh:
             trace = trace_step(
                 model, step, make_optimizer=make_optimizer, device="h100", alloc_conf="expandable_segments:True"
             )

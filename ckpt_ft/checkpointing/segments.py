@@ -225,7 +225,7 @@ class _Frame:
 def _gathered(block: nn.Module) -> Callable[[], None]:
     """Begin to gather what FSDP2 has sharded of `block`; the result waits for it."""
     fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return block.unshard(async_op=True).wait if fsdp2 and isinstance(block, fsdp2) else _nothing  # type: ignore[operator]
+    return block.unshard(async_op=True).wait if fsdp2 and isinstance(block, fsdp2) else _nothing
 
 
 def _nothing() -> None:

@@ -83,7 +83,7 @@ def find_max_batch_size(
     Args:
         workload: its model has weights, on the device that it is to be trained on, unwrapped (no DDP). Weights,
             buffers, gradients and random state are afterwards as before; a host copy of what is trained is held
-            meanwhile.
+            meanwhile. Of its launch ("ddp" or none) the steps are run without the others and less the buckets.
         budget: bytes or "24GiB"; None for the whole GPU. A CPU needs one.
         margin: kept free, as in `plan`.
 
@@ -98,14 +98,15 @@ def find_max_batch_size(
     workload = replace(workload, device=gpu or "cpu")  # the one at hand, whatever was asked for
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
-    room = make_room(budget, gpu, margin)
+    room = make_room(budget, gpu, margin, workload.launch)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
     estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
-    runner = Runner(workload, room, device)
+    buckets = 0 if workload.launch is None else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    runner = Runner(replace(workload, launch=None), replace(room, budget=room.budget - buckets), device)
     with restored(model, device):
         try:
-            batch = prove(runner, lambda n: estimates.reserved(policy, n), predicted, max_batch_size)
+            batch = prove(runner, lambda n: estimates.reserved(policy, n) - buckets, predicted, max_batch_size)
         finally:
             runner.clean()
     return MaxBatchSize(batch, predicted, room, runner.trials)

@@ -38,7 +38,8 @@ class ACArguments:
         find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and proof, and use
             it as far as gradient accumulation can keep the effective batch as it was.
         ac_on_oom: "replan": under `auto`, go on under a leaner policy from the last checkpoint when memory runs out;
-            "stop": stop with advice.
+            "stop": stop with advice. None: the first in one process, the second in several, where one process runs
+            out while the others wait for it.
         ac_check: compare one step's loss, gradients, buffers and RNG with and without the policy before training.
 
     Raises:
@@ -60,11 +61,11 @@ class ACArguments:
         default=False,
         metadata={"help": "Use the largest micro-batch that fits; accumulation keeps the effective batch."},
     )
-    ac_on_oom: str = field(
-        default="replan",
+    ac_on_oom: str | None = field(
+        default=None,
         metadata={
             "help": "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last "
-            "checkpoint) or stop."
+            "checkpoint; the default in one process) or stop."
         },
     )
     ac_report: str = field(
@@ -90,7 +91,7 @@ class ACArguments:
                     f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto or "
                     "--find_max_batch_size; add one, or drop it"
                 )
-        if self.ac_on_oom not in ON_OOM:
+        if self.ac_on_oom not in (None, *ON_OOM):
             raise UserError(f"--ac_on_oom {self.ac_on_oom}: choose one of {', '.join(ON_OOM)}")
         if self.ac_check and self.ac_policy is None:
             raise UserError("--ac_check compares a policy with plain training; give one, as in --ac_policy full")

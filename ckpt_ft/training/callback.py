@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ from .trainer_workload import has_own_loss, loss_of, measured_workload
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from ckpt_ft.memory.distributed.launch import Launch
+    from ckpt_ft.memory.record.trace import StepTrace
 
 
 class ACCallback(TrainerCallback):
@@ -151,8 +155,7 @@ class ACCallback(TrainerCallback):
             per_device_batch_size=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
         )
-        if self.report.main and profiler.batch.elements:
-            self._predict(model, optimizer, args)
+        self._predict(model, optimizer, args)
         if self.fitted is not None:
             self.fitted.describe(self.report)
         show_and_write(self.report, self.settings.reports, args.output_dir)
@@ -215,14 +218,22 @@ class ACCallback(TrainerCallback):
 
     def _predict(self, model: Any, optimizer: Any, args: TrainingArguments) -> None:
         """Put the prediction of the largest measured step into the report."""
-        assert self.report is not None
-        assert self.profiler is not None
-        device = current_gpu(args.device.index) or "cpu"
-        if self._loss is None:
-            workload = measured_workload(model, optimizer, self.profiler.batch, args, device)
-        else:
-            workload = measured_workload(model, optimizer, self._given, args, device, self._loss)
-        add_prediction(self.report, args.world_size, workload.trace)
+        report, profiler = self.report, self.profiler
+        assert report is not None
+        assert profiler is not None
+        assert profiler.accelerator is not None
+
+        def trace(launch: Launch | None) -> StepTrace:
+            if not profiler.batch.elements:
+                raise UserError("no step was measured")
+            device = current_gpu(args.device.index) or "cpu"
+            if self._loss is None:
+                workload = measured_workload(model, optimizer, profiler.batch, args, device)
+            else:
+                workload = measured_workload(model, optimizer, self._given, args, device, self._loss)
+            return replace(workload, launch=launch).trace()
+
+        add_prediction(report, profiler.accelerator, trace)
 
     def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""

@@ -13,6 +13,7 @@ diffusion/unet_workload.py does the same for the loop of the diffusion recipe.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from transformers import TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective
+from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.transformers_models import own_loss
@@ -33,6 +35,7 @@ from ckpt_ft.workloads.workload import Loss, Workload
 
 from .arguments import ACArguments
 from .flags import changed
+from .launched import found_by_main, launch_ahead
 from .trainer_workload import Collate, trainer_workload
 
 logger = logging.getLogger(__name__)
@@ -84,14 +87,17 @@ def fit_to_memory(
     """Choose what `auto`, a plan's file and `--find_max_batch_size` leave open; what is given stays as it is.
 
     Args:
-        model: on any device; it is moved to that of training.
+        model: on any device; to prove a batch size it is moved to that of training.
         rows: the training data, a map-style dataset of dicts; of those with "input_ids" the longest sets the peak.
         compute_loss: the trainer's, where it has one of its own.
 
+    Of several processes the main one plans, for the launch that they are.
+
     Raises:
-        UserError: nothing fits, a plan for another model, or no budget on a CPU.
+        UserError: nothing fits, a plan for another model, no budget on a CPU, or what needs a single process.
     """
-    return fit(trainer_workload(model, args, rows, collate, compute_loss), args, settings, args.device)
+    workload = trainer_workload(model, args, rows, collate, compute_loss)
+    return fit(workload, args, settings, args.device, lambda: launch_ahead(args))
 
 
 def fit(
@@ -99,6 +105,7 @@ def fit(
     args: Any,
     settings: ACArguments,
     device: torch.device,
+    launch: Callable[[], Launch | None],
     batch_name: str = "per_device_train_batch_size",
     budget: int | None = None,
 ) -> Fitted:
@@ -106,10 +113,12 @@ def fit(
 
     Args:
         args: TrainingArguments or LoopArguments.
-        device: where the model is trained; it is moved there.
+        device: where the model is trained.
+        launch: tells how it will be shared; where that is a UserError, the step is taken for one process's.
         batch_name: what `args` call the micro-batch.
         budget: bytes to plan for, where memory has run out before; None for those of `--ac_budget`.
     """
+    _refuse_replanning_together(settings)
     fitted, model = Fitted(workload, args, settings), workload.model
     if settings.from_plan:
         made = settings.plan
@@ -119,13 +128,14 @@ def fit(
     if not automatic and not settings.find_max_batch_size:
         return fitted
     _refuse_partitioned(model, "--ac_policy auto" if automatic else "--find_max_batch_size")
-    model.to(device)
+    shared = replace(workload, launch=_modelled(launch))
+    fitted = replace(fitted, workload=shared)
     if automatic:
         batch_size = None if settings.find_max_batch_size else getattr(args, batch_name)
-        made = make_plan(workload, budget or settings.ac_budget, batch_size)
+        made = found_by_main(lambda: make_plan(shared, budget or settings.ac_budget, batch_size))
         fitted = replace(fitted, plan=made)
         say(f"--ac_policy auto: {made.why}\n{made.table()}")
-    return _with_largest_batch(fitted, batch_name) if settings.find_max_batch_size else fitted
+    return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
 
 
 def make_plan(workload: Workload, budget: str | int | None, batch_size: int | None) -> Plan:
@@ -139,19 +149,46 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def _with_largest_batch(fitted: Fitted, batch_name: str) -> Fitted:
-    """With the largest micro-batch, proved, and what of it keeps the effective batch."""
-    args, workload = fitted.args, fitted.workload
-    applied = apply_policy(workload.model, fitted.policy) if fitted.policy is not None else None
+def _modelled(launch: Callable[[], Launch | None]) -> Launch | None:
     try:
-        found = find_max_batch_size(workload, fitted.settings.ac_budget, margin=_cpu_margin(workload))
-    finally:
-        if applied is not None:
-            applied.remove()
+        return launch()
+    except UserError as error:
+        logger.warning("%s: what follows is found out as for one process", error)
+        return None
+
+
+def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
+    """With the largest micro-batch, and what of it keeps the effective batch."""
+    args, workload, found = fitted.args, fitted.workload, _largest(fitted, device)
     batch, steps, note = keep_effective(getattr(args, batch_name), args.gradient_accumulation_steps, found.batch)
     say(f"--find_max_batch_size: {found}\n{note}")
     args = changed(args, **{batch_name: batch}, gradient_accumulation_steps=steps)
     return replace(fitted, args=args, workload=replace(workload, accumulation=steps), largest=found)
+
+
+def _largest(fitted: Fitted, device: torch.device) -> MaxBatchSize:
+    """Proved by real steps, but where the model is to be sharded: a step of the whole model says nothing then."""
+    workload, budget = fitted.workload, fitted.settings.ac_budget
+    margin = _cpu_margin(workload)
+    if workload.launch is not None and workload.launch.shards:
+        policy = str(fitted.policy or "none")
+        return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, margin=margin))
+    workload.model.to(device)
+    applied = apply_policy(workload.model, fitted.policy) if fitted.policy is not None else None
+    try:
+        return find_max_batch_size(workload, budget, margin=margin)
+    finally:
+        if applied is not None:
+            applied.remove()
+
+
+def _refuse_replanning_together(settings: ACArguments) -> None:
+    processes = PartialState().num_processes
+    if settings.ac_on_oom == "replan" and processes > 1:
+        raise UserError(
+            f"--ac_on_oom replan on {processes} processes: one runs out of memory while the others wait for it, so "
+            "all must be started anew; leave it out, and resume with a smaller --ac_budget"
+        )
 
 
 def _refuse_partitioned(model: nn.Module, flag: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.measure.report import MemoryReport
+    from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.workloads.workload import Workload
 
 
@@ -118,8 +121,6 @@ class LoopMemory:
             return None
         policy = None if self.policy is None else str(self.policy)
         report = self.profiler.report(policy=policy, **facts)
-        if not report.main:
-            return report
         if workload is not None:
             self._predict(report, workload)
         if self.fitted is not None:
@@ -128,12 +129,15 @@ class LoopMemory:
         return report
 
     def _predict(self, report: MemoryReport, workload: Workload) -> None:
-        assert self.model is not None
-        with ExitStack() as stack:
-            if self.policy is not None and self.applied is None:  # taken off when training ended
-                stack.enter_context(suspended(self.model))
-                apply_policy(self.model, self.policy)
-            add_prediction(report, self.accelerator.num_processes, workload.trace)
+        def trace(launch: Launch | None) -> StepTrace:
+            assert self.model is not None
+            with ExitStack() as stack:
+                if self.policy is not None and self.applied is None:  # taken off when training ended
+                    stack.enter_context(suspended(self.model))
+                    apply_policy(self.model, self.policy)
+                return replace(workload, launch=launch).trace()
+
+        add_prediction(report, self.accelerator, trace)
 
     def peak_holders(self, n: int = 5) -> list[str]:
         """What held this process's highest peak, the largest first; empty where that is not known."""

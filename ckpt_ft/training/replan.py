@@ -1,7 +1,8 @@
 """When memory runs out all the same: training goes on under a leaner plan, from the last checkpoint.
 
 `train_within` does it for a Trainer, which is told to train again; `run_within` for a loop, which runs again from
-loading the model on.
+loading the model on. Of several processes one runs out of memory while the others wait for it in a collective: there
+is no plan that they could still agree on, and training stops with advice.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def leaner_budget(failed: Plan) -> int:
 
 def _replans(settings: ACArguments) -> bool:
     alone = PartialState().num_processes == 1  # of several ranks one runs out first, and the others wait for it
-    return alone and settings.ac_policy == "auto" and settings.ac_on_oom == "replan"
+    return alone and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
 
 
 def _may_replan(trainer: Trainer, fitted: Fitted, directory: RunDirectory) -> bool:

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import gather_object
 from torch import nn
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.memory.record.holders import holder_line
 from ckpt_ft.policy import Policy
 
+from .launched import launch_of
+
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
 
+    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.memory.record.trace import StepTrace
@@ -60,17 +65,27 @@ def require_parity(
         raise WorkFailed(f"--ac_check: policy {policy} changes the numbers of a step; nothing was trained")
 
 
-def add_prediction(report: MemoryReport, processes: int, trace: Callable[[], StepTrace]) -> None:
-    """Put what `trace` predicts beside what was measured; where it cannot, a note says why."""
-    if processes > 1:
-        report.notes.append("no prediction: what DDP, FSDP and DeepSpeed add to a process is not traced")
-        return
+def add_prediction(
+    report: MemoryReport, accelerator: Accelerator, trace: Callable[[Launch | None], StepTrace]
+) -> None:
+    """Put what `trace` predicts beside what was measured, each process for its own step; every process must call it.
+
+    Where it cannot, a note says why.
+
+    Args:
+        trace: of this process's step in that launch.
+    """
+    rank = accelerator.process_index
     try:
-        predicted = trace()
-        report.predict(predicted)
-        report.notes += [f"Prediction: {note}." for note in predicted.notes]
+        predicted = trace(launch_of(accelerator))
+        report.predict(predicted, rank)
+        notes = [f"Prediction: {note}." for note in predicted.notes]
     except Exception as error:  # a prediction must not cost the run that it describes
-        report.notes.append(f"no prediction: {one_line(error)}")
+        notes = [f"no prediction: {one_line(error)}"]
+    everywhere = gather_object([(report.ranks[rank].predicted, notes)])
+    for measured, (prediction, _) in zip(report.ranks, everywhere, strict=True):
+        measured.predicted = prediction
+    report.notes += dict.fromkeys(note for _, said in everywhere for note in said)
 
 
 def holder_lines(profiler: MemoryProfiler | None, n: int) -> list[str]:

@@ -13,11 +13,14 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import Trainer
 
+from ckpt_ft.memory.distributed.sharded import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.settings import MIXED_PRECISION
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
 
+from .launched import precision_of
 from .text.dataset_lengths import have_lengths, row_lengths
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ def trainer_workload(
         compute_loss,
         make_optimizer=lambda model: _optimizer(args, model),
         device=current_gpu() or "cpu",
-        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        autocast=MIXED_PRECISION[precision_of(args)],
         accumulation=args.gradient_accumulation_steps,
         max_grad_norm=args.max_grad_norm,
         lengths=lengths,
@@ -117,6 +120,7 @@ def measured_workload(
 def twin_maker(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """model -> an optimizer over its parameters like `optimizer`, which is over those of the `model` given here."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    shard_again(model)  # an evaluation leaves the root's weights gathered, which no optimizer knows
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     kind: Any = type(optimizer)

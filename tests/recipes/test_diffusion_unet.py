@@ -240,7 +240,7 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
     report = json.loads((out / "memory_report.json").read_text())
     assert set(report["ranks"][0]["peaks"]) == {"forward", "backward", "optimizer"}
     assert report["provenance"]["policy"] == "full"
-    assert report["predicted"]["allocated"] == pytest.approx(
+    assert report["ranks"][0]["predicted"]["allocated"] == pytest.approx(
         max(peak["allocated"] for peak in report["ranks"][0]["peaks"].values()), rel=0.05
     )
     assert (out / "memory_report.md").exists()
@@ -454,6 +454,9 @@ def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: l
     assert len(whole) == 4
     report = json.loads((tmp_path / "whole" / "memory_report.json").read_text())
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    for rank in report["ranks"]:
+        measured = max(figures["allocated"] for figures in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
     states = [tmp_path / "whole" / "checkpoint-2" / f"random_states_{rank}.pkl" for rank in (0, 1)]
     assert states[0].read_bytes() != states[1].read_bytes()
     part = tmp_path / "part"

@@ -51,7 +51,7 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp
     assert train(dpo, tmp_path / "policy", *flags, "--ac_policy", "save:attention+matmul", "--ac_check") == plain
     report = json.loads((tmp_path / "policy" / "memory_report.json").read_text())
     measured = report["ranks"][0]["peaks"]
-    predicted = report["predicted"]["peaks"]
+    predicted = report["ranks"][0]["predicted"]["peaks"]
     for phase in ("forward", "backward", "optimizer"):
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 

@@ -80,7 +80,8 @@ def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_pat
     fsdp = ["--fsdp", "--fsdp_config", '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
     copied = two_ranks(root, tmp_path / "ddp", "--ac_policy", "full")
     script = "tests/recipes/fsdp_on_cpu.py recipes/llm.py"
-    sharded = two_ranks(root, tmp_path / "fsdp", "--ac_policy", "full", *fsdp, script=script)
+    automatic = ["--ac_policy", "auto", "--ac_budget", "15MiB"]  # one process's step would take 19 MiB
+    sharded = two_ranks(root, tmp_path / "fsdp", *automatic, *fsdp, script=script)
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
     for ranks in (copied["ranks"], sharded["ranks"]):
         assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -88,6 +89,10 @@ def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_pat
     for whole, half in zip(copied["ranks"], sharded["ranks"], strict=True):
         for category in ("parameters", "optimizer"):
             assert half["at_peak"][category] == pytest.approx(whole["at_peak"][category] / 2, rel=0.01)
+    for rank in (*copied["ranks"], *sharded["ranks"]):
+        measured = max(figures["allocated"] for figures in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=1e-3)
+    assert measured <= 15 * 2**20
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp").num_parameters() > 10**6
 
 

@@ -40,7 +40,7 @@ def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
     trainer.train()
     report = json.loads((tmp_path / "memory_report.json").read_text())
     measured = {phase: figures["allocated"] for phase, figures in report["ranks"][0]["peaks"].items()}
-    predicted = report["predicted"]["peaks"]
+    predicted = report["ranks"][0]["predicted"]["peaks"]
     for phase in ("forward", "backward", "optimizer"):
         assert predicted[phase] == pytest.approx(measured[phase], rel=1e-3), phase
     assert report["provenance"]["shapes"] == {"input_ids": [2, 64], "labels": [2, 64]}

@@ -30,9 +30,11 @@ class Launch:
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
-        wrap: names of the block classes that FSDP2 shards one by one; () for the model's own.
+        wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
         zero: DeepSpeed's bucket sizes and thresholds.
+        rank: of the processes, the one that is traced; 0 has the most of what does not divide evenly. DeepSpeed's is
+            always the last one.
 
     Raises:
         UserError: a strategy that is not modelled, or counts that do not fit.
@@ -44,9 +46,10 @@ class Launch:
     mixed_precision: str = "no"
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = False
-    wrap: tuple[str, ...] = ()
+    wrap: tuple[str, ...] | None = ()
     link: float | None = None
     zero: ZeroOptions = field(default_factory=ZeroOptions)
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -74,6 +77,11 @@ class Launch:
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
         return f"{self.strategy}, kept after forward" if kept else self.strategy
 
+    @property
+    def shards(self) -> bool:
+        """Whether a process holds only its part of some of what is trained."""
+        return self.strategy != "ddp"
+
     def __str__(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
         return f"{self.sharing}, on {self.processes} GPUs{where}"
@@ -81,7 +89,9 @@ class Launch:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Launch:
         """What `dataclasses.asdict` made, JSON in between or not."""
-        return cls(**{**values, "wrap": tuple(values["wrap"]), "zero": ZeroOptions(**values["zero"])})
+        return cls(
+            **{**values, "wrap": values["wrap"] and tuple(values["wrap"]), "zero": ZeroOptions(**values["zero"])}
+        )
 
 
 def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +27,7 @@ from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
-_CONTAINERS = (dict, set)
+_CONTAINERS = (dict, OrderedDict, set)  # those that a module keeps its parts in; others' are theirs to change
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,24 +86,28 @@ def surroundings(launch: Launch | None) -> Iterator[None]:
 
 @contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
-    """Afterwards `model` is no longer shared: its modules' classes, hooks and attributes are those of before."""
+    """Afterwards `model` is shared as it was before: its modules' classes, hooks and attributes are those of then."""
     before = [
         (module, type(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()
     ]
+    states = [_module_state_mapping.get(module) for module, *_ in before]
     try:
         yield
     finally:
-        shared = hasattr(model, _SHARED) or any(type(module) is not kind for module, kind, _ in before)
-        for module, kind, attributes in before if shared else ():
+        after = [_module_state_mapping.get(module) for module, *_ in before]
+        shared = hasattr(model, _SHARED) or any(map(operator.is_not, states, after))
+        for (module, kind, attributes), state in zip(before, states, strict=True) if shared else ():
             module.__class__ = kind
             for name in [name for name in vars(module) if name not in attributes]:
                 del module.__dict__[name]
             for name, (value, copy) in attributes.items():
-                if isinstance(value, _CONTAINERS):
+                if type(value) in _CONTAINERS:
                     value.clear()
                     value.update(copy)
                 module.__dict__[name] = value
             _module_state_mapping.pop(module, None)
+            if state is not None:
+                _module_state_mapping[module] = state
 
 
 @contextmanager
@@ -122,7 +128,7 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, _CONTAINERS) else value
+    return value.copy() if type(value) in _CONTAINERS else value
 
 
 def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
@@ -135,8 +141,8 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=launch.reshard_after_forward,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=list(launch.wrap) or None,
+            auto_wrap_policy="no_wrap" if launch.wrap is None else "transformer_based_wrap",
+            transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
     plugin.cpu_offload = OffloadPolicy()

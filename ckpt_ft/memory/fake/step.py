@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_trace
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.distributed.group import rank_zero_of
+from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.sharded import sharding_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
@@ -43,6 +44,7 @@ from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnot
 from .values import Values
 
 aten = torch.ops.aten
+_META = torch.device("meta")
 _ALONE = threading.RLock()  # a trace changes what torch does in the whole process
 
 
@@ -67,9 +69,9 @@ def trace_step(
         make_optimizer: builds the optimizer from the model; without it `step` gets None.
         device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
         warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
-        launch: on how many processes it runs; the trace is then of rank 0, which has the most of unevenly sharded
-            tensors, and `make_optimizer` and `step` are given the model as its launch shares it. A step that wraps the
-            model itself (`fully_shard` in `make_optimizer`, in a fake process group) needs none.
+        launch: on how many processes it runs; the trace is then of one of them, and `make_optimizer` and `step` are
+            given the model as its launch shares it. A model that is sharded already (`fully_shard`) stays so and
+            needs none, nor does a step that shards it in `make_optimizer`, in a fake process group.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
 
     One trace runs at a time; another thread's waits. While it runs the model holds fakes, and other threads find torch
@@ -81,8 +83,15 @@ def trace_step(
     gpu = gpu_of(device)
     name = gpu.name if gpu else "cpu"
     AllocatorSettings.parse(alloc_conf)
+    sharding = sharding_of(model)
+    if sharding is not None:
+        launch = sharding.within(launch)
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
-        mesh = stack.enter_context(rank_zero_of(launch.processes)) if launch and launch.processes > 1 else None
+        mesh = None
+        if launch is not None and sharding is not None:
+            mesh = stack.enter_context(rank_of(*sharding.shape, rank=launch.rank, names=sharding.names))
+        elif launch is not None and launch.processes > 1:
+            mesh = stack.enter_context(rank_of(launch.processes, rank=launch.rank))
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(quiet())
         stack.enter_context(cuda.fakes_are_tensors())
@@ -92,10 +101,14 @@ def trace_step(
             stack.enter_context(cuda.behave_like(sm(gpu)))
         stack.enter_context(fake_mode)
         stack.enter_context(whole_again(model))
+        if sharding is not None:
+            sharding.take_off()
         stack.enter_context(faked_model(model))
         stack.enter_context(surroundings(launch if mesh is not None else None))
         streams = stack.enter_context(streams_are_followed())
-        held = None if launch is None or mesh is None else share(model, launch, mesh)
+        held = None
+        if launch is not None and mesh is not None:
+            held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
         gc.collect()
         tracker = streams.tracker = FakeTracker(fake_mode, model, gpu, interrupts, streams)
         tracker.add_resident(held or (), "communication")
@@ -163,7 +176,7 @@ class FakeTracker(Tracker):
         if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
             args = self._faked(args)
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        if device is not None and torch.device(device) not in (CPU, _META):
             kwargs = {**kwargs, "device": CPU}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -203,7 +216,7 @@ class FakeTracker(Tracker):
             known = self._fakes.get(id(value))
             if known is None:
                 assert self.fake_mode is not None
-                fake = self.fake_mode.from_tensor(value) if value.device.type == "cpu" else fake_like(value)
+                fake = self.fake_mode.from_tensor(value) if value.device == CPU else fake_like(value)
                 self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]

@@ -68,6 +68,7 @@ class RankMemory:
     seconds: per step, those slowed by the measurement left out; None when there were no others.
     retries, ooms: CUDA allocations that first had to give cached memory back, and that failed.
     history: peaks over the measured steps.
+    predicted: of a trace of this process's own step.
     """
 
     rank: Bytes
@@ -81,6 +82,7 @@ class RankMemory:
     retries: Bytes = 0
     ooms: Bytes = 0
     history: History = field(default_factory=History)
+    predicted: Prediction | None = None
 
     def peak(self, figure: str = "allocated") -> int | None:
         """The most bytes over all phases; None for a figure that was not measured."""
@@ -143,7 +145,6 @@ class RunMemory:
 
     provenance: dict[str, Any]
     ranks: list[RankMemory]
-    predicted: Prediction | None = None
     max_batch: MaxBatch | None = None
     next_policies: list[PolicyRow] = field(default_factory=list)
     timeline: Timeline | None = None

@@ -52,10 +52,10 @@ class MemoryReport(RunMemory):
         """The step that is drawn: the measured one where there is one."""
         self.timeline, self.step = Timeline.from_trace(trace), StepView.from_trace(trace)
 
-    def predict(self, trace: StepTrace) -> None:
-        """Put the figures of `trace` beside the measured ones; the step that is drawn, where none was measured."""
-        self.predicted = Prediction.from_trace(trace)
-        if self.timeline is None:
+    def predict(self, trace: StepTrace, rank: int = 0) -> None:
+        """Put the figures of `trace` beside those that `rank` measured; it is drawn, where no step was measured."""
+        self.ranks[rank].predicted = Prediction.from_trace(trace)
+        if self.timeline is None and rank == 0:
             self.show(trace)
 
     def print(self, console: Console | None = None) -> None:

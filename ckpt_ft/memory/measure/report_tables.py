@@ -10,7 +10,7 @@ from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import DASH, Table, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 
-from .records import RankMemory, RunMemory
+from .records import Prediction, RankMemory, RunMemory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,8 +62,7 @@ def tables(report: RunMemory) -> Iterator[Table]:
         yield Table(f"At the peak of rank {fullest.rank}", ("category", "bytes", "share"), rows)
     if fullest.holders:
         yield holders_table(fullest.holders, total)
-    if report.predicted:
-        yield _predicted(report)
+    yield from _predicted(report)
     if report.next_policies:
         others = [(row.policy, format_bytes(row.peak), _seconds(row.seconds)) for row in report.next_policies]
         yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
@@ -103,30 +102,43 @@ def _phases(report: RunMemory) -> Table:
     return Table("Peak allocated by phase", ("rank", *PHASES), rows)
 
 
-def _predicted(report: RunMemory) -> Table:
-    """Predicted beside measured; other devices than the predicted one are not compared."""
-    predicted, measured = report.predicted, report.fullest
-    assert predicted is not None
+def _predicted(report: RunMemory) -> Iterator[Table]:
+    """Predicted beside measured: all figures of the fullest rank, and the peaks of each."""
+    fullest, several = report.fullest, len(report.ranks) > 1
+    if fullest.predicted is not None:
+        title = f"Predicted for {fullest.predicted.device}" + (f", rank {fullest.rank}" if several else "")
+        yield Table(title, ("", "predicted", "measured", "error"), list(_compared(fullest, fullest.predicted)))
+    if not several or not any(rank.predicted for rank in report.ranks):
+        return
+    kinds = [kind for kind in ("allocated", "reserved") if fullest.peak(kind) is not None]
+    rows = []
+    for rank in report.ranks:
+        row = [str(rank.rank)]
+        figures = {} if rank.predicted is None else {name: found for name, *found in _compared(rank, rank.predicted)}
+        for kind in kinds:
+            predicted, _, error = figures.get(f"peak {kind}", (DASH, DASH, DASH))
+            row += [_bytes(rank.peak(kind)), predicted, error]
+        rows.append(tuple(row))
+    header = [head for kind in kinds for head in (kind, "predicted", "error")]
+    yield Table("Predicted for each rank", ("rank", *header), rows)
+
+
+def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str, str, str, str]]:
+    """What it is, predicted, measured, and by how much the first is off."""
     same = (predicted.device == "cpu") == (measured.device == "cpu")
     pairs: list[tuple[str, float | None, float | None]] = [
         ("peak allocated", predicted.allocated, measured.peak()),
         ("peak reserved", predicted.reserved, measured.peak("reserved")),
         *((f"peak {p}", predicted.peaks.get(p), measured.peaks.get(p, {}).get("allocated")) for p in PHASES),
-        ("s/step", predicted.seconds, _slowest(report.ranks)),
+        ("s/step", predicted.seconds, measured.seconds),
     ]
-    rows = []
     for name, expected, found in pairs:
         if expected is None:
             continue
         form = _seconds if name == "s/step" else _bytes
         compared = found if same else None
         error = f"{expected / compared - 1:+.1%}" if compared else DASH
-        rows.append((name, form(expected), form(compared), error))
-    return Table(f"Predicted for {predicted.device}", ("", "predicted", "measured", "error"), rows)
-
-
-def _slowest(ranks: list[RankMemory]) -> float | None:
-    return max((rank.seconds for rank in ranks if rank.seconds is not None), default=None)
+        yield name, form(expected), form(compared), error
 
 
 def _bytes(nbytes: float | None) -> str:

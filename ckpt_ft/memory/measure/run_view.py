@@ -37,7 +37,7 @@ class RunView:
 
 def run_view(report: RunMemory) -> RunView:
     """What a report knows of its run."""
-    ranks = [_rank(rank, _prediction(report, rank)) for rank in report.ranks]
+    ranks = [_rank(rank, _prediction(rank)) for rank in report.ranks]
     known = {name for rank in ranks for name in (*rank.measured, *rank.predicted)}
     return RunView(ranks, [name for name in (*PHASES, "reserved") if name in known])
 
@@ -56,9 +56,9 @@ def report_page(report: RunMemory, step: StepView | None) -> Page:
     return Page("Memory report", headline(report), sections, " ".join([*lines(report), made]))
 
 
-def _prediction(report: RunMemory, rank: RankMemory) -> Prediction | None:
+def _prediction(rank: RankMemory) -> Prediction | None:
     """What was predicted for `rank`; a prediction for a card says nothing of a CPU."""
-    predicted = report.predicted
+    predicted = rank.predicted
     return predicted if predicted and (predicted.device == "cpu") == (rank.device == "cpu") else None
 
 
@@ -79,7 +79,7 @@ def _figures(report: RunMemory) -> list[Figure]:
     fullest, several = report.fullest, len(report.ranks) > 1
     where = f"rank {fullest.rank}, the fullest of {len(report.ranks)}" if several else fullest.device
     found = [Figure("peak allocated, measured", format_bytes(fullest.peak() or 0), where)]
-    predicted = _prediction(report, fullest)
+    predicted = _prediction(fullest)
     if predicted is not None:
         peak = fullest.peak()
         error = f"{100 * (predicted.allocated / peak - 1):+.1f} % beside what was measured" if peak else ""

@@ -10,7 +10,7 @@ tensors, and the states of random generators that a checkpoint keeps (5,056 byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -19,7 +19,11 @@ import torch
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import Op
@@ -33,7 +37,18 @@ if TYPE_CHECKING:
 
     from ckpt_ft.memory.gpus import GPU
 
+_NAMELESS = ("activations", "temporary")  # categories of what has no better one
 _LIFT = torch.ops.aten.lift_fresh.default
+
+
+def _apart(wait: Callable[..., bool]) -> Callable[..., bool]:
+    """Waiting for a collective, gloo copies out of a buffer of its own, which is none of the step's."""
+
+    def waited(work: Any, *args: Any, **kwargs: Any) -> bool:
+        with _disable_current_modes():
+            return wait(work, *args, **kwargs)
+
+    return waited
 
 
 class Tracker(Storages, TorchDispatchMode):
@@ -165,17 +180,28 @@ class Tracker(Storages, TorchDispatchMode):
             for tensor in tensors((list(state.values()),)):
                 self._mark(tensor, "optimizer", self._owners.get(id(parameter), ""))
 
+    def _mark_sent(self, given: Iterable[torch.Tensor]) -> None:
+        """What a collective is given is communication's: DDP's buckets, of which nothing else tells."""
+        for tensor in given:
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is not None and seen.index >= 0 and self._storages[seen.index].category in _NAMELESS:
+                self._storages[seen.index].category = "communication"
+
     # -- the mode ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tracker:
         self._add_hooks()
-        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resize)
-        self._resizes.start()
+        self._patches: list[Any] = [patch.object(torch.UntypedStorage, "resize_", self._resize)]
+        if torch.distributed.is_available():
+            self._patches.append(patch.object(torch.distributed.Work, "wait", _apart(torch.distributed.Work.wait)))
+        for one in self._patches:
+            one.start()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._resizes.stop()
+        for one in self._patches:
+            one.stop()
         self._remove_hooks()
         self._end_backward()
 
@@ -189,9 +215,12 @@ class Tracker(Storages, TorchDispatchMode):
             return func(*args, **kwargs)
         self._locate()
         live = self._live
-        for tensor in tensors(args) if func is not _LIFT else ():  # torch.tensor(...) puts one in and gets it out
+        given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
+        for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
+        if func.namespace == "c10d":
+            self._mark_sent(tensors(args))
         at = len(self._events)
         out, (flops, nbytes, dtype, kernels) = self._call(func, args, kwargs)
         if func is ADD and self._phase == "backward" and adds_in_place(args):

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
+from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
@@ -58,8 +59,10 @@ def unet_workload(
 
 def fit_unet(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
     """`fit_to_memory` for the diffusion recipe's loop; `accelerator` is told the accumulation."""
-    device, budget = accelerator.device, attempt.budget
-    fitted = fit(workload, attempt.args, attempt.settings, device, "train_batch_size", budget)
+    fitted = fit(
+        workload, attempt.args, attempt.settings, accelerator.device, lambda: launch_of(accelerator),
+        "train_batch_size", attempt.budget,
+    )  # fmt: skip
     attempt.note(fitted)
     accelerator.gradient_accumulation_steps = fitted.args.gradient_accumulation_steps
     return fitted

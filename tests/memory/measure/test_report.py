@@ -45,7 +45,9 @@ def cpu_report() -> MemoryReport:
     peaks = {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items()}
     rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25)
     report = MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace))
-    report.predicted = Prediction("cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB})
+    report.ranks[0].predicted = Prediction(
+        "cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB}
+    )
     return report
 
 
@@ -61,7 +63,9 @@ def gpu_report() -> MemoryReport:
 
     report = MemoryReport({**FACTS, "policy": "none"}, [rank(0, 0), rank(1, 512 * MIB)])
     phases = {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}
-    report.predicted = Prediction("t4", 6 * GIB, phases, reserved=7 * GIB, seconds=1.2)
+    report.ranks[0].predicted = Prediction("t4", 6 * GIB, phases, reserved=7 * GIB, seconds=1.2)
+    phases = {"forward": 5 * GIB, "backward": 6 * GIB + 256 * MIB, "optimizer": 3 * GIB}
+    report.ranks[1].predicted = Prediction("t4", 6 * GIB + 256 * MIB, phases, reserved=7 * GIB, seconds=1.2)
     report.max_batch = MaxBatch("t4", predicted=12, proved=11)
     report.next_policies = [PolicyRow("save:attention+matmul", 4 * GIB, 1.3), PolicyRow("full", 3 * GIB)]
     report.notes = ["The router's load is taken as balanced."]
@@ -90,7 +94,7 @@ def test_the_fullest_rank_is_broken_down():
 
 def test_other_devices_are_not_compared():
     report = cpu_report()
-    report.predicted = Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2)
+    report.ranks[0].predicted = Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2)
     assert "-50" not in report.to_markdown()
     assert "| peak allocated | 6.00 GiB | - | - |" in report.to_markdown()
 
@@ -148,7 +152,7 @@ def test_only_the_main_process_speaks(tmp_path):
 def test_predict_brings_the_timeline():
     report = gpu_report()
     report.predict(replace(small_trace(), source="predicted"))
-    assert report.predicted == Prediction(
+    assert report.ranks[0].predicted == Prediction(
         "cpu", 14 * MIB, {"forward": 11 * MIB, "backward": 14 * MIB, "optimizer": 8 * MIB}
     )
     assert report.timeline.source == "predicted"

@@ -1,0 +1,101 @@
+"""Which launch a process finds itself in, and what several processes are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.training import fit, launched
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.fit import fit_to_memory
+from ckpt_ft.training.launched import launch_ahead, launch_of, precision_of
+from ckpt_ft.training.text.encode import PadCollator
+
+ROWS = [{"input_ids": [1] * 8, "labels": [1] * 8}]
+
+
+@pytest.fixture
+def second_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(num_processes=4, process_index=1, is_main_process=False)
+    for module in (launched, fit):
+        monkeypatch.setattr(module, "PartialState", lambda: state)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
+def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **more)
+
+
+def test_one_process_is_no_launch(tmp_path: Path) -> None:
+    assert launch_ahead(arguments(tmp_path)) is None
+    assert launch_of(SimpleNamespace(num_processes=1)) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("second_of_four")
+def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path)
+    where = {"processes": 4, "machines": 2, "rank": 1}
+    assert launch_ahead(args) == Launch("ddp", **where)
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    sharded = Launch(
+        "fsdp2", mixed_precision="bf16", reshard_after_forward=False, wrap=("LlamaDecoderLayer",), **where
+    )
+    assert launch_ahead(args) == sharded
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+    assert launch_ahead(args).wrap is None  # type: ignore[union-attr]
+    for name, value, said in (
+        ("FSDP_OFFLOAD_PARAMS", "true", "parameters on the host is not modelled"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "wraps modules by their size is not modelled"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=said):
+            launch_ahead(args)
+        monkeypatch.delenv(name)
+
+
+def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert precision_of(arguments(tmp_path)) == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert precision_of(arguments(tmp_path)) == "bf16"
+
+
+@pytest.mark.usefixtures("second_of_four")
+def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    )
+    settings = ACArguments(ac_policy="auto", ac_budget="1GiB", ac_on_oom="replan")
+    with pytest.raises(UserError, match="--ac_on_oom replan on 4 processes: one runs out of memory while the others"):
+        fit_to_memory(model, arguments(tmp_path), settings, ROWS, PadCollator(0))
+
+
+@pytest.mark.usefixtures("second_of_four")
+def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its largest batch is predicted, for the launch, and nothing runs."""
+    monkeypatch.setattr(fit, "found_by_main", lambda find: find())
+    monkeypatch.setattr(fit, "launch_ahead", lambda args: Launch("fsdp2", 4))
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=512)
+    )
+    settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
+    args = arguments(tmp_path, per_device_train_batch_size=64)
+    fitted = fit_to_memory(model, args, settings, ROWS, PadCollator(0))
+    assert fitted.largest is not None
+    assert not fitted.largest.trials
+    apply_policy(model, "full")
+    below, above = (fitted.workload.trace(fitted.largest.batch + more).peak_allocated for more in (0, 4))
+    assert below <= 0.95 * 3 * 2**20 < above  # a twentieth of a CPU's budget is the loop's
