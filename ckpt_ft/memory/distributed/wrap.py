@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
 
@@ -118,6 +119,8 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
         shared.synchronises = False
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = False
     try:
         yield
     finally:
@@ -125,6 +128,8 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
             shared.synchronises = True
         elif isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
+        elif isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = True
 
 
 def _copied(value: Any) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
+from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.transformers_models import own_loss
@@ -154,6 +158,27 @@ def test_the_link_counts() -> None:
     assert bus_bandwidth(Launch("ddp", 2), t4) < 10e9
     slow, fast = (llama(Launch("ddp", 8, link=rate)).trace(2).seconds for rate in (1e9, 100e9))
     assert slow > fast + 0.02
+
+
+def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
+    """Twice, to the same record as its launch's, and is left as it was, in the process group that it was in."""
+    launch = Launch("fsdp2", 4, reshard_after_forward=False)
+    asked = llama(launch)
+    fresh = asked.trace(2)
+    with rank_of(4) as mesh:
+        group = mesh.get_group()
+        with torch.device("meta"):
+            share(asked.model, launch, mesh)
+        kinds, parameters = [type(module) for module in asked.model.modules()], list(asked.model.parameters())
+        for again in (asked, replace(asked, launch=None)):
+            assert again.trace(2).events == fresh.events
+        assert [type(module) for module in asked.model.modules()] == kinds
+        assert all(map(operator.is_, asked.model.parameters(), parameters))
+        assert dist.get_world_size() == 4
+        assert torch._C._distributed_c10d._resolve_process_group(group.group_name) is not None
+        with pytest.raises(UserError, match="'fsdp2 on 8 GPUs': the model is sharded already, over 4 processes"):
+            replace(asked, launch=Launch("fsdp2", 8)).trace(2)
+    assert not dist.is_initialized()
 
 
 def test_all_reduces_run_beside_backward() -> None:

@@ -1,6 +1,7 @@
 """One of two real CPU ranks (gloo): the same model, launch and step as the trace, recorded as it runs.
 
 torchrun --nproc_per_node 2 two_ranks.py OUT: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json.
+The last case is a model that is sharded by hand, traced as it stands in the midst of the real ranks.
 """
 
 from __future__ import annotations
@@ -9,46 +10,88 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.workloads.transformers_models import own_loss
-from ckpt_ft.workloads.workload import Batch, Workload
+from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 
-PROCESSES, STEPS = 2, 6
+PROCESSES, STEPS = 2, 3
 
 
-def cases() -> Iterator[tuple[str, Launch, str, bool, int]]:
-    """Name, launch, policy, LoRA, micro-batches."""
+def cases() -> Iterator[tuple[str, Launch, str, str, int]]:
+    """Name, launch, policy, kind of model, micro-batches."""
     ddp, fsdp = Launch("ddp", PROCESSES), Launch("fsdp2", PROCESSES)
-    yield "fsdp2 kept", Launch("fsdp2", PROCESSES, reshard_after_forward=False), "full", False, 1
+    kept, viewed = replace(fsdp, reshard_after_forward=False), replace(ddp, gradient_as_bucket_view=True)
+    yield "fsdp2 kept", kept, "full", "llama", 1
     for name, launch in (("ddp", ddp), ("fsdp2", fsdp)):
         for policy in ("full", "save:attention+matmul", "pointwise", "head"):
-            yield f"{name} {policy}", launch, policy, False, 1
-    yield "ddp LoRA", ddp, "full", True, 1
-    yield "fsdp2 LoRA", fsdp, "full", True, 1
-    yield "ddp accumulated", ddp, "none", False, 3
-    yield "fsdp2 accumulated", fsdp, "none", False, 3
+            yield f"{name} {policy}", launch, policy, "llama", 1
+        yield f"{name} LoRA", launch, "full", "lora", 1
+        yield f"{name} accumulated", launch, "none", "llama", 3
+        yield f"{name} accumulated in step", launch, "none", "llama, in step", 3
+        yield f"{name} tied", launch, "full", "tied", 1
+    yield "fsdp2 segments", fsdp, "segments:1", "llama", 1
+    yield "fsdp2 kept segments", kept, "segments:2", "llama", 1
+    yield "fsdp2 kept LoRA accumulated", kept, "none", "lora", 3
+    yield "fsdp2 uneven", fsdp, "full", "uneven", 1
+    yield "fsdp2 uneven LoRA", fsdp, "full", "uneven lora", 1
+    yield "fsdp2 half precision", replace(fsdp, mixed_precision="bf16"), "full", "llama", 1
+    yield "fsdp2 experts", fsdp, "none", "experts", 1
+    yield "ddp viewed", viewed, "none", "llama", 1
+    yield "ddp viewed accumulated", viewed, "none", "llama", 3
+    yield "ddp batch norm", ddp, "none", "batch norm", 1
 
 
-def workload(launch: Launch | None, policy: str, lora: bool, accumulation: int) -> Workload:
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
-    )  # fmt: skip
+def build(kind: str) -> Any:
+    more: dict[str, Any] = {"tie_word_embeddings": "tied" in kind}
+    if "uneven" in kind:
+        more |= {"vocab_size": 301, "intermediate_size": 177}
+    config: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "use_cache": False, **more,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
-    if lora:
+    if kind == "batch norm":
+        return Convolutions()
+    if kind == "experts":
+        return MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    if "lora" in kind:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        model = get_peft_model(model, LoraConfig(r=3 if "uneven" in kind else 4, target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+class Convolutions(nn.Module):
+    """Six normalised convolutions: DDP broadcasts their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 64)
+        layers = [nn.Sequential(nn.Conv1d(64, 64, 3, padding=1), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(6)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        out = self.layers(self.embedding(input_ids).transpose(1, 2))
+        return SimpleNamespace(loss=(out.mean(1) - labels).square().mean())
+
+
+def workload(launch: Launch | None, policy: str, kind: str | bool, accumulation: int) -> Workload:
+    """kind: what `build` takes; "in step" synchronises after each micro-batch. Of a bool: whether it is LoRA."""
+    kind = kind if isinstance(kind, str) else "lora" if kind else "llama"
+    model = build(kind.partition(",")[0])
     apply_policy(model.train(), policy)
 
     def make_batch(samples: int, length: int | None) -> Batch:
@@ -58,9 +101,47 @@ def workload(launch: Launch | None, policy: str, lora: bool, accumulation: int) 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
 
+    def in_step(samples: int, length: int | None) -> Step:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            batches = [make_batch(samples, length) for _ in range(accumulation)]
+            optimizer_step(model, optimizer, batches, own_loss, max_grad_norm=1.0)
+
+        return step
+
     return Workload(
-        model, make_batch, own_loss, make_optimizer, "cpu", accumulation=accumulation, max_grad_norm=1.0, launch=launch
-    )
+        model, make_batch, own_loss, make_optimizer, "cpu", accumulation=accumulation, max_grad_norm=1.0,
+        launch=launch, loop=in_step if kind.endswith("in step") else None,
+    )  # fmt: skip
+
+
+def by_hand(model: Any) -> None:
+    """Sharded by a loop of one's own: computed in bf16 and reduced in fp32, the last block kept after forward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=precision, reshard_after_forward=block is not model.model.layers[-1])
+    fully_shard([model.model.norm, model.lm_head], mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    first, second, third = model.model.layers
+    first.set_modules_to_forward_prefetch([second, third])
+
+
+def measured(asked: Workload, model: nn.Module) -> dict[str, int]:
+    """Peaks of each phase: the least of several steps."""
+    assert asked.make_optimizer is not None
+    optimizer = asked.make_optimizer(model)
+    step = asked.step(2)
+    found = []
+    with Tracker(model, optimizer) as tracker:
+        for number in range(STEPS):
+            gc.collect()  # as a trace does: when Python frees cycles is up to chance
+            tracker.start_step()
+            step(model, optimizer)
+            if number:  # DDP arranges its buckets anew after the first
+                found.append(tracker.trace().peaks)
+    # gloo's thread lets go of what it sent when it comes to it: the least is what the step itself needs
+    return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
 def main(out: str) -> None:
@@ -68,35 +149,27 @@ def main(out: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ckpt_ft.memory.distributed.wrap import share
-    from ckpt_ft.memory.record.tracker import Tracker
 
     gc.disable()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("dp_shard",))
     peaks: dict[str, dict[str, int]] = {}
-    for name, launch, policy, lora, accumulation in cases():
-        asked = workload(launch, policy, lora, accumulation)
+    for name, launch, policy, kind, accumulation in cases():
+        asked = workload(launch, policy, kind, accumulation)
         model: nn.Module = asked.model
         if launch.strategy == "ddp":
             model = DistributedDataParallel(model, gradient_as_bucket_view=launch.gradient_as_bucket_view)
         else:
             share(model, launch, mesh)
-        assert asked.make_optimizer is not None
-        optimizer = asked.make_optimizer(model)
-        step = asked.step(2)
-        found = []
-        with Tracker(model, optimizer) as tracker:
-            for number in range(STEPS):
-                gc.collect()  # as a trace does: when Python frees cycles is up to chance
-                tracker.start_step()
-                step(model, optimizer)
-                if number:  # DDP arranges its buckets anew after the first
-                    found.append(tracker.trace().peaks)
-        # gloo's thread lets go of what it sent when it comes to it: the least is what the step itself needs
-        peaks[name] = {phase: min(step[phase] for step in found) for phase in found[0]}
+        peaks[name] = measured(asked, model)
         dist.barrier()
         del model, asked
+    asked = workload(None, "full", "llama", 1)
+    by_hand(asked.model)
+    peaks["predicted by hand"] = asked.trace(2).peaks
+    peaks["by hand"] = measured(asked, asked.model)
+    dist.barrier()
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
