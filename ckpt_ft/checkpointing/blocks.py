@@ -107,7 +107,7 @@ class _Finder:
         children = sorted(module.named_children(), key=lambda item: item[0].startswith("up"))  # a U-Net runs them last
         for key, child in children:
             path = f"{name}.{key}" if name else key
-            if isinstance(child, _LISTS):
+            if _is_list(child):
                 self.visit_list(path, child, in_stage)
             elif self.is_layer(child) and not self.is_stage(child):
                 self.blocks[path] = child
@@ -121,7 +121,7 @@ class _Finder:
             return
         for key, child in container.named_children():
             path = f"{name}.{key}"
-            if isinstance(child, _LISTS):
+            if _is_list(child):
                 self.visit_list(path, child, in_stage)
             elif self.is_nested_model(child):
                 self.visit(path, child, in_stage)
@@ -145,9 +145,7 @@ class _Finder:
 
     def is_stage(self, module: nn.Module) -> bool:
         """Whether `module` only strings blocks together: it owns a list of them, and is no residual block itself."""
-        lists = [
-            child for key, child in module.named_children() if isinstance(child, _LISTS) and not _PARALLEL.search(key)
-        ]
+        lists = [child for key, child in module.named_children() if _is_list(child) and not _PARALLEL.search(key)]
         layers = [[element for element in child.children() if _has_parameters(element)] for child in lists]
         if any(self.is_layer(element) for elements in layers for element in elements):
             return True
@@ -155,7 +153,7 @@ class _Finder:
         found = [element for elements in inner for element in elements]
         if self.is_layer(module):  # T5Block: a list of unlike sublayers does not make a stage of it
             return any(count > 1 for count in Counter(type(element) for element in found).values())
-        own = [child for child in module.children() if not isinstance(child, _LISTS) and _has_parameters(child)]
+        own = [child for child in module.children() if not _is_list(child) and _has_parameters(child)]
         return bool(found) and (not own or any(type(element) in self.repeated for element in found))
 
     def blocklike(self, elements: list[nn.Module]) -> list[nn.Module]:
@@ -167,14 +165,14 @@ class _Finder:
 def _repeats(model: nn.Module) -> Iterator[type[nn.Module]]:
     """The class of every element of every list in the model."""
     for module in model.modules():
-        if isinstance(module, _LISTS):
+        if _is_list(module):
             yield from (type(child) for child in module.children())
 
 
 def _bare_layers(model: nn.Module) -> Iterator[Named]:
     """A plain stack without composite modules: all elements of each list that repeats a layer with parameters."""
     for name, module in model.named_modules():
-        if isinstance(module, _LISTS):
+        if _is_list(module):
             kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
             if any(count > 1 for count in kinds.values()):
                 yield from ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
@@ -194,6 +192,12 @@ def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list
     return [stage for stage in stages if parents[stage.name.rpartition(".")[0]] > 1]
 
 
+def _is_list(module: nn.Module) -> bool:
+    """A ModuleList, a Sequential, or a ModuleDict whose keys count (torchtitan's: a pipeline's stage has a part)."""
+    counted = isinstance(module, nn.ModuleDict) and len(module) > 0 and all(key.isdecimal() for key in module)
+    return counted or isinstance(module, _LISTS)
+
+
 def _is_composite(module: nn.Module) -> bool:
     return _has_parameters(module) and any(True for _ in module.children())
 
@@ -201,7 +205,7 @@ def _is_composite(module: nn.Module) -> bool:
 def _is_blocklike(module: nn.Module) -> bool:
     """Composite with at least two matrices: one convolution with its norm is a layer, not a block."""
     matrices = sum(1 for p in module.parameters() if p.dim() > 1)
-    return _is_composite(module) and not isinstance(module, _LISTS) and matrices > 1
+    return _is_composite(module) and not _is_list(module) and matrices > 1
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.standins.nf4 import NF4Linear
 
 from .buckets import Buckets
 from .launch import Launch
@@ -150,6 +151,8 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
+    packed = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    plugin.ignored_modules = packed or None  # bitsandbytes packs into uint8 by default, which accelerate leaves whole
     plugin.cpu_offload = OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     accelerator = SimpleNamespace(
@@ -157,7 +160,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
         torch_device_mesh=mesh,
         parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard",)),
         device=torch.device("cpu"),
-        mixed_precision=launch.mixed_precision,
+        mixed_precision="no" if packed else launch.mixed_precision,  # else what is trained is made fp32
         is_main_process=False,
     )
     try:

@@ -15,11 +15,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def fake_like(tensor: Tensor) -> Tensor:
     """A fake CPU tensor of the same shape, strides and dtype; call it under FakeTensorMode."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def fake_wrapped(tensor: Any) -> Tensor:
+    """The same of what a tensor subclass wraps (a quantised weight's codes and scales); of a DTensor the whole."""
+    if isinstance(tensor, DTensor):
+        return fake_like(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: fake_like(getattr(tensor, name)) for name in names}
+    wrapped: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return wrapped
 
 
 @contextmanager
@@ -34,7 +46,7 @@ def faked_model(model: nn.Module) -> Iterator[None]:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in fakes:
-            new = fake_like(value)
+            new = fake_wrapped(value) if is_traceable_wrapper_subclass(value) else fake_like(value)
             fakes[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
         return fakes[id(value)]
 

@@ -19,6 +19,8 @@ from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
@@ -125,6 +127,20 @@ def test_states_divide_and_the_model_is_left_whole() -> None:
     assert [type(module) for module in asked.model.modules()] == kinds
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in asked.model.modules())
     assert asked.trace(2).events == alone.events
+
+
+def test_packed_weights_stay_whole(tmp_path: Path) -> None:
+    """accelerate leaves bitsandbytes' uint8 out of sharding; the rest divides."""
+    LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
+    ).save_pretrained(tmp_path)
+    settings = Settings(dtype="bfloat16", mixed_precision="bf16", lora_r=8, load_in_4bit=True, seq_length=32)
+    alone = load(str(tmp_path), settings, "cpu")
+    packed = sum(p.nbytes for p in alone.model.parameters() if p.dtype == torch.uint8)
+    rest = sum(p.nbytes for p in alone.model.parameters() if p.dtype != torch.uint8)
+    shared = replace(alone, launch=Launch("fsdp2", 8, mixed_precision="bf16")).trace(1)
+    assert packed == 2 * (4 * 64 * 64 + 3 * 64 * 192) // 2
+    assert shared.at_peak["parameters"] == pytest.approx(packed + rest / 8, rel=0.01)
 
 
 def test_ddp_holds_buckets_of_all_gradients() -> None:

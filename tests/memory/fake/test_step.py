@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -80,6 +81,24 @@ def test_ties_dtypes_and_meta() -> None:
     real, _ = language_model(tie_word_embeddings=True)
     assert trace.at_peak["parameters"] == sum(p.numel() for p in real.parameters()) * 2
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_what_a_subclass_wraps_is_what_it_holds() -> None:
+    """A weight of two tensors takes the bytes of two, and its ops are those of both, as in the real step."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    pair = TwoTensor(torch.randn(64, 64), torch.randn(64, 64))
+    model[0].weight = nn.Parameter(pair, requires_grad=False)
+    weight, held, inputs = model[0].weight, model[0].weight.a, torch.randn(8, 64)
+
+    def step(model: nn.Module, _: object) -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+
+    fake, real = trace_step(model, step, device="cpu"), real_trace(model, step)
+    assert fake.at_peak["parameters"] == 3 * 64 * 64 * 4
+    assert (fake.peaks, fake.at_peak) == (real.peaks, real.at_peak)
+    assert model[0].weight is weight
+    assert weight.a is held
 
 
 def test_what_the_step_closes_over_counts_once() -> None:
