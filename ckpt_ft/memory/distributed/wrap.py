@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.standins.nf4 import NF4Linear
 
 from .buckets import Buckets
 from .launch import Launch
@@ -151,7 +150,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
-    packed = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    packed = [module for module in model.modules() if any(p.dtype == torch.uint8 for p in module.parameters(False))]
     plugin.ignored_modules = packed or None  # bitsandbytes packs into uint8 by default, which accelerate leaves whole
     plugin.cpu_offload = OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
