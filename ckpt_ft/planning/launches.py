@@ -1,9 +1,9 @@
 """Several launches of one workload: which of them is best with which policy and batch, and how few GPUs would do.
 
 A trace of one process is cheaper than one under a launch, and a policy changes both alike. So policies are explored in
-one process, and what a launch changes is learned from one policy traced under it as well; from two, as a line between
-them, where FSDP2 changes the precision. Whatever is shown has been traced under its own launch, which corrects the
-estimate.
+one process, and what a launch changes is learned from one candidate traced under it as well, that which may well be
+the best there; from two, as a line between them, where FSDP2 changes the precision. Whatever is shown has been traced
+under its own launch, which corrects the estimate.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
@@ -53,12 +54,31 @@ class Launched(Estimates):
     lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
 
     @property
+    def launch(self) -> Launch:
+        """The tracer's."""
+        launch = self.tracer.workload.launch
+        assert launch is not None
+        return launch
+
+    @cached_property
     def points(self) -> list[tuple[str, int]]:
-        """The policies of one process, with their batch, to be traced under the launch too."""
-        at, launch = self.batch or LOW, self.tracer.workload.launch
-        order = sorted(self.alone.anchors, key=lambda policy: self.alone.reserved(policy, at))
-        alike = launch is None or launch.strategy == "ddp" or launch.mixed_precision == "no"
-        return [(policy, at) for policy in dict.fromkeys(order[-1:] if alike else [order[0], order[-1]])]
+        """What is to be traced under the launch: what may well be its best; a lean policy where precision changes."""
+        likely = self._likely()
+        found = [(likely.policy, likely.batch)]
+        if self.launch.strategy == "fsdp2" and self.launch.mixed_precision != "no":
+            found.insert(0, (self.alone.leanest(1)[0].policy, self.batch or LOW))
+        return list(dict.fromkeys(found))
+
+    def _likely(self) -> Candidate:
+        """The best in one process, had it the bytes that the launch has other ranks hold."""
+        trace = next(iter(self.alone.anchors.values()))
+        held = sum(trace.at_peak[category] for category in _SHARDED)
+        away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes
+        if not self.launch.reshard_after_forward:
+            away = max(away - trace.at_peak["parameters"], 0)
+        room = replace(self.room, budget=self.room.budget + away)
+        roomy = replace(self.alone, room=room, bests={})
+        return max(roomy.candidates(), key=better(self.target), default=self.alone.leanest(1)[0])
 
     def learn(self) -> None:
         """What the launch changes, from the traces of `points`."""
@@ -82,8 +102,7 @@ class Launched(Estimates):
             return self._candidate(policy, batch, traced)
         one = self.alone.estimate(policy, batch)
         peak, reserved, seconds = (self.lines[name](getattr(one, name)) for name in ("peak", "reserved", "seconds"))
-        launch = self.tracer.workload.launch
-        return replace(one, peak=round(peak), reserved=round(reserved), seconds=seconds, launch=launch)
+        return replace(one, peak=round(peak), reserved=round(reserved), seconds=seconds, launch=self.launch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
         return round(self.lines["reserved"](self.alone.reserved(policy, batch)))
@@ -105,6 +124,7 @@ class Launches:
         self.alone = Estimates(tracer, alone, *self.more)
         self.under = [self._under(launch) for launch in launches]
         self.rejected: dict[str, str] = {}
+        self.first: list[str] = []  # policies that a search begins with
 
     def _under(self, launch: Launch) -> Estimates:
         tracer = self.alone.tracer.under(launch)
@@ -118,7 +138,7 @@ class Launches:
         Raises:
             UserError: no launch suits the model.
         """
-        first = ends() if policies is None else policies
+        first = self.first = ends() if policies is None else policies
         self.alone.consider(first)
         self._learn(first)
         order = sorted(self.under, key=self._rank, reverse=True)
@@ -149,7 +169,7 @@ class Launches:
     def _learn(self, first: list[str]) -> None:
         launched = [estimates for estimates in self.under if isinstance(estimates, Launched)]
         with suppress(UserError):  # of which of them is found out next
-            trace_all([(estimates.tracer, estimates.points) for estimates in launched])
+            trace_all([(estimates.tracer, estimates.points) for estimates in launched], alone=True)
         for estimates in list(self.under):
             try:
                 if isinstance(estimates, Launched):
@@ -168,7 +188,7 @@ class Launches:
 
     def _rank(self, estimates: Estimates) -> tuple[float, ...]:
         """By the best that fits; where nothing does, by the fewest bytes."""
-        best = self._best(estimates, ends())
+        best = self._best(estimates, self.first)
         if best is not None:
             return 1.0, *self.key(best)
         return 0.0, -min(candidate.reserved for candidate in estimates.leanest(1))
@@ -187,7 +207,7 @@ class Launches:
         What is sharded grows as there are fewer; a launch that shards nothing fits on any number, or on one.
         """
         assert pick.launch is not None
-        known = [*ends(), pick.policy]
+        known = [*self.first, pick.policy]
         alone = self._best(self.alone, known)
         if alone is not None:
             settle([(self.alone, alone)])

@@ -64,6 +64,7 @@ def test_each_launch_is_shown_as_it_is_traced(found: Plan) -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_the_pick_is_as_fast_as_what_a_plan_for_each_launch_picks(found: Plan) -> None:
     more = {"policies": POLICIES, "max_batch_size": 64, "margin": 0.0}
     alone = [plan(replace(workload(), launch=launch), BUDGET, **more).best for launch in LAUNCHES]  # type: ignore[arg-type]
@@ -76,17 +77,14 @@ def test_on_how_few_gpus_it_fits(found: Plan) -> None:
     assert found.fewest.launch is None  # on one
     asked, needed = workload(), {}
     apply_policy(asked.model, "full")
-    for gpus in (2, 4, 8):
+    for gpus in (2, 4):
         needed[gpus] = replace(asked, launch=Launch("fsdp2", gpus)).trace(1).peak_reserved
-    assert needed[2] > needed[4] > needed[8]
+    assert needed[2] > needed[4]
     room = make_room(None, find_gpu("t4"), 0.0, Launch("fsdp2", 8))
-    for gpus in (4, 8):
-        budget = needed[gpus] + room.context
-        shards = plan(
-            asked, budget, launches=launches_on(8, strategies=["fsdp2"]), policies=["full"], batch_size=1, margin=0.0
-        )
-        on = shards.fewest.launch.processes if shards.fewest and shards.fewest.launch else 8
-        assert on == gpus
+    shards = launches_on(8, strategies=["fsdp2"])
+    fits = plan(asked, needed[4] + room.context, launches=shards, policies=["full"], batch_size=1, margin=0.0)
+    assert fits.fewest is not None
+    assert fits.fewest.launch == Launch("fsdp2", 4)
 
 
 def test_a_scaled_trace_sends_what_the_trace_sends() -> None:
