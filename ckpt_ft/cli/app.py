@@ -185,6 +185,8 @@ def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | 
         at_peak=trace.at_peak,
         holders=trace.grouped_holders(8),
         seconds=trace.seconds if gpu else None,
+        seconds_parts=trace.seconds_parts.parts if gpu else {},
+        bound=trace.seconds_parts.bound if gpu else "",
         capacity=capacity,
         context=0 if gpu is None else gpu.context + (0 if workload.launch is None else nccl_bytes(gpu)),
         launch=str(workload.launch or ""),
@@ -236,6 +238,9 @@ def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
         yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
     if result.seconds is not None:
         yield "seconds per step", f"{result.seconds:.3f}"
+        for part, seconds in result.seconds_parts.items():
+            yield f"  of it {part}", f"{seconds:.3f}"
+        yield "  bound by", result.bound
 
 
 policies.register(app)

@@ -27,6 +27,8 @@ class Estimate:
     at_peak: dict[str, int]
     holders: list[Holder]
     seconds: float | None
+    seconds_parts: dict[str, float]  # by what they go to
+    bound: str  # what the step could not be faster than
     capacity: int | None
     context: int
     notes: list[str]

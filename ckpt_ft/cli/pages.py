@@ -85,5 +85,5 @@ def _figures(result: Estimate) -> list[Figure]:
             )
         )
     if result.seconds is not None:
-        found.append(Figure("seconds a step", format_number(result.seconds)))
+        found.append(Figure("seconds a step", format_number(result.seconds), f"bound by {result.bound}"))
     return found

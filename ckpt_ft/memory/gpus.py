@@ -7,16 +7,21 @@ Sources, by field:
   what the driver leaves of the board's memory. It differs by up to 1 % between drivers.
 - context: the same messages' "memory in use" less what PyTorch allocated and reserved: CUDA context, loaded kernels,
   library handles. For v100, h100 and rtx-4090 no clean message was found: a card of the same size is taken.
-- efficiency: the share of the datasheet's rate that large square torch.matmul calls reach, in fp32 and in bf16 (fp16
-  before Ampere), from github.com/zzc0721/torch-performance-test-data, at most 1 (GeForce cards boost past their
-  datasheet); A100, H100 and B200 agree with the table of maximum achievable matmul FLOPS in
-  github.com/stas00/ml-engineering. L4 as throttled at 8192 x 8192. A T4 under continuous half-precision load is held
-  at 24 TFLOP/s by its 70 W power cap (forums.developer.nvidia.com/t/264462).
+- efficiency: shares of the datasheet's rates that large kernels reach, of three kinds.
+  fp32 matmuls: T4, V100, L4, A100 and H100 by 3,000 single ones (github.com/sitar-lab/NeuSight, its test set;
+  `python benchmarks/kernels.py`); the others by github.com/zzc0721/torch-performance-test-data.
+  bf16 matmuls (fp16 before Ampere): the latter, at most 1 (GeForce cards boost past their datasheet); A100, H100 and
+  B200 agree with the table of maximum achievable matmul FLOPS in github.com/stas00/ml-engineering. A T4 under
+  half-precision load is held at 24 TFLOP/s by its 70 W power cap (forums.developer.nvidia.com/t/264462).
   H100 PCIe and NVL, H20, the workstation cards, B300 and GB200 have those of the nearest card that was measured, the
   RTX 20 ones 0.75 and 0.8; AMD's are from that table, MI250's for one of its two dies, each a device of its own.
+  Memory: T4, V100, L4 and A100 by 3,400 single elementwise kernels of the same test set; L40 and L40S as L4, whose
+  GDDR6 with ECC they have; RTX 4090 0.91 and A100 0.89 by github.com/xytpai/nvbench, the others taken to be alike.
+- l2: the datasheets; 70 % of it on A100, H100 and B200, whose two halves keep copies of each other's data (layer
+  norms over rows of 2,048 to 4,096 in that set: where their second read comes from memory).
+- sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set that run for longer than a
+  second (0.44 of the datasheet against 0.50, 0.28 against 0.31); L40 and L40S as L4.
 - cards of a generation that differ in size alone are in kin.py.
-- bandwidth_efficiency: 0.69 on a T4 (arXiv:1903.07486); 0.89 is A100's copy (1379 of 1555 GB/s,
-  github.com/xytpai/nvbench), within 3 % of what A800 (0.89) and RTX 4090 (0.91) show.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import GIB
+from ckpt_ft.units import GIB, MIB
 
 from .kin import KIN, LAPTOP
 
@@ -50,6 +55,8 @@ class GPU:
     efficiency: float = 0.8  # share of the tensor cores' rates that large matmuls reach
     bandwidth_efficiency: float = 0.89  # share of `bandwidth` that elementwise kernels reach
     note: str = ""  # what an estimate for it takes for granted, as a sentence
+    l2: int = 0  # bytes of its L2 cache; 0 for none
+    sustained: float = 1.0  # share of the arithmetic rates that is left after seconds of load
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
@@ -68,15 +75,36 @@ class GPU:
         major = self.arch[0]
         return 0.8 * (15.75e9 if major < 8 else 31.5e9 if major == 8 else 63e9)
 
+    @property
+    def clock(self) -> float:
+        """Cycles a second of an SM under load: its boost clock, as its fp32 rate says, less what its power cap takes.
+
+        fp32 matmuls that are not held back reach 92 % of the rate (V100, A100), where each of an SM's 128 lanes shares
+        its issue slot with another 68 % (RTX 3090, 4090).
+        """
+        lanes, reached = (64, 0.92) if self.arch <= (8, 0) else (128, 0.82 if self.arch[0] in (9, 10) else 0.68)
+        return self.fp32 / (2 * lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
+
+    @property
+    def threads(self) -> int:
+        """Threads that an SM holds at once (CUDA C++ programming guide, technical specifications)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.arch, 2048)
+
+    def has_tensor_cores(self, dtype: str, tf32: bool = False) -> bool:
+        """Whether matmuls of `dtype` run on tensor cores; `tf32` as in `matmul_rate`."""
+        return bool(self._tensor_rate(dtype, tf32))
+
+    def _tensor_rate(self, dtype: str, tf32: bool) -> float:
+        whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # of int8: at least twice half precision's
+        rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0, "int8": whole}
+        return self.fp8 if dtype.startswith("float8") else rates.get(dtype, 0.0)
+
     def matmul_rate(self, dtype: str, tf32: bool = False) -> float:
         """FLOP/s that large matmuls of `dtype` ("float16", ...) reach; `tf32`: fp32 operands may be rounded to TF32.
 
         What has no tensor cores on this card runs at fp32's rate, as cuBLAS emulates bf16 on older ones.
         """
-        whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # of int8: at least twice half precision's
-        rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0, "int8": whole}
-        rate = self.fp8 if dtype.startswith("float8") else rates.get(dtype, 0.0)
-        return rate * self.efficiency or self.fp32 * self.efficiency_fp32
+        return self._tensor_rate(dtype, tf32) * self.efficiency or self.fp32 * self.efficiency_fp32
 
 
 def _gpu(
@@ -88,28 +116,16 @@ def _gpu(
     bandwidth: float,
     rates: tuple[float, float, float, float, float],
     efficiency: tuple[float, float],
-    bandwidth_efficiency: float = 0.89,
+    bandwidth_efficiency: float,
+    l2: float,
+    sustained: float = 1.0,
     note: str = "",
 ) -> GPU:
-    """A row of the table below: GiB, GB/s and TFLOP/s in, bytes and FLOP/s out."""
+    """A row of the table below: GiB, GB/s, TFLOP/s and MiB in, bytes and FLOP/s out."""
     fp32, tf32, fp16, bf16, fp8 = (rate * 1e12 for rate in rates)
-    total, outside = round(memory * GIB), round(context * GIB)
-    return GPU(
-        name,
-        arch,
-        sms,
-        total,
-        outside,
-        bandwidth * 1e9,
-        fp32,
-        tf32,
-        fp16,
-        bf16,
-        fp8,
-        *efficiency,
-        bandwidth_efficiency,
-        note,
-    )
+    total, outside, l2_bytes = round(memory * GIB), round(context * GIB), round(l2 * MIB)
+    measured = *efficiency, bandwidth_efficiency, note, l2_bytes, sustained
+    return GPU(name, arch, sms, total, outside, bandwidth * 1e9, fp32, tf32, fp16, bf16, fp8, *measured)
 
 
 def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
@@ -119,7 +135,7 @@ def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp3
     note = LAPTOP if name.endswith("-laptop") else ""
     nbytes, context = round(memory * GIB), round(like.context * (1 + sms / like.sms) / 2)
     own = {"name": name, "sms": sms, "memory": nbytes, "context": context, "bandwidth": bandwidth * 1e9, "note": note}
-    return replace(like, **own, **rates)  # type: ignore[arg-type]
+    return replace(like, **own, **rates, l2=round(like.l2 * sms / like.sms))  # type: ignore[arg-type]
 
 
 _AMD = (
@@ -128,46 +144,60 @@ _AMD = (
 )
 # fmt: off
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
-    #    name        arch      SMs  GiB     context GB/s  fp32   tf32   fp16  bf16  fp8   TFLOP/s  efficiency
-    _gpu("t4",        (7, 5),  40,  14.56,  0.13,   320, (8.1,   0,     65,   0,    0),            (0.53, 0.37),
-         bandwidth_efficiency=0.69),
-    _gpu("v100-16gb", (7, 0),  80,  15.77,  0.40,   900, (15.7,  0,     125,  0,    0),            (0.92, 0.78)),
-    _gpu("v100-32gb", (7, 0),  80,  31.73,  0.40,   900, (15.7,  0,     125,  0,    0),            (0.92, 0.78)),
-    _gpu("a10g",      (8, 6),  80,  22.06,  0.42,   600, (35,    35,    70,   70,   0),            (0.66, 0.94)),
-    _gpu("l4",        (8, 9),  58,  22.03,  0.25,   300, (30.3,  60,    121,  121,  242),          (0.35, 0.47)),
-    _gpu("l40s",      (8, 9),  142, 44.39,  0.41,   864, (91.6,  183,   362,  362,  733),          (0.51, 0.74)),
-    _gpu("rtx-3090",  (8, 6),  82,  23.56,  0.60,   936, (35.6,  35.6,  71,   71,   0),            (0.70, 1.00)),
-    _gpu("rtx-4090",  (8, 9),  128, 23.64,  0.60,  1008, (82.6,  82.6,  165,  165,  330),          (0.66, 1.00)),
-    _gpu("rtx-5090",  (12, 0), 170, 31.36,  0.58,  1792, (104.8, 104.8, 209,  209,  419),          (0.65, 1.00)),
-    _gpu("a100-40gb", (8, 0),  108, 39.49,  0.40,  1555, (19.5,  156,   312,  312,  0),            (0.93, 0.79)),
-    _gpu("a100-80gb", (8, 0),  108, 79.25,  0.40,  2039, (19.5,  156,   312,  312,  0),            (0.98, 0.85)),
-    _gpu("h100",      (9, 0),  132, 79.11,  0.65,  3350, (67,    494.7, 989,  989,  1979),         (0.78, 0.79)),
-    _gpu("h200",      (9, 0),  132, 139.80, 0.65,  4800, (67,    494.7, 989,  989,  1979),         (0.77, 0.80)),
-    _gpu("b200",      (10, 0), 148, 178.35, 0.70,  7670, (75,    1125,  2250, 2250, 4500),         (0.88, 0.75)),
-    _gpu("p100",      (6, 0),  56,  15.89,  0.40,   732, (9.3,   0,     18.7, 0,    0),            (0.75, 0.75)),
-    _gpu("rtx-2080-ti", (7, 5), 68, 10.76,  0.60,   616, (13.4,  0,     53.8, 0,    0),            (0.75, 0.80)),
-    _gpu("quadro-rtx-8000", (7, 5), 72, 47.46, 0.60, 672, (16.3, 0,     130.5, 0,   0),            (0.75, 0.80)),
-    _gpu("a6000",     (8, 6),  84,  47.54,  0.60,   768, (38.7,  77.4,  154.8, 154.8, 0),          (0.70, 0.94)),
-    _gpu("rtx-6000-ada", (8, 9), 142, 47.51, 0.60,  960, (91.1,  182.1, 364.2, 364.2, 728.5),      (0.51, 0.74)),
-    _gpu("l40",       (8, 9),  142, 44.52,  0.41,   864, (90.5,  90.5,  181,  181,  362),          (0.51, 0.74)),
-    _gpu("rtx-pro-6000", (12, 0), 188, 94.97, 0.58, 1792, (125,  251.9, 503.8, 503.8, 1007.6),     (0.65, 0.75)),
-    _gpu("a30",       (8, 0),  56,  23.50,  0.40,   933, (10.3,  82,    165,  165,  0),            (0.93, 0.79)),
-    _gpu("h100-pcie", (9, 0),  114, 79.11,  0.65,  2000, (51,    378,   756,  756,  1513),         (0.78, 0.79)),
-    _gpu("h100-nvl",  (9, 0),  132, 93.10,  0.65,  3938, (60,    417.5, 835,  835,  1671),         (0.78, 0.79)),
-    _gpu("h20",       (9, 0),  78,  95.00,  0.65,  4000, (44,    74,    148,  148,  296),          (0.78, 0.79)),
-    _gpu("gb200",     (10, 0), 152, 184.30, 0.70,  7670, (80,    1250,  2500, 2500, 5000),         (0.88, 0.73)),
-    _gpu("b300",      (10, 3), 148, 267.90, 0.70,  7670, (80,    1125,  2250, 2250, 4500),         (0.88, 0.79)),
-    _gpu("mi250",     (9, 0),  104, 63.98,  0.65,  1638, (45.3,  0,     181,  181,  0),            (0.75, 0.77),
+    #    name        arch      SMs  GiB     context GB/s  fp32   tf32   fp16  bf16  fp8   TFLOP/s  efficiencies, L2
+    _gpu("t4",        (7, 5),  40,  14.56,  0.13,   320, (8.1,   0,     65,   0,    0), (0.50, 0.37), 0.75, 4, 0.88),
+    _gpu("v100-16gb", (7, 0),  80,  15.77,  0.40,   900, (15.7,  0,     125,  0,    0), (0.89, 0.78), 0.92, 6),
+    _gpu("v100-32gb", (7, 0),  80,  31.73,  0.40,   900, (15.7,  0,     125,  0,    0), (0.89, 0.78), 0.92, 6),
+    _gpu("a10g",      (8, 6),  80,  22.06,  0.42,   600, (35,    35,    70,   70,   0), (0.66, 0.94), 0.89, 6),
+    _gpu("l4",        (8, 9),  58,  22.03,  0.25,   300, (30.3,  60,   121,  121,  242), (0.31, 0.47), 0.78, 48, 0.92),
+    _gpu("l40s",      (8, 9),  142, 44.39,  0.41,   864, (91.6,  183,  362,  362,  733), (0.51, 0.74), 0.78, 96, 0.92),
+    _gpu("rtx-3090",  (8, 6),  82,  23.56,  0.60,   936, (35.6,  35.6,  71,   71,   0), (0.70, 1.00), 0.91, 6),
+    _gpu("rtx-4090",  (8, 9),  128, 23.64,  0.60,  1008, (82.6,  82.6,  165,  165,  330), (0.66, 1.00), 0.91, 72),
+    _gpu("rtx-5090",  (12, 0), 170, 31.36,  0.58,  1792, (104.8, 104.8, 209,  209,  419), (0.65, 1.00), 0.91, 96),
+    _gpu("a100-40gb", (8, 0),  108, 39.49,  0.40,  1555, (19.5,  156,   312,  312,  0), (0.86, 0.79), 0.88, 28),
+    _gpu("a100-80gb", (8, 0),  108, 79.25,  0.40,  2039, (19.5,  156,   312,  312,  0), (0.94, 0.84), 0.87, 28),
+    _gpu("h100",      (9, 0),  132, 79.11,  0.65,  3350, (67,    494.7, 989,  989,  1979), (0.76, 0.79), 0.90, 35),
+    _gpu("h200",      (9, 0),  132, 139.80, 0.65,  4800, (67,    494.7, 989,  989,  1979), (0.76, 0.80), 0.90, 35),
+    _gpu("b200",      (10, 0), 148, 178.35, 0.70,  7670, (75,    1125,  2250, 2250, 4500), (0.88, 0.75), 0.90, 88),
+    _gpu("p100",      (6, 0),  56,  15.89,  0.40,   732, (9.3,   0,     18.7, 0,    0), (0.75, 0.75), 0.89, 4),
+    _gpu("rtx-2080-ti", (7, 5), 68, 10.76,  0.60,   616, (13.4,  0,     53.8, 0,    0), (0.75, 0.80), 0.89, 5.5),
+    _gpu("quadro-rtx-8000", (7, 5), 72, 47.46, 0.60, 672, (16.3, 0,     130.5, 0,   0), (0.75, 0.80), 0.89, 6),
+    _gpu("a6000",     (8, 6),  84,  47.54,  0.60,   768, (38.7,  77.4,  154.8, 154.8, 0), (0.70, 0.94), 0.89, 6),
+    _gpu("rtx-6000-ada", (8, 9), 142, 47.51, 0.60,  960, (91.1, 182.1, 364.2, 364.2, 728), (0.51, 0.74), 0.89, 96),
+    _gpu("l40",       (8, 9),  142, 44.52,  0.41,   864, (90.5, 90.5,  181,  181,  362), (0.51, 0.74), 0.78, 96, 0.92),
+    _gpu("rtx-pro-6000", (12, 0), 188, 94.97, 0.58, 1792, (125, 252, 503.8, 503.8, 1008), (0.65, 0.75), 0.89, 128),
+    _gpu("a30",       (8, 0),  56,  23.50,  0.40,   933, (10.3,  82,    165,  165,  0), (0.92, 0.79), 0.89, 17),
+    _gpu("h100-pcie", (9, 0),  114, 79.11,  0.65,  2000, (51,    378,   756,  756,  1513), (0.76, 0.79), 0.90, 35),
+    _gpu("h100-nvl",  (9, 0),  132, 93.10,  0.65,  3938, (60,    417.5, 835,  835,  1671), (0.76, 0.79), 0.90, 35),
+    _gpu("h20",       (9, 0),  78,  95.00,  0.65,  4000, (44,    74,    148,  148,  296), (0.76, 0.79), 0.90, 42),
+    _gpu("gb200",     (10, 0), 152, 184.30, 0.70,  7670, (80,    1250,  2500, 2500, 5000), (0.88, 0.73), 0.90, 88),
+    _gpu("b300",      (10, 3), 148, 267.90, 0.70,  7670, (80,    1125,  2250, 2250, 4500), (0.88, 0.79), 0.90, 88),
+    _gpu("mi250",     (9, 0),  104, 63.98,  0.65,  1638, (45.3,  0,     181,  181,  0), (0.75, 0.77), 0.89, 8,
          note=_AMD),
-    _gpu("mi300x",    (9, 4),  304, 191.98, 0.65,  5300, (163.4, 653.7, 1300, 1300, 2610),         (0.75, 0.51),
+    _gpu("mi300x",    (9, 4),  304, 191.98, 0.65,  5300, (163.4, 653.7, 1300, 1300, 2610), (0.75, 0.51), 0.89, 256,
          note=_AMD),
-    _gpu("mi325x",    (9, 4),  304, 255.98, 0.65,  6000, (163.4, 653.7, 1300, 1300, 2610),         (0.75, 0.60),
+    _gpu("mi325x",    (9, 4),  304, 255.98, 0.65,  6000, (163.4, 653.7, 1300, 1300, 2610), (0.75, 0.60), 0.89, 256,
          note=_AMD),
-    _gpu("mi355x",    (9, 5),  256, 287.98, 0.65,  8000, (157.3, 0,     2500, 2500, 5000),         (0.75, 0.63),
+    _gpu("mi355x",    (9, 5),  256, 287.98, 0.65,  8000, (157.3, 0,     2500, 2500, 5000), (0.75, 0.63), 0.89, 256,
          note=_AMD),
 )}
 # fmt: on
 GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
+
+
+def power_capped(gpu: GPU, watts: float, full: float, idle: float = 100.0) -> GPU:
+    """`gpu` held at `watts` where `full` is its own cap: what is left above `idle` goes with the cube of the clock.
+
+    (Dynamic power is the clock times the square of the voltage, which follows the clock.)
+    """
+    share = ((watts - idle) / (full - idle)) ** (1 / 3)
+    return replace(gpu, efficiency=gpu.efficiency * share, efficiency_fp32=gpu.efficiency_fp32 * share)
+
+
+# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W").
+GPUS["h100-500w"] = replace(
+    power_capped(GPUS["h100"], 500, 700), name="h100-500w", memory=round(95.0 * GIB), bandwidth=2.4e12
+)
 
 _ALIASES = {
     "a100": "a100-40gb",

@@ -30,6 +30,7 @@ class Candidate:
         seconds: of one optimizer step, predicted. On "cpu" nominal (see `NOMINAL_CPU`): good for ranking only.
         accumulation: micro-batches of the step.
         launch: on how many processes, each with its own micro-batch; None for one.
+        bound: what the step could not be faster than: "compute", "host", "network", "copies"; "" on "cpu".
     """
 
     policy: str
@@ -39,6 +40,7 @@ class Candidate:
     seconds: Seconds
     accumulation: Count = 1
     launch: Launch | None = None
+    bound: str = ""
 
     @property
     def samples_per_second(self) -> float:
@@ -48,12 +50,13 @@ class Candidate:
     @classmethod
     def of(cls, policy: str, batch: int, trace: StepTrace, accumulation: int = 1) -> Candidate:
         figures = trace.peak_allocated, trace.peak_reserved, seconds(trace)
-        return cls(policy, batch, *figures, accumulation, trace.launch)
+        bound = "" if trace.device == "cpu" else trace.seconds_parts.bound
+        return cls(policy, batch, *figures, accumulation, trace.launch, bound)
 
 
 def seconds(trace: StepTrace) -> float:
     """Predicted seconds of the measured step; nominal ones on "cpu"."""
-    return trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST) if trace.device == "cpu" else trace.seconds
+    return trace.seconds_on(NOMINAL_CPU, _NOMINAL_HOST).total if trace.device == "cpu" else trace.seconds
 
 
 def spans(trace: StepTrace) -> Iterator[Span]:

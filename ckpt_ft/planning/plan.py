@@ -24,7 +24,7 @@ from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import read_json
-from ckpt_ft.tables import Table, markdown_table
+from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
@@ -141,17 +141,18 @@ class Plan:
                 format_bytes(candidate.reserved),
                 format_number(candidate.seconds),
                 format_number(candidate.samples_per_second),
+                candidate.bound or DASH,
                 "pick" if candidate == self.best else "frontier" if candidate in edge else "",
             )
             for candidate in self.candidates
         ]
-        header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "")
+        header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", "")
         if any(candidate.launch for candidate in self.candidates):
             rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(self.candidates, rows, strict=True)]
             gpus = self.best.launch.processes if self.best.launch else 1
             title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
-            return Table(title, ("launch", *header), rows, text=(0, 1, 7))
-        return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6))
+            return Table(title, ("launch", *header), rows, text=(0, 1, 7, 8))
+        return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6, 7))
 
     def table(self) -> str:
         """The candidates as a Markdown table."""

@@ -43,9 +43,9 @@ class Growth:
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
         self._storages: _Table[tuple[int]] = _Table()
-        self._ops: _Table[tuple[int, int, int]] = _Table()
+        self._ops: _Table[tuple[int, ...]] = _Table()
         self._learned = 0  # how often; what was resolved before is then resolved anew
-        self._resolved: dict[int, tuple[int, StepTrace, list[tuple[int, int]], list[tuple[int, int, int]]]] = {}
+        self._resolved: dict[int, tuple[int, StepTrace, list[tuple[int, int]], list[tuple[int, ...]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
@@ -63,11 +63,14 @@ class Growth:
         for ones, others in _paired(small.ops, large.ops, lambda o: (o.module, o.phase, o.name)):
             if len(ones) == len(others):
                 for op, grown in zip(ones, others, strict=True):
-                    self._ops.learn(*_op_keys(op), (grown.flops, grown.nbytes, grown.kernels))
+                    self._ops.learn(*_op_keys(op), _figures(grown))
                 continue
             more = len(others) / len(ones)
             for op in ones:
-                self._ops.learn(*_op_keys(op), (int(op.flops * more), int(op.nbytes * more), round(op.kernels * more)))
+                grown = replace(
+                    op, flops=int(op.flops * more), nbytes=int(op.nbytes * more), kernels=round(op.kernels * more)
+                )
+                self._ops.learn(*_op_keys(op), _figures(grown))
 
     def knows(self, trace: StepTrace) -> bool:
         """Whether all but a 0.1 % of the bytes that `trace` (at `low`) allocates and moves have been learned."""
@@ -86,14 +89,14 @@ class Growth:
         if not ops:
             return replace(trace, storages=storages)
         scaled = []
-        for o, (flops, nbytes, kernels) in zip(trace.ops, costs, strict=True):
-            grew = (o.flops + flops * share, o.nbytes + nbytes * share, o.kernels + kernels * share)
-            flops, nbytes, kernels = (max(0, round(value)) for value in grew)
+        for o, more in zip(trace.ops, costs, strict=True):
+            grew = (max(0, round(was + extra * share)) for was, extra in zip(_figures(o), more, strict=True))
+            flops, nbytes, kernels, *shape = grew
             here = o.dtype, o.phase, o.module, o.at
-            scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire))
+            scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around))
         return replace(trace, storages=storages, ops=scaled)
 
-    def _grown(self, trace: StepTrace) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    def _grown(self, trace: StepTrace) -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
         """For each storage its bytes and how many more it has at `high`; for each op how much more it costs."""
         known = self._resolved.get(id(trace))
         if known is None or known[0] != self._learned:
@@ -103,8 +106,9 @@ class Growth:
             ]
             costs = []
             for o in trace.ops:
-                flops, nbytes, kernels = self._ops.get(*_op_keys(o)) or (o.flops, o.nbytes, o.kernels)
-                costs.append((flops - o.flops, nbytes - o.nbytes, kernels - o.kernels))
+                was, grown = _figures(o), self._ops.get(*_op_keys(o)) or ()
+                grown = grown if len(grown) == len(was) else was
+                costs.append(tuple(after - before for before, after in zip(was, grown, strict=True)))
             known = self._resolved[id(trace)] = self._learned, trace, sizes, costs
         return known[2], known[3]
 
@@ -129,6 +133,11 @@ def _measured(trace: StepTrace) -> list[Storage]:
 
 def _storage_keys(s: Storage) -> tuple[Hashable, Hashable]:
     return (s.op, s.module, s.nbytes), (s.op, s.nbytes)
+
+
+def _figures(o: Op) -> tuple[int, ...]:
+    """What of an op grows."""
+    return o.flops, o.nbytes, o.kernels, *o.shape
 
 
 def _op_keys(o: Op) -> tuple[Hashable, Hashable]:

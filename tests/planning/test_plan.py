@@ -272,3 +272,20 @@ def test_advice_kept_outputs() -> None:
     assert without is not None
     saved = trace.peak_allocated - without.peak_allocated
     assert 16 * 48 * 256 * 4 <= saved < 1.01 * 16 * 48 * 256 * 4  # the logits, fp32
+
+
+def test_a_plans_seconds_are_the_traces_offload_or_not() -> None:
+    """Copies to the host bound the step in a trace as they do in a plan, and both say so."""
+    small = MODELS["llama"]()
+    found = plan(
+        small.model, small.step_for_batch, "2GiB", "t4", make_optimizer=small.make_optimizer, batch_size=512,
+        policies=["full", "full,offload"],
+    )  # fmt: skip
+    workload = small.workload("t4")
+    for row in found.candidates:
+        trace = trace_policies(workload, [row.policy], workload.step(row.batch))[0]
+        assert not isinstance(trace, str)
+        assert (row.seconds, row.bound) == (trace.seconds, trace.seconds_parts.bound)
+        assert trace.seconds == pytest.approx(sum(trace.seconds_parts.parts.values()), rel=1e-3)
+        assert (trace.seconds_parts.copying > 0) == ("offload" in row.policy)
+        assert trace.seconds >= trace.seconds_parts.copying

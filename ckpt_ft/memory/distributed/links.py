@@ -25,6 +25,7 @@ _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3):
 _CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
 _ONE_CARD = 12.5e9
 _REACHED = 0.8
+_CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink or over a slot: an assumption
 LATENCY, STEP_LATENCY = 12e-6, 4e-6  # seconds: to start a collective, and for each doubling of its ranks: assumptions
 
 
@@ -45,11 +46,16 @@ def collective_seconds(wire: int, launch: Launch, gpu: GPU) -> float:
     return LATENCY + STEP_LATENCY * math.log2(max(launch.processes, 2)) + wire / bus_bandwidth(launch, gpu)
 
 
+def network_share(gpu: GPU) -> float:
+    """How much longer a kernel takes while a collective runs beside it, whose channels occupy an SM each."""
+    channels = min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)
+    return gpu.sms / (gpu.sms - channels) - 1
+
+
 def nccl_bytes(gpu: GPU) -> int:
     """Bytes that one communicator of NCCL takes beside the allocator.
 
     Each channel has a buffer of 4 MiB (NCCL_BUFFSIZE, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) for
-    sending and one for receiving; 24 channels over NVLink and 4 over a slot are an assumption.
+    sending and one for receiving.
     """
-    channels = 24 if gpu.arch in _NVLINK else 4
-    return channels * 2 * 4 * MIB
+    return _CHANNELS[gpu.arch in _NVLINK] * 2 * 4 * MIB

@@ -22,7 +22,8 @@ class Uncacheable(Exception):
 
 
 _LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
-_shared: dict[int, dict[Any, tuple[Any, Any]]] = {}  # by compute capability: a plan traces one model many times
+# By compute capability and whether fp32 may be rounded: a plan traces one model many times.
+_shared: dict[tuple[int, bool, bool], dict[Any, tuple[Any, Any]]] = {}
 
 
 class Memo:
@@ -30,7 +31,8 @@ class Memo:
 
     def __init__(self, fake_mode: FakeTensorMode, arch: int) -> None:
         self.fake_mode = fake_mode
-        self._known = _shared.setdefault(arch, {})  # key -> recipe, what `remember` was told
+        rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        self._known = _shared.setdefault((arch, *rounds), {})  # key -> recipe, what `remember` was told
         if len(self._known) > _LARGEST:
             self._known.clear()
 

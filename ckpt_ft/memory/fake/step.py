@@ -31,7 +31,7 @@ from ckpt_ft.memory.distributed.sharded import sharding_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.opinfo import is_asynchronous, tensors
+from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
@@ -180,7 +180,7 @@ class FakeTracker(Tracker):
             kwargs = {**kwargs, "device": CPU}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
         pinned = kwargs.pop("pin_memory", False)
         if func in self.balanced.answers:
             return super()._call(func, args, kwargs)
@@ -191,7 +191,7 @@ class FakeTracker(Tracker):
             if key is not None:
                 self._memo.remember(key, func, args, *known)
         if func is aten.copy_.default and self.is_ignored(args[0]) != self.is_ignored(args[1]):
-            known = known[0], (0, args[0].nbytes, "", 0)  # over the bus, by a copy engine
+            known = known[0], Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
         out = known[0]
         self.values.follow(func, args, kwargs, out)
         self.balanced.observe(func, args, out)

@@ -98,13 +98,17 @@ class Prediction:
     peaks: dict[str, Bytes]
     reserved: Bytes | None = None
     seconds: Seconds | None = None
+    seconds_parts: dict[str, Seconds] = field(default_factory=dict)
+    bound: str = ""
 
     @classmethod
     def from_trace(cls, trace: StepTrace) -> Prediction:
         """The measured step of `trace`."""
         if trace.device == "cpu":
             return cls(trace.device, trace.peak_allocated, trace.peaks)
-        return cls(trace.device, trace.peak_allocated, trace.peaks, trace.peak_reserved, trace.seconds)
+        took = trace.seconds_parts
+        allocated, reserved = trace.peak_allocated, trace.peak_reserved
+        return cls(trace.device, allocated, trace.peaks, reserved, took.total, took.parts, took.bound)
 
 
 @dataclass

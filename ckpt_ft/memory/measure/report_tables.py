@@ -139,6 +139,10 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
         compared = found if same else None
         error = f"{expected / compared - 1:+.1%}" if compared else DASH
         yield name, form(expected), form(compared), error
+    for part, seconds in predicted.seconds_parts.items():
+        yield f"  {part}", _seconds(seconds), DASH, DASH
+    if predicted.bound:
+        yield "  bound by", predicted.bound, DASH, DASH
 
 
 def _bytes(nbytes: float | None) -> str:

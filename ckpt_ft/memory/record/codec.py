@@ -17,7 +17,7 @@ def dumps(trace: Recorded) -> str:
     """Everything recorded."""
     texts: dict[str, int] = {}
 
-    def row(record: Storage | Op) -> list[int]:
+    def row(record: Storage | Op) -> list[Any]:
         return [texts.setdefault(v, len(texts)) if isinstance(v, str) else v for v in astuple(record)]
 
     document = {
@@ -47,10 +47,7 @@ def loads(text: str) -> dict[str, Any]:
         "device": document["device"],
         "storages": [Storage(n, *(texts[i] for i in rest)) for n, *rest in document["storages"]],
         "events": document["events"],
-        "ops": [
-            Op(texts[name], flops, nbytes, texts[dtype], texts[phase], texts[module], at, kernels, texts[stream], wire)
-            for name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire in document["ops"]
-        ],
+        "ops": [_op(texts, row) for row in document["ops"]],
         "marks": [(at, name) for at, name in document["marks"]],
         "notes": document["notes"],
         "gpu": GPU(**document["gpu"]) if document["gpu"] else None,
@@ -59,3 +56,9 @@ def loads(text: str) -> dict[str, Any]:
         "alloc_conf": document["alloc_conf"],
         "source": document["source"],
     }
+
+
+def _op(texts: list[str], row: list[Any]) -> Op:
+    name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around = row
+    here = texts[dtype], texts[phase], texts[module], at, kernels, texts[stream], wire
+    return Op(texts[name], flops, nbytes, *here, tuple(shape), texts[around])

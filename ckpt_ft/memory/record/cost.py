@@ -1,39 +1,38 @@
-"""Seconds of a step on a GPU: a roofline for each kernel on the device's clock, the time to issue it on the host's.
+"""Seconds of a step on a GPU: one model of the host that issues, the device that computes and the engines that move.
 
-A kernel takes what its arithmetic or its memory traffic needs, whichever is longer (roofline: Williams et al. 2009).
-Large matmuls reach the rates in gpus.py; small ones do not fill the last wave of SMs. The device starts a kernel when
-the host has issued it and the one before has ended, so that a step of many small kernels takes the host's time.
-Copies between host and device (`offload`) run beside it on an engine of their own: the step lasts at least as long.
+The host issues one operator after another; the device starts a kernel when the host has issued it and the one before
+has ended, so that a step of many small kernels takes the host's time. Collectives and copies between host and device
+run beside the computation, which waits for them where it needs what they bring. What a kernel takes is in kernels.py.
 
-What it leaves out: the caches, which speed up small tensors; the allocator's stalls; and the Python that SAC and
-checkpoint hooks run around each op, which makes a launch-bound step slower than is said here.
+What it leaves out: the allocator's stalls, and Python beyond that of operators and checkpoints (data, logging).
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_ft.memory.distributed.links import collective_seconds
+from ckpt_ft.memory.distributed.links import collective_seconds, network_share
 from ckpt_ft.memory.gpus import GPU
 
 from .events import Op
+from .kernels import device_seconds
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.distributed.launch import Launch
 
 COPIES = "copies"  # what the copy engine's clock is called
-TILE = 128 * 128  # elements of the output that one thread block of a large cuBLAS or CUTLASS kernel computes
-KERNEL_SHORTEST, KERNEL_GAP = 2e-6, 0.9e-6  # seconds: an empty kernel, and between two of them (see Host.per_launch)
-
-# Shares of a large matmul's rate, read off figure 4 of FlashAttention-2 (arXiv:2307.08691: A100, forward and backward,
-# long sequences): about 180 TFLOP/s against cuBLAS's 260, and 100 for CUTLASS's memory-efficient attention.
-_ATTENTION = {"flash": 0.7, "cudnn": 0.7, "efficient": 0.38}
-# Statistics first, then the normalised values: the input is read twice (ATen/native/cuda/{Normalization,group_norm}).
-_TWO_PASSES = ("batch_norm", "group_norm")
+# Ops that hand a value to Python, or make a result whose size is a value: the host waits for the device.
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
+READ_BACK = 10e-6  # seconds from a kernel's end until the host has its result and has issued again
+# Python around an op (benchmarks/results/host_overhead.json, less the plain step's and the ops run twice: 8 to 11 and
+# 16 to 20 µs on three models): saved-tensor hooks and a checkpoint's own; a dispatch mode, SAC's.
+_AROUND = {"": 0.0, "hooks": 10e-6, "mode": 17e-6}
+# Python around one call, beyond an op's: bitsandbytes' dequantisation (its dequantize_4bit takes 46 µs for an 8 x 8
+# block on a CPU, Linear4bit and its autograd function 30 more; bitsandbytes 0.50.2, the machine of `Host`).
+_SLOW_CALLS = {"ckpt_ft.dequantize_nf4.default": 70e-6}
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,77 @@ class Host:
         Llama (12 layers, width 32, on CPU with one thread; forward, backward, AdamW; torch 2.13, a Xeon server).
     per_launch: cudaLaunchKernel, for every kernel: launched one after another, kernels of 2.9 µs come every 3.8 µs
         (developer.nvidia.com/blog/cuda-graphs).
+    slower: how many times slower than that the host at hand is.
     """
 
     per_op: float = 5e-6
     per_launch: float = 3.8e-6
+    slower: float = 1.0
+
+    @classmethod
+    def beside(cls, gpu: GPU) -> Host:
+        """The host that clouds put beside this card: of its years, by its compute capability.
+
+        An assumption: Skylake and Cascade Lake at 2 to 2.5 GHz beside V100 and T4, Rome and Ice Lake beside A100 and
+        A10, whose single threads are that much slower than the one that was measured.
+        """
+        return cls(slower={6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0))
+
+    def issue(self, op: Op) -> float:
+        """Seconds to issue one op."""
+        python = _AROUND[op.around] + _SLOW_CALLS.get(op.name, 0.0)
+        return (self.per_op + op.kernels * self.per_launch + python) * self.slower
 
 
-DEFAULT_HOST = Host()
+@dataclass(frozen=True)
+class Parts:
+    """Where a step's seconds go.
+
+    compute: its kernels run. host, network, copies: the device waits for the host to issue, for a collective, for
+        copies between host and device; these four add up to `total`.
+    issuing, communicating, copying: how long the host issues, collectives run and copies run, beside the rest or not.
+    """
+
+    compute: float = 0.0
+    host: float = 0.0
+    network: float = 0.0
+    copies: float = 0.0
+    issuing: float = 0.0
+    communicating: float = 0.0
+    copying: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first op's dispatch to the end of the last kernel, collective or copy."""
+        return self.compute + self.host + self.network + self.copies
+
+    @property
+    def bound(self) -> str:
+        """What the step could not be faster than: "compute", "host", "network" or "copies"."""
+        busy = {
+            "compute": self.compute,
+            "host": self.issuing,
+            "network": self.communicating,
+            "copies": self.copying,
+        }
+        return max(busy, key=busy.__getitem__)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What `total` consists of, by a name that people read; without what is nothing."""
+        named = {
+            "computing": self.compute,
+            "waiting for the host": self.host,
+            "waiting for the network": self.network,
+            "waiting for copies": self.copies,
+        }
+        return {name: seconds for name, seconds in named.items() if seconds > 1e-6}
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> Parts:
+        return Parts(*(times * part for part in astuple(self)))
 
 
 class Span(NamedTuple):
@@ -64,69 +127,77 @@ class Span(NamedTuple):
     stream: str
 
 
-def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch: Launch | None = None) -> float:
-    """Seconds from the first op's dispatch to the last kernel's end on `gpu`."""
-    return max((max(span.issued, span.end) for span in schedule(ops, gpu, host, launch)), default=0.0)
+def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Parts:
+    """Seconds from the first op's dispatch to the last kernel's end on `gpu`, by what they go to."""
+    host = host or Host.beside(gpu)
+    compute = for_host = for_network = issuing = communicating = copying = issued = clock = last = 0.0
+    for op, issued, start, end, stream in schedule(ops, gpu, host, launch):
+        issuing += host.issue(op)
+        collective = op.wire and launch is not None
+        if stream == COPIES:
+            copying = end
+            continue
+        communicating += end - start if collective else 0.0
+        last = max(last, end)
+        if stream == "" and end > start:
+            late = start - clock
+            for_host += late if start <= issued else 0.0
+            for_network += (late if start > issued else 0.0) + (end - start if collective else 0.0)
+            compute += 0.0 if collective else end - start
+            clock = end
+    for_host += max(issued - clock, 0.0)
+    for_network += max(last - max(issued, clock), 0.0)
+    return Parts(
+        compute, for_host, for_network, max(copying - max(issued, last), 0.0), issuing, communicating, copying
+    )
 
 
-def schedule(ops: Iterable[Op], gpu: GPU, host: Host = DEFAULT_HOST, launch: Launch | None = None) -> Iterator[Span]:
+def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Iterator[Span]:
     """When each op of a step runs, in the order in which they are issued.
 
     Each stream has a clock; an event that is recorded in one holds up the stream that waits for it. Collectives of one
-    process group follow one another, whichever stream they are issued to. The copy engine's clock waits for nobody:
-    it says what the copies need at least.
+    process group follow one another, whichever stream they are issued to, and take SMs from the kernels beside them.
+    The copy engine's clock waits for nobody: it says what the copies need at least.
     """
+    host = host or Host.beside(gpu)
     issued = copying = network = 0.0
     free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
     events: dict[str, float] = {}
+    busy: deque[tuple[float, float]] = deque()  # when collectives run, from and to
+    slower = network_share(gpu)
     for op in ops:
         if op.name.startswith("prim."):
             continue  # a question to a fake tensor, not work
         if op.name == "event.record":
             events[op.module] = free[op.stream]
-        elif op.name == "event.wait":
+            continue
+        if op.name == "event.wait":
             free[op.stream] = max(free[op.stream], events.get(op.module, 0.0))
-        elif op.wire and launch is not None:
-            issued += host.per_op + host.per_launch
-            start = max(free[op.stream], issued, network)
+            continue
+        issued += host.issue(op)
+        start = max(free[op.stream], issued)
+        if op.wire and launch is not None:
+            start = max(start, network)
             free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu)
+            busy.append((start, network))
             yield Span(op, issued, start, network, op.stream)
+        elif op.kernels:
+            seconds = device_seconds(op, gpu)
+            if not op.stream:
+                seconds += _overlap(busy, start, start + seconds) * slower
+            free[op.stream] = start + seconds
+            yield Span(op, issued, start, start + seconds, op.stream)
+            if any(name in op.name for name in _WAITS):
+                issued = max(issued, start + seconds + READ_BACK * host.slower)
+        elif op.nbytes:
+            start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
+            yield Span(op, issued, start, copying, COPIES)
         else:
-            issued += host.per_op + op.kernels * host.per_launch
-            if op.kernels:
-                start = max(free[op.stream], issued)
-                free[op.stream] = start + device_seconds(op, gpu)
-                yield Span(op, issued, start, free[op.stream], op.stream)
-            elif op.nbytes:
-                start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
-                yield Span(op, issued, start, copying, COPIES)
-            else:
-                start = max(free[op.stream], issued)
-                yield Span(op, issued, start, start, op.stream)
+            yield Span(op, issued, start, start, op.stream)
 
 
-def device_seconds(op: Op, gpu: GPU) -> float:
-    """Seconds that the kernels of one op keep `gpu` busy."""
-    passes = 1.5 if any(name in op.name for name in _TWO_PASSES) else 1.0
-    memory = op.nbytes * passes / (gpu.bandwidth * gpu.bandwidth_efficiency)
-    arithmetic = op.flops / _rate(op, gpu) if op.flops else 0.0
-    return max(memory, arithmetic, op.kernels * KERNEL_SHORTEST) + op.kernels * KERNEL_GAP
-
-
-def _rate(op: Op, gpu: GPU) -> float:
-    """FLOP/s of an op that multiplies matrices."""
-    # torch's defaults: convolutions may round fp32 to TF32 (cudnn.allow_tf32), matmuls may not.
-    rate = gpu.matmul_rate(op.dtype, tf32="convolution" in op.name)
-    if "attention" in op.name:
-        return rate * next((share for kind, share in _ATTENTION.items() if kind in op.name), 1.0)
-    return rate * _wave_fill(op.flops, gpu.sms)
-
-
-def _wave_fill(flops: int, sms: int) -> float:
-    """Share of the SMs' time that a matmul's tiles fill: its last wave is partly empty.
-
-    An op's record holds no shapes: rows, columns and terms of each sum are taken to be equally many. Where they are
-    far from it, with an edge of a few dozen, the matmul takes the time of its memory traffic anyway.
-    """
-    tiles = max((flops / 2) ** (2 / 3) / TILE, 1.0)
-    return tiles / (math.ceil(tiles / sms) * sms)
+def _overlap(busy: deque[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds between `start` and `end` in which collectives run; those that ended before `start` are dropped."""
+    while busy and busy[0][1] <= start:
+        busy.popleft()
+    return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in busy if begin < end)

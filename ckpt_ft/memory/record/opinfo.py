@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
+
+from .shapes import shape_of
 
 aten = torch.ops.aten
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
@@ -32,8 +34,17 @@ _NO_KERNEL = {
     "device",
     "_has_compatible_shallow_copy_type",  # asked by `tensor.data = other`
 }
-# Ops that read rows of their first argument, not all of it: they move what they write, twice.
-_GATHERS = {"embedding", "index_select", "gather", "index"}
+# What ops read, where it is not all of their arguments.
+_MOVES = {
+    # As much as they write: rows of their first argument.
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward"), "written"),
+    # Next to nothing: the loss' gradient is zero but at the labels.
+    **dict.fromkeys(("nll_loss_backward", "embedding_dense_backward"), "none"),
+    # What they are given twice: once more when it is copied to its place among zeros.
+    **dict.fromkeys(("slice_backward", "select_backward", "constant_pad_nd"), "zeros"),
+    # Their own part of a buffer for all ranks.
+    "all_gather_copy_in": "own",
+}
 # A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements
 # (ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
@@ -67,12 +78,12 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 
 
 @cache
-def describe(func: OpOverload) -> tuple[str, bool, bool, Callable[..., int] | None]:
-    """Name, whether it launches nothing, whether it gathers, and its flop formula."""
+def describe(func: OpOverload) -> tuple[str, bool, str, Callable[..., int] | None]:
+    """Name, whether it launches nothing, what it reads as many bytes as it has, and its flop formula."""
     short = func._schema.name.partition("::")[2]
     silent = func.is_view or short in _NO_KERNEL
     formula = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-    return str(func), silent, short in _GATHERS, formula
+    return str(func), silent, _MOVES.get(short, "read"), formula
 
 
 @cache
@@ -80,6 +91,13 @@ def causal_at(func: OpOverload) -> int | None:
     """Where an attention op's `is_causal` stands among its arguments."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
+
+
+@cache
+def mutated(func: OpOverload) -> tuple[int, ...]:
+    """Which arguments an op writes to; those that work on lists in place return nothing."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -101,23 +119,58 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int, str, int]:
-    """Flops, bytes read and written, dtype of the main operand, kernels of one call."""
-    _, silent, gathers, formula = describe(func)
+TF32 = "tf32"  # what the dtype of fp32 operands is called that may be rounded so
+_ON_LISTS = ("aten::_foreach", "aten::_fused_ad")
+
+
+class Work(NamedTuple):
+    """What one call asks of a GPU."""
+
+    flops: int = 0  # real multiplications and additions
+    nbytes: int = 0  # read and written; an expanded tensor counts as it lies in memory
+    dtype: str = ""  # of the main operand
+    kernels: int = 0
+    shape: tuple[int, ...] = ()  # see shapes.py
+
+
+def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """What one call asks of a GPU; all 0 for what launches nothing."""
+    _, silent, moves, formula = describe(func)
     if silent:
-        return 0, 0, "", 0
-    written = list(tensors((out,)))
+        return Work()
+    written = list(tensors((out,))) or [tensor for at in mutated(func) for tensor in tensors(args[at : at + 1])]
+    written = written or list(tensors((kwargs.get("out"),)))
     read = list(tensors(args))
-    main = next((t for t in read if t.is_floating_point()), next(iter(read + written), None))
-    moved = written if gathers else read
-    nbytes = sum(t.numel() * t.itemsize for t in moved) + sum(t.numel() * t.itemsize for t in written)
-    flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+    main = next((t for t in read if t.is_floating_point() or t.is_complex()), next(iter(read + written), None))
+    if moves == "own":
+        read = written = list(tensors(args[:1]))
+    moved = {"written": written, "none": [], "zeros": read * 2}.get(moves, read)
+    nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
+    flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     if flops and causal_at(func) is not None and args[causal_at(func) :][:1] == (True,):
         flops //= 2  # what the mask hides is not computed, and the formula counts it
-    kernels = (
-        _launches(args[0]) if args and isinstance(args[0], (tuple, list)) and "_foreach" in func._schema.name else 1
-    )
-    return int(flops), nbytes, "" if main is None else str(main.dtype)[6:], kernels
+    if flops and main is not None and main.is_complex():
+        flops *= 4
+    lists = args and isinstance(args[0], (tuple, list)) and func._schema.name.startswith(_ON_LISTS)
+    kernels = _launches(args[0]) if lists else 2 if moves == "zeros" else 1
+    dtype = "" if main is None else str(main.dtype)[6:]
+    if flops and dtype == "float32" and _rounds_to_tf32(func):
+        dtype = TF32
+    return Work(flops, nbytes, dtype, kernels, shape_of(func, args, out))
+
+
+def _rounds_to_tf32(func: OpOverload) -> bool:
+    """Whether torch lets this op's fp32 operands be rounded where a card has TF32: by default a convolution's."""
+    flags = torch.backends.cudnn if "convolution" in func._schema.name else torch.backends.cuda.matmul
+    return bool(flags.allow_tf32)
+
+
+def footprint(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that lie in memory: an expanded dimension is read from there once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * tensor.itemsize
 
 
 def _launches(group: Sequence[torch.Tensor]) -> int:

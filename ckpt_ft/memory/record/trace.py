@@ -30,7 +30,7 @@ from ckpt_ft.page.fragments import fragment, table_html
 from ckpt_ft.units import format_bytes
 
 from .codec import dumps, loads
-from .cost import DEFAULT_HOST, Host, Span, schedule, step_seconds
+from .cost import Host, Parts, Span, schedule, step_seconds
 from .events import CATEGORIES, PHASES, Holder, Op, Storage
 from .holders import grouped, holders_table
 from .timeline import Timeline
@@ -169,10 +169,15 @@ class StepTrace:
     @property
     def seconds(self) -> float:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
+        return self.seconds_parts.total
+
+    @cached_property
+    def seconds_parts(self) -> Parts:
+        """Where `seconds` go: what computes, what is waited for, and what bounds the step."""
         return self.seconds_on(self.gpu or find_gpu(self.device))
 
-    def seconds_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> float:
-        """Predicted seconds of the measured step were its kernels run on `gpu`."""
+    def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
+        """The same were its kernels run on `gpu`, issued by `host` (None: one that such a card usually has)."""
         start = self.start
         ops = [op for op in self.ops if op.at >= start]
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]
@@ -182,14 +187,14 @@ class StepTrace:
         end = min(ends, default=len(self.events))
         fewer = [op for op in ops if not (forwards[1] <= op.at < end and op.phase != "optimizer")]
         recorded, without = (step_seconds(kept, gpu, host, self.launch) for kept in (ops, fewer))
-        return recorded + (self.micro_batches - len(forwards)) * (recorded - without)
+        return recorded + (recorded + without * -1) * (self.micro_batches - len(forwards))
 
     def schedule(self) -> Iterator[Span]:
         """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
         return self.schedule_on(self.gpu or find_gpu(self.device))
 
-    def schedule_on(self, gpu: GPU, host: Host = DEFAULT_HOST) -> Iterator[Span]:
-        """The same were its kernels run on `gpu`."""
+    def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:
+        """The same were its kernels run on `gpu`, issued by `host`."""
         start = self.start
         return schedule((op for op in self.ops if op.at >= start), gpu, host, self.launch)
 

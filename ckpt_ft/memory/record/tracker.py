@@ -10,6 +10,7 @@ tensors, and the states of random generators that a checkpoint keeps (5,056 byte
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._ops import OpOverload
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -27,7 +29,7 @@ from torch.utils._python_dispatch import (
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import Op
-from .opinfo import After, Rule, collective_bytes, describe, measure, tensors
+from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tensors
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _NAMELESS = ("activations", "temporary")  # categories of what has no better one
 _LIFT = torch.ops.aten.lift_fresh.default
+_CALL = OpOverload.__call__.__code__  # by which a Python dispatch hands an op on
 
 
 def _apart(wait: Callable[..., bool]) -> Callable[..., bool]:
@@ -222,7 +225,7 @@ class Tracker(Storages, TorchDispatchMode):
         if func.namespace == "c10d":
             self._mark_sent(tensors(args))
         at = len(self._events)
-        out, (flops, nbytes, dtype, kernels) = self._call(func, args, kwargs)
+        out, work = self._call(func, args, kwargs)
         if func is ADD and self._phase == "backward" and adds_in_place(args):
             self._reuse(args[0], out)
         name = describe(func)[0]
@@ -240,14 +243,16 @@ class Tracker(Storages, TorchDispatchMode):
             if func.namespace == "c10d":
                 wire = collective_bytes(func, args)
                 stream = self._collective_stream(func, args)
-            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, stream, wire))
+            flops, nbytes, dtype, kernels, shape = work
+            around = "mode" if _handed_on() else "hooks" if self._recompute else ""
+            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, stream, wire, shape, around))
         return out
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, int, str, int]]:
-        """The op's result and what it costs (see opinfo.measure)."""
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
+        """The op's result and what it asks of a GPU."""
         rule = self.rules.get(func)
         out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
-        return out, measure(func, args, kwargs, out) if self.record_ops else (0, 0, "", 0)
+        return out, measure(func, args, kwargs, out) if self.record_ops else Work()
 
     def _collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
         """The stream that a collective runs on."""
@@ -265,3 +270,16 @@ class Tracker(Storages, TorchDispatchMode):
         first = sum(name == "step" for _, name in self._marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
         self._follow(tensor, category, "", resident=first)
+
+
+def _handed_on() -> bool:
+    """Whether the op that is being recorded comes from another Python dispatch: a mode's (SAC's), a DTensor's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+        frame = frame.f_back  # type: ignore[assignment]
+    return (
+        frame is not None
+        and frame.f_code is _CALL
+        and frame.f_back is not None
+        and frame.f_back.f_code.co_name == "__torch_dispatch__"
+    )

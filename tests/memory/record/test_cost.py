@@ -1,4 +1,4 @@
-"""Seconds of ops on a GPU: hand-computed rooflines, the two clocks, and ResNet-50's published ratios."""
+"""Seconds of a step: host, device, network and copies beside each other, and ResNet-50's published ratios."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch.utils.flop_counter import flop_registry
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
+from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.links import network_share
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record import cost, opinfo
 from ckpt_ft.memory.record.events import Op
+from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
 
 NO_HOST = cost.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")
@@ -20,8 +23,11 @@ A100 = find_gpu("a100-80gb")
 ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
 
 
-def op(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels=1):
-    return Op(name, flops, nbytes, dtype, "forward", "", 0, kernels)
+BETWEEN = KERNEL_RAMP + KERNEL_GAP
+
+
+def op(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels=1, shape=(), around="", stream="", wire=0):
+    return Op(name, flops, nbytes, dtype, "forward", "", 0, kernels, stream, wire, shape, around)
 
 
 def test_attention_counts_every_head_of_the_query():
@@ -43,48 +49,18 @@ def test_attention_counts_every_head_of_the_query():
         )
 
 
-def test_elementwise_takes_its_memory_traffic():
-    assert cost.device_seconds(op("aten.add.Tensor", nbytes=10**9), ROUND) == pytest.approx(1e-3 + cost.KERNEL_GAP)
-
-
-def test_norms_with_statistics_read_their_input_twice():
-    norm = cost.device_seconds(op("aten.native_batch_norm.default", nbytes=10**9), ROUND)
-    assert norm == pytest.approx(1.5e-3 + cost.KERNEL_GAP)
-
-
-def test_a_large_matmul_takes_its_arithmetic():
-    edge = 25600  # 200 x 200 tiles: 400 full waves
-    large = op(flops=2 * edge**3, nbytes=3 * 2 * edge**2)
-    assert cost.device_seconds(large, ROUND) == pytest.approx(2 * edge**3 / 100e12, rel=1e-4)
-
-
-def test_a_small_matmul_leaves_sms_idle():
-    edge = 1280  # 10 x 10 tiles fill 100 SMs once; one more row of tiles needs a second wave
-    one_wave = cost.device_seconds(op(flops=2 * edge**3), ROUND) - cost.KERNEL_GAP
-    two_waves = cost.device_seconds(op(flops=2 * (edge + 128) ** 3), ROUND) - cost.KERNEL_GAP
-    assert one_wave == pytest.approx(2 * edge**3 / 100e12, rel=1e-3)
-    assert two_waves == pytest.approx(2 * (edge + 128) ** 3 / 100e12 * 200 / 121, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "rate"),
-    [
-        ("aten.mm.default", "bfloat16", 100e12),
-        ("aten.mm.default", "float32", 10e12),
-        ("aten.convolution_backward.default", "float32", 20e12),
-        ("aten._scaled_dot_product_flash_attention.default", "float16", 70e12),
-        ("aten._scaled_dot_product_efficient_attention_backward.default", "float16", 38e12),
-    ],
-)
-def test_rates_by_kind_of_op(name, dtype, rate):
-    flops = 2 * 25600**3
-    assert cost.device_seconds(op(name, flops, 0, dtype), ROUND) == pytest.approx(flops / rate, rel=1e-3)
+def seconds(ops, gpu=ROUND, host=NO_HOST, launch=None):
+    return cost.step_seconds(ops, gpu, host, launch)
 
 
 def test_a_step_of_small_kernels_takes_the_hosts_time():
     ops = [op("aten.add.Tensor", nbytes=100) for _ in range(1000)]
     host = cost.Host(per_op=10e-6, per_launch=5e-6)
-    assert cost.step_seconds(ops, ROUND, host) == pytest.approx(1000 * 15e-6 + 2.9e-6)
+    parts = seconds(ops, host=host)
+    assert parts.total == pytest.approx(1000 * 15e-6 + BETWEEN)
+    assert (parts.issuing, parts.compute) == pytest.approx((1000 * 15e-6, 1000 * BETWEEN), rel=1e-4)
+    assert parts.host == pytest.approx(parts.total - parts.compute)
+    assert parts.bound == "host"
 
 
 def test_host_and_device_overlap():
@@ -92,24 +68,74 @@ def test_host_and_device_overlap():
     views = [op("aten.view.default", kernels=0)] * 50
     host = cost.Host(per_op=10e-6, per_launch=0.0)
     # The views are issued while the device works; the second kernel need not wait for the host.
-    assert cost.step_seconds([slow, *views, slow], ROUND, host) == pytest.approx(10e-6 + 2 * (1e-3 + cost.KERNEL_GAP))
-    assert cost.step_seconds([slow, *views * 3, slow], ROUND, host) == pytest.approx(1.52e-3 + 1e-3 + cost.KERNEL_GAP)
+    together = seconds([slow, *views, slow], host=host)
+    assert together.total == pytest.approx(10e-6 + 2 * (1e-3 + BETWEEN))
+    assert (together.host, together.bound) == (pytest.approx(10e-6), "compute")
+    assert seconds([slow, *views * 3, slow], host=host).total == pytest.approx(1.52e-3 + 1e-3 + BETWEEN)
 
 
 def test_questions_to_fake_tensors_cost_nothing():
-    assert cost.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100) == 0.0
+    assert cost.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100).total == 0.0
+
+
+def test_reading_a_value_back_empties_the_queue():
+    slow, issue = op("aten.add.Tensor", nbytes=10**9), cost.Host(per_op=10e-6, per_launch=0.0)
+    ahead = seconds([slow] * 3, host=issue)
+    waited = seconds([slow, op("aten._local_scalar_dense.default", nbytes=8), slow, slow], host=issue)
+    # The second kernel is issued only once the first one's result is there.
+    assert waited.total - ahead.total == pytest.approx(BETWEEN + cost.READ_BACK + 10e-6, rel=1e-3)
+
+
+def test_python_around_ops_is_the_hosts():
+    host = cost.Host()
+    plain, hooks, mode = (host.issue(op(around=around)) for around in ("", "hooks", "mode"))
+    assert (hooks - plain, mode - plain) == pytest.approx((10e-6, 17e-6))
+    assert cost.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
+    assert host.issue(op("ckpt_ft.dequantize_nf4.default")) - plain == pytest.approx(70e-6)
+    assert cost.Host.beside(find_gpu("t4")).slower == 1.7
+    assert cost.Host.beside(find_gpu("h100")).slower == 1.0
+
+
+def test_a_collective_slows_what_runs_beside_it():
+    launch = Launch("ddp", 8, link=1e9)
+    gather = op("c10d.allgather_.default", wire=10**6, stream="gather")  # 1 ms and its latency
+    alone = seconds([op("aten.add.Tensor", nbytes=10**9)], A100)
+    beside = seconds([gather, op("aten.add.Tensor", nbytes=10**9)], A100, launch=launch)
+    assert beside.compute == pytest.approx(alone.compute * (1 + network_share(A100)))
+    assert network_share(A100) == pytest.approx(108 / 84 - 1)
+    assert beside.communicating == pytest.approx(1.024e-3)
+    assert beside.network == pytest.approx(1.024e-3 - beside.compute)
+
+
+def test_what_computes_waits_for_an_event():
+    launch = Launch("ddp", 8, link=1e9)
+    gather = op("c10d.allgather_.default", wire=10**6, stream="gather")
+    record, wait = (
+        Op(f"event.{what}", 0, 0, "", "", "1", 0, 0, at) for what, at in (("record", "gather"), ("wait", ""))
+    )
+    parts = seconds([gather, record, wait, op("aten.add.Tensor", nbytes=10**9)], launch=launch)
+    assert parts.network == pytest.approx(1.024e-3)
+    assert parts.total == pytest.approx(1.024e-3 + 1e-3 + BETWEEN)
+
+
+def test_copies_to_the_host_bound_the_step():
+    copy = op("aten.copy_.default", nbytes=10**9, kernels=0)
+    parts = seconds([op("aten.add.Tensor", nbytes=10**9), copy])
+    assert parts.copying == pytest.approx(10**9 / ROUND.host_bandwidth)
+    assert parts.total == pytest.approx(parts.copying)
+    assert (parts.copies, parts.bound) == (pytest.approx(parts.total - parts.compute), "copies")
 
 
 def test_a_tensor_that_is_given_other_data_takes_no_kernel():
     tensor = torch.empty(4, 8)
     ask = torch.ops.aten._has_compatible_shallow_copy_type.default
-    assert opinfo.measure(ask, (tensor, torch.empty(0)), {}, True) == (0, 0, "", 0)
+    assert opinfo.measure(ask, (tensor, torch.empty(0)), {}, True) == opinfo.Work()
 
 
 def test_twice_the_gpu_is_never_slower():
     double = {rate: 2 * getattr(A100, rate) for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16")}
     ops = [op(flops=2 * n**3, nbytes=6 * n**2) for n in range(64, 4096, 64)]
-    fast, slow = (cost.step_seconds(ops, gpu, NO_HOST) for gpu in (dataclasses.replace(A100, **double), A100))
+    fast, slow = (cost.step_seconds(ops, gpu, NO_HOST).total for gpu in (dataclasses.replace(A100, **double), A100))
     assert slow / 2 < fast < slow
 
 

@@ -1,0 +1,68 @@
+"""What docs/accuracy.md says about its tables: where the rows are from, and what is left."""
+
+MADE = """\
+Made by `python benchmarks/accuracy.py` with {versions}, on a CPU. What is called traced or predicted is; what it is
+compared with was measured by others (benchmarks/data/README.md). Errors are signed: predicted over published, less 1.
+Seconds follow the rules in memory/record/kernels.py and matmuls.py, which know single kernels and no model: no row of
+a whole step was fitted to."""
+
+T4 = """\
+What is left:
+- fp16, allocated: where an error is not zero, a large block keeps up to 1 MiB that is not split off, and which
+  block that is depends on what the process loaded and freed before the first step.
+- NF4, allocated: the same; quantising while loading leaves holes, and the base is up to 9 MiB above its tensors
+  in the published runs (Qwen). The trace starts from a clean load.
+- reserved: also the holes that loading leaves, which a trace does not have, most visible where the whole step is
+  small; published repeats differ by up to 12 MiB themselves.
+- seconds: the rows are the second step of a fresh process, on a card of 70 W that slows down while it gets warm.
+  What it multiplies in a second falls from 29 TFLOP/s in the shortest of the long rows (Qwen, eager) to 16 in the
+  longest (SmolLM2-1.7B), if all else is as predicted; the same Qwen step takes 12 % less time with eager
+  attention than without, which does more work. The prediction is for a card under load: too slow for the short
+  rows, too fast for the long ones. The rows of 2 x 512 tokens take the host's time, which depends on a machine
+  that is not named (`Host.beside`)."""
+
+FLUX2 = """\
+BOFT, FRoD and SHiRA are not here: their adapters are made from values, which a model on the meta device has not.
+Seconds: c3a and waveft run small transforms and convolutions of one channel, which cuFFT and cuDNN do with
+kernels that are not modelled; RandLoRA, PSOFT and DEFT multiply and add whole weights in fp32, where the L40S'
+rates are taken from other cards. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused norm
+is not used: were they in bf16 in the published run, it would be within 2 %."""
+
+FIGURES = """\
+Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes
+for strided and 1x1 convolutions is not documented, and the trace takes none for them (memory/rules/cudnn.py). In
+the twelve blocks it grows with the number of models that were trained before: something of theirs was still
+alive. Of these no seconds were published."""
+
+SHARDED = """\
+Llama 3 8B under FSDP2; everything predicted is of rank 0. The rows are torchtitan's (8,192 tokens) and torchao's
+(4,096), benchmarks/data/fsdp2_llama3_8b.csv: fp32 parameters, gradients and Adam states, bf16 computation, fused
+AdamW, clipping, expandable segments, eager. "GB as printed" of the last two rows is taken as GiB. The card is the
+one that torchtitan names, an H100 of 500 W with HBM2e of 2.4 TB/s (`h100-500w`); of torchao's rows neither card
+nor batch is printed. Attention is FlashAttention-2, as the PyTorch of these runs took it on Hopper.
+
+What is left: 6 to 10 % of torchtitan's rows (what FSDP2's collectives take from the memory's bandwidth is not
+modelled); torchao's rows are a fifth slower per token than torchtitan's at twice the length, with less to compute
+for each: they ran on something else, and what it was is not known."""
+
+KERNELS = """\
+## Single kernels
+
+fp32, one call of an operator timed alone (github.com/sitar-lab/NeuSight, its test set; TF32 off). `python
+benchmarks/kernels.py`. The rates of these five cards are read off these rows, so that the bias is no surprise;
+what is tested is how time goes with shape.
+
+{kernels}
+
+T4 and L4 are held back by their power caps, and what is left depends on what ran before: batched matmuls of one
+shape and size differ by up to three times. Softmax and layer norms on an A100 are slower where rows are no
+multiple of 1,024 elements.
+
+## Operators of Hugging Face's models
+
+Medians of triton.testing.do_bench (github.com/linkedin/Liger-Kernel, the rows of PyTorch and Hugging Face);
+mostly bf16. `python benchmarks/operators.py`.
+
+{operators}
+
+The worst are the smallest: kernels of a few microseconds, where the host's time counts, which is left out here."""

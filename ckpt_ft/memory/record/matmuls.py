@@ -1,0 +1,77 @@
+"""Seconds of a matmul from its shape: tiles of the result, waves of tiles over the SMs, splits of long sums.
+
+A thread block computes one tile of the result; an SM takes one tile after the other, and the last wave of them leaves
+SMs idle (docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication). A small tile needs more loads
+for each product; a tile begins with loads and ends with stores that nothing hides; a result of few tiles is split
+along its sums, and the parts are added up. Which tile cuBLAS takes is not documented: the fastest is taken here.
+
+The three constants are read off 5,500 fp32 matmuls on six cards (benchmarks/kernels.py); those of tensor cores follow
+from how much more they multiply for each byte that is loaded.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ckpt_ft.memory.gpus import GPU
+
+from .shapes import UNEVEN, WINOGRAD, Shape
+
+_LARGEST = {False: (128, 128), True: (256, 128)}  # tensor cores? -> tile that reaches the full rate
+_EDGES = {False: (128, 64, 32), True: (256, 128, 64)}
+_LOADS = {False: 5.0, True: 30.0}  # how much a small tile's loads cost: times the sum of 1 / edge
+_TILE_SECONDS = 1.5e-6  # to fill the pipeline from memory and to store the result
+_SPLITS = (1, 2, 4, 8, 16)
+_UNEVEN_SHARE = 0.6  # share of the rate where rows in memory are no multiple of 16 bytes
+
+
+def cube(flops: int) -> Shape:
+    """The shape of a matmul of which nothing but the flops is known: rows, columns and terms alike."""
+    edge = max(round((flops / 2) ** (1 / 3)), 1)
+    return 1, edge, edge, edge, 0
+
+
+@lru_cache(maxsize=100_000)
+def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> float:
+    """Seconds of the arithmetic of a matmul (see shapes.py) at `rate` FLOP/s for large ones."""
+    batch, rows, columns, terms, flag = shape
+    each = rate / gpu.sms * (_UNEVEN_SHARE if flag == UNEVEN and tensor_cores else 1.0)
+    full = sum(1 / edge for edge in _LARGEST[tensor_cores])
+    best = float("inf")
+    for high, wide in _tiles(tensor_cores, batch > 1 and gpu.arch[0] == 8):
+        tiles = batch * -(-rows // high) * -(-columns // wide)
+        share = 1 / (1 + _LOADS[tensor_cores] * max(1 / high + 1 / wide - full, 0.0))
+        for split in _SPLITS if batch == 1 else (1,):
+            if split > 1 and not tensor_cores and tiles * split > gpu.sms:
+                break
+            waves = -(-tiles * split // gpu.sms)
+            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS)
+            if split > 1:  # the parts are written and read in fp32
+                seconds += 2 * 4 * rows * columns * split / (gpu.bandwidth * gpu.bandwidth_efficiency)
+            best = min(best, seconds)
+    return best
+
+
+def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
+    """Seconds of a 3 x 3 convolution in fp32 by Winograd's F(4x4, 3x3), infinite where `shape` is none.
+
+    36 products stand for the 144 of each 4 x 4 pixels; inputs and results are transformed, by way of memory
+    (Lavin and Gray 2016, arXiv:1509.09308; rules/cudnn.py has the same scratch).
+    """
+    if shape[4] != WINOGRAD:
+        return float("inf")
+    _, pixels, columns, terms, _ = shape
+    tiles, channels = -(-pixels // 16), terms // 9
+    moved = 2 * 36 * 4 * (channels * columns + tiles * (channels + columns))
+    multiply = matmul_seconds((36, tiles, columns, channels, 0), rate, False, gpu)
+    return multiply + moved / (gpu.bandwidth * gpu.bandwidth_efficiency)
+
+
+@lru_cache(maxsize=8)
+def _tiles(tensor_cores: bool, one: bool) -> list[tuple[int, int]]:
+    """Tiles to choose from; cuBLAS's batched fp32 matmuls on Ampere and Ada have one (all 1,500 that were timed)."""
+    if one and not tensor_cores:
+        return [_LARGEST[False]]
+    edges = _EDGES[tensor_cores]
+    most = _LARGEST[tensor_cores][0] * _LARGEST[tensor_cores][1]
+    return [(high, wide) for high in edges for wide in edges if high * wide <= most]

@@ -1,0 +1,205 @@
+"""The sizes that a kernel's time depends on beside its flops and bytes, as the fewest whole numbers.
+
+matmuls: (batch, rows, columns, terms of each sum, UNEVEN where rows in memory are no multiple of 16 bytes or 0)
+convolutions: the same of the matmul that they are, groups as batch; WINOGRAD where a window of 3 x 3 moves by 1
+attention: (batch x heads, queries, keys, head size)
+norms and softmax: (rows, bytes of a row)
+transforms: (half passes over the data,)
+elementwise: (elements, CAST) or (elements, STRIDED) where a thread takes its elements one by one, () where it loads
+    16 bytes at once along memory; (elements, INDEXED) of what is fetched, or added to, by index
+nll loss: (rows,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+Shape = tuple[int, ...]
+Rule = Callable[[tuple[Any, ...], Any], Shape]
+VECTOR = 16  # bytes that a thread loads at once
+FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
+
+
+UNEVEN, WINOGRAD = 1, 2
+CAST, STRIDED, INDEXED = 1, 2, 3
+
+
+def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
+    """The sizes of one call."""
+    return _rule(func)(args, out)
+
+
+@cache
+def _rule(func: OpOverload) -> Rule:
+    op = func._schema.name.partition("::")[2]
+    if op in _RULES:
+        return _RULES[op]
+    if "attention" in op:
+        return _attention_backward if "backward" in op else _attention
+    if op in _COPIES or torch.Tag.pointwise in func.tags:
+        return _elementwise
+    return _nothing
+
+
+def _matmul(first: int) -> Rule:
+    """Of two matrices, or two batches of them, that stand at `first` among the arguments."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        left, right = args[first], args[first + 1]
+        *batch, rows, terms = left.shape
+        uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
+        return prod(batch), rows, right.shape[-1], terms, UNEVEN if uneven else 0
+
+    return shape
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    """Bytes from one row in memory to the next (of a transposed matrix, one column to the next)."""
+    steps = [step for size, step in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True) if size > 1]
+    return max(steps, default=VECTOR) * matrix.itemsize
+
+
+def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
+    return _as_matmul(args[0], args[1], out, args[3], args[5], args[8], transposed=args[6])
+
+
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    """Of the half towards the input; the one towards the weight has as many flops."""
+    return _as_matmul(args[1], args[2], args[0], args[4], args[6], args[9], transposed=args[7])
+
+
+def _as_matmul(
+    given: Tensor, weight: Tensor, result: Tensor, stride: Any, dilation: Any, groups: int, transposed: bool
+) -> Shape:
+    """The matmul of a convolution: pixels of the result by its channels, over the values under the window."""
+    pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
+    window = prod(weight.shape[2:])
+    terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
+    plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
+    winograd = plain and tuple(weight.shape[2:]) == (3, 3)
+    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, WINOGRAD if winograd else 0
+
+
+def _attention(args: tuple[Any, ...], out: Any) -> Shape:
+    query, key = args[0], args[1]
+    return prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+
+
+def _attention_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    return _attention(args[1:], out)
+
+
+def _nothing(args: tuple[Any, ...], out: Any) -> Shape:
+    return ()
+
+
+def _indexed(args: tuple[Any, ...], out: Any) -> Shape:
+    return (out.numel() if isinstance(out, Tensor) else 0), INDEXED
+
+
+def _indexed_from(at: int) -> Rule:
+    """Of what adds the tensor at `at` among the arguments to rows by index."""
+    return lambda args, out: (args[at].numel() if isinstance(args[at], Tensor) else 0, INDEXED)
+
+
+def _rows(at: int) -> Rule:
+    return lambda args, out: (args[at].shape[0] if args[at].dim() > 1 else 1,)
+
+
+def _softmax(at: int) -> Rule:
+    """Of a softmax over the dimension that stands at `at`."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        given = args[0]
+        size = given.shape[args[at]] if given.dim() else 1
+        return given.numel() // max(size, 1), size * given.itemsize
+
+    return shape
+
+
+def _norm(first: int) -> Rule:
+    """Of a norm over the sizes that stand at `first + 1`, its input at `first`."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        given, sizes = args[first], args[first + 1]
+        length = prod(sizes)
+        return given.numel() // max(length, 1), length * given.itemsize
+
+    return shape
+
+
+def _fft(args: tuple[Any, ...], out: Any) -> Shape:
+    """A pass for each dimension, two for a long one, one to make the input contiguous and one to scale the result.
+
+    A transform of real numbers makes half of its result, the other half is copied from it, conjugate
+    (ATen/native/cuda/SpectralOps.cpp).
+    """
+    given, dims, normalization, last = args[:4]
+    passes = sum(1 if given.shape[dim] <= FFT_IN_ONE_PASS else 2 for dim in dims)
+    passes += bool(normalization) + (not given.is_contiguous())
+    return (2 * passes + (not given.is_complex() and not last),)
+
+
+def _elementwise(args: tuple[Any, ...], out: Any) -> Shape:
+    """Elements, where an operand does not lie as the result does (transposed or broadcast), or is of another type.
+
+    What narrows fp32 has kernels of its own that need no cast (ATen/native/cuda/Copy.cu).
+    """
+    result = out if isinstance(out, Tensor) else args[0]
+    if not isinstance(result, Tensor):
+        return ()
+    strides, cast = _steps(result), False
+    for operand in args:
+        if isinstance(operand, Tensor) and operand.dim():
+            if _steps(operand) != strides:
+                return max(result.numel(), operand.numel()), STRIDED
+            cast = cast or (operand.dtype != result.dtype and operand.itemsize <= result.itemsize)
+    return (result.numel(), CAST) if cast else ()
+
+
+def _steps(tensor: Tensor) -> list[tuple[int, int]]:
+    return [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+_COPIES = ("clone", "copy_", "_to_copy", "contiguous")
+_RULES: dict[str, Rule] = {
+    "mm": _matmul(0),
+    "bmm": _matmul(0),
+    "addmm": _matmul(1),
+    "baddbmm": _matmul(1),
+    "_grouped_mm": _matmul(0),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_softmax": _softmax(1),
+    "_log_softmax": _softmax(1),
+    "_softmax_backward_data": _softmax(2),
+    "_log_softmax_backward_data": _softmax(2),
+    "native_layer_norm": _norm(0),
+    "native_layer_norm_backward": _norm(1),
+    "_fused_rms_norm": _norm(0),
+    "_fused_rms_norm_backward": _norm(1),
+    "embedding": _indexed,
+    "index_select": _indexed,
+    "index": _indexed,
+    "gather": _indexed,
+    "embedding_dense_backward": _indexed_from(0),
+    "index_add": _indexed_from(3),
+    "index_put": _indexed_from(2),
+    "index_put_": _indexed_from(2),
+    "scatter": _indexed_from(2),
+    "scatter_": _indexed_from(2),
+    "scatter_add": _indexed_from(3),
+    "scatter_add_": _indexed_from(3),
+    "nll_loss_forward": _rows(0),
+    "nll_loss_backward": _rows(1),
+    "_fft_c2c": _fft,
+    "_fft_r2c": _fft,
+    "_fft_c2r": _fft,
+}

@@ -1,0 +1,220 @@
+"""Seconds of single kernels: rooflines computed by hand, tiles and waves, caches, elements taken one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.record import kernels, opinfo
+from ckpt_ft.memory.record.events import Op
+from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
+from ckpt_ft.memory.record.matmuls import matmul_seconds, winograd_seconds
+from ckpt_ft.memory.record.shapes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD
+
+aten = torch.ops.aten
+# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.
+ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
+CACHED = replace(ROUND, l2=40 * 10**6)
+
+
+def busy(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels_=1, shape=(), gpu=ROUND):
+    """Seconds of a kernel without its start and end."""
+    op = Op(name, flops, nbytes, dtype, "forward", "", 0, kernels_, shape=shape)
+    return kernels.device_seconds(op, gpu) - kernels_ * (KERNEL_RAMP + KERNEL_GAP)
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_elementwise_takes_its_memory_traffic():
+    assert busy("aten.add.Tensor", nbytes=10**9) == pytest.approx(1e-3)
+
+
+def test_what_fits_in_the_cache_is_faster():
+    cached = 20 * 100 * CACHED.clock  # bytes a second
+    assert busy("aten.add.Tensor", nbytes=20 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached)
+    assert busy("aten.add.Tensor", nbytes=40 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached + 20e6 / 1e12)
+    assert busy("aten.add.Tensor", nbytes=60 * 10**6, gpu=CACHED) == pytest.approx(60e6 / 1e12)
+
+
+def test_norms_with_statistics_read_their_input_twice():
+    assert busy("aten.native_batch_norm.default", nbytes=10**9) == pytest.approx(1.5e-3)
+
+
+def test_rows_are_read_again_when_they_do_not_fit():
+    """Softmax reads a row three times: from memory where the rows in work are more than the cache holds."""
+    short, long = (2**20, 2**10), (2**10, 2**20)  # rows, bytes of a row: 1 GiB of each
+    moved = 2 * 2**30
+    assert busy("aten._softmax.default", nbytes=moved, shape=short, gpu=CACHED) == pytest.approx(moved / 1e12)
+    assert busy("aten._softmax.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(2 * moved / 1e12)
+    backward = busy("aten._log_softmax_backward_data.default", nbytes=moved, shape=long, gpu=CACHED)
+    assert backward == pytest.approx(1.5 * moved / 1e12)
+    assert busy("aten.native_layer_norm.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(
+        1.5 * moved / 1e12
+    )
+
+
+@pytest.mark.parametrize(("how", "cycles"), [(CAST, 0.9), (STRIDED, 0.9), (INDEXED, 2.0)])
+def test_elements_taken_one_by_one(how, cycles):
+    elements = 10**9
+    found = busy("aten.mul.Tensor", nbytes=10**6, shape=(elements, how))
+    assert found == pytest.approx(elements * cycles / (100 * ROUND.clock))
+
+
+def test_which_elements_are_taken_one_by_one():
+    x, row = meta(64, 32), meta(32)
+    shape = lambda func, args, out: opinfo.measure(func, args, {}, out).shape  # noqa: E731
+    assert shape(aten.mul.Tensor, (x, x), x) == ()
+    assert shape(aten.mul.Tensor, (x, 2.0), x) == ()
+    assert shape(aten.mul.Tensor, (x, row), x) == (2048, STRIDED)
+    assert shape(aten.mul.Tensor, (x.t(), x.t()), x.t()) == ()  # both lie alike
+    assert shape(aten.clone.default, (x.t(),), meta(32, 64)) == (2048, STRIDED)
+    assert shape(aten._to_copy.default, (meta(64, 32, dtype=torch.bfloat16),), x) == (2048, CAST)
+    assert shape(aten._to_copy.default, (x,), meta(64, 32, dtype=torch.bfloat16)) == ()  # narrowing has its own kernel
+    assert shape(aten.embedding.default, (meta(1000, 32), meta(64)), x) == (2048, INDEXED)
+
+
+def test_bytes_are_those_that_lie_in_memory():
+    x = meta(64, 32)
+    spread = torch.empty(1, 32, device="meta").expand(64, 32)
+    assert opinfo.measure(aten.add.Tensor, (x, spread), {}, x).nbytes == (2 * 64 * 32 + 32) * 4
+    lists = ([x, x], [x, x])
+    assert (
+        opinfo.measure(aten._foreach_add_.List, lists, {}, None).nbytes == 3 * 2 * x.nbytes
+    )  # in place: it returns nothing
+    assert opinfo.measure(aten._foreach_add.List, lists, {}, [x, x]).nbytes == 3 * 2 * x.nbytes
+    labels = meta(64, dtype=torch.long)
+    loss = opinfo.measure(aten.nll_loss_forward.default, (x, labels, None, 1, -100), {}, (meta(), meta()))
+    assert (loss.nbytes, loss.shape) == (2 * 2 * 4, (64,))  # one logit of a row, not all
+
+
+def test_a_large_matmul_takes_its_arithmetic():
+    edge = 25600
+    shape = (1, edge, edge, edge, 0)
+    assert busy(flops=2 * edge**3, shape=shape) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
+    assert busy(flops=2 * edge**3) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)  # as a cube
+
+
+def test_a_small_matmul_leaves_sms_idle():
+    """10 x 10 tiles of 128 x 128 fill 100 SMs once; the next row of tiles needs a second wave."""
+    one, two = (matmul_seconds((1, rows, 1280, 4096, 0), 10e12, False, ROUND) for rows in (1280, 1408))
+    assert one == pytest.approx(2 * 1280 * 1280 * 4096 / 10e12, rel=1e-2)
+    assert 1.1 < two / one <= 2.0
+    assert matmul_seconds((1, 1280, 1280, 65536, 0), 10e12, False, ROUND) == pytest.approx(16 * one, rel=1e-2)
+
+
+def test_a_skinny_matmul_is_no_cube():
+    """LoRA's: 4096 x 32 x 4096 has the flops of a cube of 812, and takes longer: its tiles are half empty."""
+    skinny = matmul_seconds((1, 4096, 32, 4096, 0), 100e12, True, ROUND)
+    cube = matmul_seconds((1, 812, 812, 812, 0), 100e12, True, ROUND)
+    assert skinny > 1.3 * cube
+
+
+def test_long_sums_are_split():
+    """A result of one tile would keep one SM busy for 21 ms; four small tiles in 16 parts keep 64 busy."""
+    alone = 2 * 128 * 128 * 65536 / (10e12 / 100)
+    loads = 1 + 5 * (1 / 64 + 1 / 64 - 1 / 64)
+    found = matmul_seconds((1, 128, 128, 65536, 0), 10e12, False, ROUND)
+    assert found == pytest.approx(alone / 64 * loads, rel=0.02)
+
+
+def test_rows_that_start_anywhere_are_slower():
+    even, uneven = ((1, 8192, 8192, 8192, flag) for flag in (0, UNEVEN))
+    ratio = matmul_seconds(uneven, 100e12, True, ROUND) / matmul_seconds(even, 100e12, True, ROUND)
+    assert ratio == pytest.approx(1 / 0.6, rel=1e-2)
+    odd = opinfo.measure(
+        aten.mm.default, (meta(64, 32, dtype=torch.half), meta(32, 50257, dtype=torch.half)), {}, None
+    )
+    assert odd.shape == (1, 64, 50257, 32, UNEVEN)
+    t = opinfo.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
+    assert t.shape == (1, 64, 50257, 32, 0)  # along memory its rows are 128 bytes
+
+
+def test_what_may_be_rounded_to_tf32_says_so():
+    a, images, weight = meta(64, 64), meta(1, 3, 8, 8), meta(4, 3, 1, 1)
+    convolve = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    def dtypes():
+        mm = opinfo.measure(aten.mm.default, (a, a), {}, a)
+        return mm.dtype, opinfo.measure(aten.convolution.default, convolve, {}, meta(1, 4, 8, 8)).dtype
+
+    assert dtypes() == ("float32", "tf32")  # torch's defaults
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert dtypes() == ("tf32", "tf32")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    t4 = find_gpu("t4")  # which has no TF32
+    same = [busy(flops=10**12, dtype=dtype, gpu=t4) for dtype in ("float32", "tf32")]
+    assert same[0] == same[1]
+
+
+def test_complex_numbers_multiply_four_times():
+    a, b = meta(64, 32, dtype=torch.complex64), meta(32, 16, dtype=torch.complex64)
+    assert opinfo.measure(aten.mm.default, (a, b), {}, meta(64, 16)).flops == 4 * 2 * 64 * 32 * 16
+
+
+def test_small_windows_are_convolved_by_winograd_in_fp32():
+    args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    work = opinfo.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
+    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD)
+    direct = matmul_seconds(work.shape, 10e12, False, ROUND)
+    assert 1.5 < direct / winograd_seconds(work.shape, 10e12, ROUND) < 4
+    strided = (*args[:3], [2, 2], *args[4:])
+    assert opinfo.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "rate"),
+    [
+        ("aten.mm.default", "bfloat16", 100e12),
+        ("aten.mm.default", "float32", 10e12),
+        ("aten.convolution_backward.default", "tf32", 20e12),
+        ("aten.mm.default", "tf32", 20e12),
+        ("aten._scaled_dot_product_flash_attention.default", "float16", 82e12),
+        ("aten._scaled_dot_product_flash_attention_backward.default", "float16", 69e12),
+        ("aten._scaled_dot_product_efficient_attention_backward.default", "float16", 33e12),
+        ("aten._scaled_dot_product_efficient_attention.default", "float32", 6.5e12),
+    ],
+)
+def test_rates_by_kind_of_op(name, dtype, rate):
+    flops = 2 * 25600**3
+    assert busy(name, flops, 0, dtype) == pytest.approx(flops / rate, rel=2e-3)
+
+
+def test_attention_by_head_size_and_card():
+    name, flops = "aten._scaled_dot_product_flash_attention.default", 10**15
+    wide, narrow = (busy(name, flops, shape=(64, 4096, 4096, head)) for head in (128, 64))
+    assert wide / narrow == pytest.approx(0.88)
+    hopper = replace(ROUND, arch=(9, 0))
+    assert wide / busy(name, flops, shape=(64, 4096, 4096, 128), gpu=hopper) == pytest.approx(0.62)
+    cudnn = busy(name.replace("flash", "cudnn"), flops, shape=(64, 4096, 4096, 128), gpu=hopper)
+    assert wide == pytest.approx(cudnn)
+
+
+def test_transforms_pass_over_the_data():
+    given, real = meta(64, 256, 8192, dtype=torch.complex64), meta(64, 256)
+    halves = lambda func, *args: opinfo.measure(func, args, {}, given).shape  # noqa: E731
+    assert halves(aten._fft_c2c.default, given, [1], 0, True) == (2,)
+    assert halves(aten._fft_c2c.default, given, [1, 2], 2, False) == (2 * 4,)  # a long dimension, and it is scaled
+    assert halves(aten._fft_c2c.default, given.transpose(0, 1), [1], 0, True) == (2 * 2,)  # copied first
+    assert halves(aten._fft_r2c.default, real, [1], 0, True) == (2,)
+    assert halves(aten._fft_r2c.default, real, [1], 0, False) == (3,)  # the half that is conjugate
+    work = opinfo.measure(aten._fft_c2c.default, (given, [1, 2], 2, False), {}, given)
+    found = busy("aten._fft_c2c.default", 0, work.nbytes, work.dtype, shape=work.shape)
+    assert found == pytest.approx(4 * 2 * given.nbytes / 1e12)
+
+
+def test_the_loss_over_labels_is_one_block():
+    assert busy("aten.nll_loss_forward.default", nbytes=100, shape=(8192,)) == pytest.approx(8192 / 32 * 0.75e-6)
+
+
+def test_load_takes_from_the_rates():
+    held = replace(ROUND, sustained=0.8)
+    assert busy(flops=10**15, gpu=held) == pytest.approx(busy(flops=10**15) / 0.8, rel=1e-2)
+    assert held.clock == pytest.approx(0.8 * ROUND.clock)
+    assert find_gpu("h100-500w").efficiency == pytest.approx(find_gpu("h100").efficiency * (4 / 6) ** (1 / 3))
