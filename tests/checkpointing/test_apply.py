@@ -272,6 +272,16 @@ def test_refuses_a_model_without_blocks() -> None:
         apply_policy(make("mamba"), "modules:attention")
 
 
+def test_blocks_in_a_dict_that_counts() -> None:
+    """torchtitan's models: a stage of a pipeline has a part of the layers. Other dicts are no lists (PEFT's)."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict({key: nn.TransformerEncoderLayer(8, 2, 8) for key in ("4", "5", "7")})
+    assert apply_policy(model, "full").covered == ["layers.4", "layers.5", "layers.7"]
+    model.layers = nn.ModuleDict({key: nn.TransformerEncoderLayer(8, 2, 8) for key in ("a", "b")})
+    with pytest.raises(UserError, match="Module holds no repeated blocks"):
+        apply_policy(model, "full")
+
+
 def test_plain_stack_of_layers() -> None:
     stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     x = torch.randn(4, 8, requires_grad=True)

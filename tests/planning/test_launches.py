@@ -125,6 +125,7 @@ def test_a_launch_that_does_not_suit_is_left_out(monkeypatch: pytest.MonkeyPatch
     [
         Launch("ddp", 8, mixed_precision="bf16"),
         Launch("fsdp2", 16, 2, "bf16", reshard_after_forward=False, wrap=("LlamaDecoderLayer",)),
+        Launch("fsdp2", 2, wrap=None),
         Launch("zero1", 2),
         Launch("zero3", 4, mixed_precision="fp16"),
     ],

@@ -66,6 +66,22 @@ def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.delenv(name)
 
 
+@pytest.mark.usefixtures("second_of_four")
+def test_under_deepspeed_what_is_to_come_is_modelled_and_what_is_there_is_not(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    zero = {"stage": 2, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "none"}}
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero})
+    ahead = launch_ahead(args)
+    assert ahead is not None
+    assert (ahead.strategy, ahead.zero.reduce_bucket_size) == ("zero2", 1000)
+    zero["offload_optimizer"] = {"device": "cpu"}
+    with pytest.raises(UserError, match="DeepSpeed with offload_optimizer is not modelled"):
+        launch_ahead(args)
+    state = SimpleNamespace(deepspeed_plugin=args.deepspeed_plugin)
+    with pytest.raises(UserError, match="what DeepSpeed's engine has made of model and optimizer is not traced"):
+        launch_of(SimpleNamespace(num_processes=4, state=state))  # type: ignore[arg-type]
+
+
 def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

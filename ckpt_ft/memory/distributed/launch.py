@@ -89,9 +89,8 @@ class Launch:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Launch:
         """What `dataclasses.asdict` made, JSON in between or not."""
-        return cls(
-            **{**values, "wrap": values["wrap"] and tuple(values["wrap"]), "zero": ZeroOptions(**values["zero"])}
-        )
+        wrap = None if values["wrap"] is None else tuple(values["wrap"])
+        return cls(**{**values, "wrap": wrap, "zero": ZeroOptions(**values["zero"])})
 
 
 def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:

@@ -87,13 +87,13 @@ def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
             "choose the policy 'full'"
         )
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
-    if wrapping != "TRANSFORMER_BASED_WRAP":
+    if wrapping not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
         raise UserError(f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP")
     classes = options.get("transformer_layer_cls_to_wrap") or ""
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": _truth(options.get("reshard_after_forward", True)),
-        "wrap": tuple(name.strip() for name in classes.split(",") if name.strip()),
+        "wrap": None if wrapping == "NO_WRAP" else tuple(n.strip() for n in classes.split(",") if n.strip()),
     }
 
 
@@ -197,7 +197,7 @@ def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
             "fsdp_config": {
                 "fsdp_version": 2,
                 "fsdp_activation_checkpointing": False,
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_auto_wrap_policy": "NO_WRAP" if launch.wrap is None else "TRANSFORMER_BASED_WRAP",
                 "fsdp_cpu_ram_efficient_loading": True,
                 "fsdp_offload_params": False,
                 "fsdp_reshard_after_forward": launch.reshard_after_forward,

@@ -192,7 +192,7 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
         assert all(map(operator.is_, asked.model.parameters(), parameters))
         assert dist.get_world_size() == 4
         assert torch._C._distributed_c10d._resolve_process_group(group.group_name) is not None
-        with pytest.raises(UserError, match="'fsdp2 on 8 GPUs': the model is sharded already, over 4 processes"):
+        with pytest.raises(UserError, match="'fsdp2, on 8 GPUs': the model is sharded already, over 4 processes"):
             replace(asked, launch=Launch("fsdp2", 8)).trace(2)
     assert not dist.is_initialized()
 
