@@ -50,6 +50,8 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
 def check_writable(path: str | Path, flag: str) -> None:
     """Raises UserError where `flag` asks for a file that `write` could not write: said before long work, not after."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: is a directory; give a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         trial = _beside(path)
@@ -57,8 +59,6 @@ def check_writable(path: str | Path, flag: str) -> None:
         trial.unlink()
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be written ({error.strerror})") from error
-    if path.is_dir():
-        raise UserError(f"{flag} {path}: is a directory; give a file")
 
 
 def sweep(directory: Path) -> None:

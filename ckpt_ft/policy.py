@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import UserError
+from .units import whole_number
 
 SCOPES = ("none", "full", "every", "first", "segments", "sqrt", "stages", "modules")
 OP_GROUPS = ("attention", "matmul", "conv", "router")
@@ -179,9 +180,10 @@ def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
 
 
 def _number(name: str, detail: str, text: str) -> int:
-    if not detail.isdecimal() or int(detail) < 1:
+    number = whole_number(detail)
+    if not number:
         raise UserError(f"policy '{text}': '{name}' needs a whole number of at least 1 after it, as in {name}:2")
-    return int(detail)
+    return number
 
 
 def _validate(policy: Policy) -> None:
@@ -207,7 +209,7 @@ def _validate_members(policy: Policy) -> None:
                 raise UserError(f"modules: no submodule '{member}'{_meant(member, MEMBERS)} ({', '.join(MEMBERS)})")
     elif policy.scope == "stages":
         for member in policy.members:
-            if not member.isdecimal() or int(member) < 1:
+            if not whole_number(member):
                 raise UserError(f"stages: '{member}' is no stage number; stages count from 1, as in stages:3+4")
     elif policy.members:
         raise UserError(f"'{policy.scope}' takes no members (given: {'+'.join(policy.members)})")
@@ -216,7 +218,7 @@ def _validate_members(policy: Policy) -> None:
 def _validate_group(group: str) -> None:
     fraction = _GROUP.fullmatch(group)
     name = fraction[1] if fraction else group
-    if fraction and (name != "matmul" or int(fraction[2]) < 2):
+    if fraction and (name != "matmul" or (whole_number(fraction[2]) or 0) < 2):
         raise UserError(f"save: '{group}' is not an op group; only matmul takes a fraction, from matmul/2 up")
     if name not in OP_GROUPS and not _OP_NAME.fullmatch(group):
         raise UserError(
@@ -241,7 +243,7 @@ def _validate_unions(policy: Policy) -> None:
 
 
 def _member_order(member: str) -> tuple[int, str]:
-    return (int(member) if member.isdecimal() else 0, member)
+    return (whole_number(member) or 0, member)
 
 
 def _canonical_order(group: str) -> tuple[int, str]:

@@ -27,6 +27,11 @@ _FACTORS = {
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+def whole_number(text: str) -> int | None:
+    """The count that `text` writes in digits; None where it is none, or has more digits than any count."""
+    return int(text) if text.isdecimal() and len(text) < 19 else None
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes of `"24GiB"`, `"600 MiB"`, `"24G"` (GiB), `"1.5GB"` (10**9) or a plain count of bytes.
 

@@ -9,6 +9,7 @@ import pytest
 from fuzz import assert_one_line, damaged
 from rich.console import Console
 
+from ckpt_ft.cli.asked import _peft
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -103,6 +104,22 @@ def test_configs(tmp_path: Path) -> None:
             refused += 1
             assert_one_line(error, number)
     assert refused > 30
+
+
+def test_configurations_of_adapters(tmp_path: Path) -> None:
+    path, config = tmp_path / "adapter_config.json", tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+             "rank_pattern": {"q_proj": 2}, "modules_to_save": None, "bias": "none"}  # fmt: skip
+    refused = 0
+    for number, content in enumerate(damaged(given, seed=6)):
+        path.write_bytes(content)
+        try:
+            load(str(config), Settings(seq_length=16, peft=_peft(str(path))), "cpu")
+        except UserError as error:
+            refused += 1
+            assert_one_line(error, number)
+    assert refused > 20
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])

@@ -9,6 +9,7 @@ import pytest
 from fuzz import ROUNDS, assert_one_line, damaged_lines, damaged_yaml
 from PIL import Image
 
+from ckpt_ft.cli.training_file import with_file
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.training.arguments import ACArguments
@@ -38,12 +39,11 @@ def refusals(path: Path, contents: Iterable[bytes], read: Callable[[], object]) 
 
 
 LLM = (ModelArguments, DataArguments, ACArguments, RunArguments)
+RECIPES = ("llm/qwen2.5_0.5b_full.yaml", "diffusion/sdxl_lora_24gb.yaml")
 UNET = (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "classes"), [("llm/qwen2.5_0.5b_full.yaml", LLM), ("diffusion/sdxl_lora_24gb.yaml", UNET)]
-)
+@pytest.mark.parametrize(("name", "classes"), list(zip(RECIPES, (LLM, UNET), strict=True)))
 def test_a_recipes_flags(name: str, classes: tuple[type, ...], tmp_path: Path) -> None:
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     text = (ROOT / "recipes" / name).read_text(encoding="utf-8").replace("bf16: true", "bf16: false")
@@ -59,6 +59,26 @@ def test_launches(tmp_path: Path) -> None:
     for seed, text in enumerate(texts):
         refusals(path, damaged_yaml(text, seed, ROUNDS // len(texts)), lambda: str(read_launch(path)))
     assert len(texts) > 3
+
+
+AXOLOTL = """base_model: HuggingFaceTB/SmolLM2-135M
+adapter: qlora
+load_in_4bit: true
+lora_r: 8
+lora_target_modules: [q_proj, k_proj]
+sequence_len: 512
+optimizer: adamw_bnb_8bit
+bf16: auto
+"""
+
+
+def test_trainings_to_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    texts = [(ROOT / "recipes" / name).read_text(encoding="utf-8") for name in RECIPES]
+    for seed, text in enumerate([AXOLOTL, *texts]):
+        refusals(path, damaged_yaml(text, seed, FEW), lambda: with_file(["estimate", "--config", str(path)]))
+    path.write_text("base_model: m\nadapter: lora\nlora_target_modules: .nan\n")
+    assert "--lora-targets nan" in " ".join(with_file(["estimate", "--config", str(path)]))
 
 
 CHAT = [

@@ -16,7 +16,7 @@ from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import print_table
-from ckpt_ft.units import format_at_least, format_bytes, format_number
+from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 from ckpt_ft.workloads.settings import Settings
 
 from .asked import takes
@@ -174,9 +174,10 @@ def register(app: typer.Typer) -> None:
 def _batch(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text)
+    if not number:
         raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
-    return int(text)
+    return number
 
 
 def _read(path: Path) -> Plan | None:

@@ -118,10 +118,10 @@ class Described:
         if not (self.get("use_peft") or adapter or self.kind == "diffusion_unet"):
             return
         targets = self.get("lora_targets")
-        targets = [targets] if isinstance(targets, str) else targets or []
+        targets = targets if isinstance(targets, list) else [targets] if targets else []
         self.get("lora_target_linear")
         yield "lora", rank or (None if self.kind == "diffusion_unet" else 16)
-        yield "lora-targets", ",".join(target for target in targets if target != "all-linear")
+        yield "lora-targets", ",".join(str(target) for target in targets if target != "all-linear")
         yield "lora-dropout", self.get("lora_dropout")
         yield "dora", self.get("dora")
         quantised = bool(self.get("load_in_4bit"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
+from ckpt_ft.reading import library_reads
 
 from .settings import DTYPES, LORA_DROPOUT, Settings
 from .valueless import Valueless
@@ -28,12 +29,9 @@ def adapt(model: Any, settings: Settings) -> Any:
 
     on_meta = next(model.parameters()).is_meta
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
-    try:
-        with torch.device("meta" if on_meta else "cpu"), values:
-            adapted = get_peft_model(model, _configuration(settings))
-    except (ValueError, TypeError, ImportError, KeyError) as error:
-        asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
-        raise UserError(f"{asked}: {one_line(error, 200)}") from error
+    asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
+    with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
+        adapted = get_peft_model(model, _configuration(settings))
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:

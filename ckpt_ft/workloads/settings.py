@@ -16,6 +16,7 @@ from ckpt_ft.memory.distributed.launch import Launch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQ_LENGTH = 1024
+_MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
 LORA_DROPOUT = 0.05  # of the recipes that train transformers models
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
@@ -99,6 +100,9 @@ class Settings:
         _one_of("attention implementation", self.attn_implementation, ATTENTION)
         _one_of("rows", self.rows, ROWS)
         AllocatorSettings.parse(self.alloc_conf)
+        for name in ("seq_length", "resolution", "frames", "accumulation", "lora_r"):
+            if getattr(self, name) > _MOST:
+                raise UserError(f"{name.replace('_', ' ')} {getattr(self, name)}: at most {_MOST}")
         if self.seq_length < 2:
             raise UserError(f"sequence length {self.seq_length}: a sequence has at least 2 tokens")
         if self.lora_r < 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_step
 
@@ -37,6 +37,7 @@ Answer = TypeVar("Answer")
 # Micro-batches of a step that a trace runs: the second meets gradients, others are like it; of several processes' the
 # last, which alone synchronises.
 RECORDED, RECORDED_LAUNCHED = 2, 3
+_MOST = 2**40  # samples
 
 
 class Engine(Protocol):
@@ -179,10 +180,10 @@ class Workload:
         length: None for the worst there is.
 
         Raises:
-            UserError: `samples` is below 1.
+            UserError: `samples` is no number of a batch.
         """
-        if samples < 1:
-            raise UserError(f"batch size {samples}: a batch has at least 1 sample")
+        if not 1 <= samples <= _MOST:
+            raise UserError(f"batch size {samples}: a batch has at least 1 sample, and no more than memory has bytes")
         if length is None and self.lengths is not None:
             length = self.lengths.longest
         if self.loop is not None:
@@ -211,16 +212,25 @@ class Workload:
         return self.whole(self.trace_of(self.step(samples)))
 
     def trace_of(self, step: Step, warmup_steps: int = 1) -> StepTrace:
-        """The trace of one of the workload's steps as it is launched."""
-        return trace_step(
-            self.model,
-            step,
-            make_optimizer=self.make_optimizer,
-            device=self.device,
-            warmup_steps=warmup_steps,
-            launch=self.launch,
-            alloc_conf=self.alloc_conf,
-        )
+        """The trace of one of the workload's steps as it is launched.
+
+        Raises:
+            UserError: a tensor of it has more bytes than can be counted.
+        """
+        try:
+            return trace_step(
+                self.model,
+                step,
+                make_optimizer=self.make_optimizer,
+                device=self.device,
+                warmup_steps=warmup_steps,
+                launch=self.launch,
+                alloc_conf=self.alloc_conf,
+            )
+        except RuntimeError as error:
+            if "overflow" not in str(error):  # torch's word for it
+                raise
+            raise UserError(f"no memory holds such a batch ({one_line(error, 200)}); give a smaller one") from error
 
     def whole(self, trace: StepTrace) -> StepTrace:
         """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import MIB
+from ckpt_ft.units import MIB, whole_number
 
 MIN_BLOCK = 512  # every size is rounded up to a multiple of it
 _INTERVALS = 16  # roundup_power2_divisions has one entry per power of two from 1 MiB to 64 GiB
@@ -112,9 +112,10 @@ def _boolean(key: str, value: str) -> bool:
 
 
 def _integer(key: str, value: str, least: int) -> int:
-    if not value.isdecimal() or int(value) < least:
+    number = whole_number(value)
+    if number is None or number < least:
         raise UserError(f"allocator settings '{key}:{value}': write a whole number of MiB, at least {least}")
-    return int(value)
+    return number
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
@@ -139,8 +140,8 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _power_of_two(key: str, text: str, zero: bool) -> int:
-    number = int(text) if text.isdecimal() else -1
-    if number < 0 or number & (number - 1) or (number == 0 and not zero):
+    number = whole_number(text)
+    if number is None or number & (number - 1) or (number == 0 and not zero):
         example = "write it as in 4 or [256:1,512:2,>:8]"
         raise UserError(f"allocator settings '{key}': '{text}' is not a power of two; {example}")
     return number

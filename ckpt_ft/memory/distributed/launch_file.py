@@ -10,6 +10,7 @@ import yaml
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import load_yaml
+from ckpt_ft.units import whole_number
 
 from .launch import Launch
 from .zero_options import ZeroOptions
@@ -155,9 +156,10 @@ def _truth(value: Any) -> bool:
 
 
 def _count(value: Any, name: str, path: str | Path) -> int:
-    if not str(value).isdecimal() or int(value) < 1:
+    number = whole_number(str(value))
+    if not number:
         raise UserError(f"launch {path}: {name} {value}: give a whole number of at least 1")
-    return int(value)
+    return number
 
 
 _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
