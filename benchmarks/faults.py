@@ -87,8 +87,8 @@ class Chain:
 
     def __str__(self) -> str:
         return (
-            f"{self.recipe}: {self.kills} kills, {self.within_a_write} of them within a write, which left "
-            f"{self.half_written} things half-written; of {sum(self.again)} steps made again at most "
+            f"{self.recipe}: {self.kills} kills, {self.within_a_write} of them within a write; {self.half_written} "
+            f"left a checkpoint half-written; of {sum(self.again)} steps made again at most "
             f"{max(self.again, default=0)} at once; steps lost: {len(self.lost)}; torn checkpoints taken for whole: "
             f"{len(self.torn)}; unequal losses and weights: {', '.join(self.unequal) or 0}"
         )
@@ -99,12 +99,14 @@ class Started:
     """A run in a process of its own.
 
     resumed: the step of the checkpoint that it goes on from, 0 for a fresh one. printed: bytes of its log before it.
+    at: when, in seconds since the epoch.
     """
 
     process: BaseProcess
     out: Path
     resumed: int
     printed: int
+    at: float
 
     @property
     def running(self) -> bool:
@@ -135,7 +137,7 @@ def start(recipe: str, out: Path, steps: int) -> Started:
     printed = log_of(out).stat().st_size
     process = FORKED.Process(target=run_recipe, args=(argv, log_of(out)))
     process.start()
-    return Started(process, out, step_of(latest), printed)
+    return Started(process, out, step_of(latest), printed, time.time())
 
 
 def run_recipe(argv: list[str], log: Path) -> None:
@@ -194,9 +196,10 @@ def kill_once(run: Started, within: bool, number: int, draw: random.Random) -> b
     return True
 
 
-def half_written(out: Path) -> int:
-    """Checkpoints without a manifest, and what is still under a hidden name."""
-    return sum(read_manifest(path) is None for path in checkpoints(out)) + len(list(out.glob(".*checkpoint-*")))
+def left_half(run: Started) -> bool:
+    """Whether the run left a checkpoint without a manifest, or under a hidden name."""
+    torn = [path for path in checkpoints(run.out) if read_manifest(path) is None]
+    return any(path.stat().st_mtime > run.at for path in [*torn, *run.out.glob(".*checkpoint-*")])
 
 
 def reads(checkpoint: Path) -> bool:
@@ -244,7 +247,7 @@ def chain(recipe: str, kills: int, seed: int, number: int, root: Path) -> Chain:
             break
         done.kills += 1
         done.within_a_write += within
-        done.half_written += half_written(out)
+        done.half_written += left_half(run)
         latest = last_complete_checkpoint(str(out))
         done.again.append(run.step - step_of(latest))
         if latest and not reads(Path(latest)):
