@@ -30,8 +30,19 @@ PLAN = Plan(
 PEAKS = {"forward": {"allocated": 2**20}, "backward": {"allocated": 2**21, "reserved": 2**22, "active": 2**21}}
 REPORT = MemoryReport(
     {"command": "llm.py", "policy": "full", "shapes": {"input_ids": [2, 32]}, "versions": {"torch": "2.13.0"}},
-    [RankMemory(0, "cpu", 10, 3, PEAKS, {"activations": 2**20, "parameters": 2**20}, [HOLDER], 0.1)],
-    Prediction("cpu", 2**21, {"forward": 2**20}),
+    [
+        RankMemory(
+            0,
+            "cpu",
+            10,
+            3,
+            PEAKS,
+            {"activations": 2**20, "parameters": 2**20},
+            [HOLDER],
+            0.1,
+            predicted=Prediction("cpu", 2**21, {"forward": 2**20}),
+        )
+    ],
     MaxBatch("cpu", 8, 7),
     [PolicyRow("none", 2**22, 0.3)],
     Timeline([1, 2], {"activations": [3, 4]}, [(1, "backward")], 2, [HOLDER], "measured"),
