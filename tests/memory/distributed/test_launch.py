@@ -199,12 +199,13 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
 
 def test_all_reduces_run_beside_backward() -> None:
     """The first bucket is on its way while the rest of backward runs; on the stream that computes it was not."""
-    launch = Launch("ddp", 8, link=2e9)
+    launch = Launch("ddp", 8, link=2e8)  # so slow that the network waits for nothing the host issues
     beside = llama(launch).trace(8)
     first = next(op for op in beside.ops if op.wire and op.at >= beside.start)
     serial = replace(beside, ops=[replace(op, stream="") for op in beside.ops])
     hidden = serial.seconds - beside.seconds
-    assert hidden == pytest.approx(collective_seconds(first.wire, launch, find_gpu("h100")), rel=0.5)
+    assert 0.1 < hidden / collective_seconds(first.wire, launch, find_gpu("h100")) < 1
+    assert hidden < beside.seconds_parts.compute  # no more than there is to compute meanwhile
 
 
 def test_a_trace_with_a_launch_is_json() -> None:

@@ -118,7 +118,7 @@ def test_a_wrong_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> No
 def test_policies_are_checked_and_made_canonical_when_parsed() -> None:
     (flags,) = parse_args([ACArguments], ["--ac_policy", "save:matmul+attention"])
     assert flags.ac_policy == "save:attention+matmul"
-    assert flags.reports == ("json", "md", "png")
+    assert flags.reports == ("json", "md", "html", "png")
     (plain,) = parse_args([ACArguments], ["--ac_report", "none"])
     assert (plain.policy, plain.reports) == (None, ())
 
