@@ -141,4 +141,6 @@ def _figures(o: Op) -> tuple[int, ...]:
 
 
 def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
-    return (o.name, o.module, o.flops, o.nbytes, o.dtype), (o.name, o.flops, o.nbytes, o.dtype)
+    """With its shape: a weight's gradient has the flops and bytes of its forward, and grows along another side."""
+    figures = o.flops, o.nbytes, o.dtype, o.shape
+    return (o.name, o.module, *figures), (o.name, *figures)

@@ -22,6 +22,9 @@ Show = Callable[[Path], "Page"]
 
 def report() -> MemoryReport:
     """Two ranks of 30 steps."""
+    predicted = Prediction(
+        "t4", 6 * GIB, {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}, 8 * GIB, 1.0
+    )
     ranks = []
     for rank in range(2):
         history = History()
@@ -31,11 +34,8 @@ def report() -> MemoryReport:
             "forward": {"allocated": 5 * GIB + 30, "reserved": 8 * GIB},
             "backward": {"allocated": (6 + rank) * GIB, "reserved": 8 * GIB},
         }
-        ranks.append(RankMemory(rank, "Tesla T4", 30, 30, peaks, history=history))
-    predicted = Prediction(
-        "t4", 6 * GIB, {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}, 8 * GIB, 1.0
-    )
-    return MemoryReport({"policy": "full"}, ranks, predicted=predicted)
+        ranks.append(RankMemory(rank, "Tesla T4", 30, 30, peaks, history=history, predicted=predicted))
+    return MemoryReport({"policy": "full"}, ranks)
 
 
 def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -
 
 def test_the_steps_of_a_rank(show: Show, tmp_path: Path) -> None:
     page = show(report().to_html(tmp_path / "report.html"))
-    page.get_by_role("button", name="rank 1").click()
+    page.get_by_role("button", name="rank 1", exact=True).click()
     picture = page.locator("svg[aria-label^='Peaks of rank 1']")
     assert picture.locator("polyline").count() == 2
     box = picture.bounding_box()

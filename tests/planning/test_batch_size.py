@@ -151,13 +151,13 @@ def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypa
 def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     small = MODELS["llama"]()
     peaks = measured(small, range(1, 9))
-    right = batch_size._predict
+    right = batch_size.largest_in_room
 
-    def wrong(*args: object) -> tuple[object, int]:
-        search, size = right(*args)
-        return search, max(1, round(size * factor))
+    def wrong(*args: object) -> tuple[object, int, int]:
+        estimates, size, needed = right(*args)
+        return estimates, max(1, round(size * factor)), needed
 
-    monkeypatch.setattr(batch_size, "_predict", wrong)
+    monkeypatch.setattr(batch_size, "largest_in_room", wrong)
     budget = peaks[8]
     found = find_max_batch_size(small.model, small.step_for_batch, budget, make_optimizer=small.make_optimizer)
     assert found.batch == 8
