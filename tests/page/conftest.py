@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from frames import settled
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -45,6 +46,7 @@ def show(browser: Browser) -> Iterator[Callable[[Path], Page]]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: opened.append(request.url))
         page.goto(path.as_uri())
+        settled(page)
         return page
 
     yield show

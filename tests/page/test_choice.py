@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import small_models
+from frames import settled
 
 from ckpt_ft.planning.choice_view import choice_view, write_survey
 from ckpt_ft.planning.survey import Survey, survey
@@ -35,10 +36,6 @@ def shown(page: Page) -> list[str]:
     aside = page.locator("aside").first
     head = aside.locator("h3").first.inner_text()
     return [head.removeprefix("Pick for "), aside.locator(".big").inner_text(), aside.locator("dd").first.inner_text()]
-
-
-def settled(page: Page) -> None:
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def test_the_pick_follows_the_budget_that_is_dragged(page: Page, surveyed: Survey) -> None:
@@ -73,6 +70,7 @@ def test_keys_move_the_budget(page: Page, surveyed: Survey) -> None:
 def test_flags_are_copied(page: Page, surveyed: Survey) -> None:
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.locator("aside .code button").first.click()
+    settled(page)
     best = surveyed.plan.best
     assert page.evaluate("window.copied") == f"--ac_policy {best.policy} --per_device_train_batch_size {best.batch}"
 
@@ -83,6 +81,7 @@ def test_two_points_are_laid_over_one_another(page: Page, surveyed: Survey) -> N
     first, second = by_policy["none"], by_policy["full"]
     for dot in page.locator(".dot[aria-pressed=true]").all():
         dot.press("Enter")
+    settled(page)
     for point in (first, second):
         page.locator(f".dot[aria-label^='{point.policy}, batch {point.batch}']").press("Enter")
         settled(page)

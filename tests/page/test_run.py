@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from frames import settled
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.memory.measure.records import STRETCHES, History, Prediction, RankMemory
@@ -51,11 +52,13 @@ def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -
 def test_the_steps_of_a_rank(show: Show, tmp_path: Path) -> None:
     page = show(report().to_html(tmp_path / "report.html"))
     page.get_by_role("button", name="rank 1", exact=True).click()
+    settled(page)
     picture = page.locator("svg[aria-label^='Peaks of rank 1']")
     assert picture.locator("polyline").count() == 2
     box = picture.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 100)
+    settled(page)
     tip = page.locator(".tooltip:not([hidden])").inner_text().split("\n")
     assert tip[0] == "step 30"
     assert "7.00 GiB" in tip
