@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import Flux2Transformer2DModel
-from peft import get_peft_config, get_peft_model
+from peft import AdaLoraModel, PeftModel, get_peft_config, get_peft_model
 from torch import Tensor, nn
 
 from ckpt_ft.memory.fake.step import trace_step
@@ -79,6 +79,8 @@ def step(run: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loss.backward()
     nn.utils.clip_grad_norm_([p for p in run.parameters() if p.grad is not None], 1.0)
     optimizer.step()
+    if isinstance(run.transformer, PeftModel) and isinstance(run.transformer.base_model, AdaLoraModel):
+        run.transformer.base_model.update_and_allocate(1)
 
 
 def unpack(tokens: Tensor, ids: Tensor) -> Tensor:
