@@ -14,18 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
-from ckpt_ft.memory.distributed.group import rank_of
+from benchmarks import torchtitan
+from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, format_bytes
@@ -61,15 +55,15 @@ class Row:
 
 
 def published() -> Iterator[tuple[Row, StepTrace]]:
-    """torchtitan's loop: each block sharded, then the rest; the logits whole and in fp32; fused AdamW, clipping."""
-    model = llama3_8b()
+    """Each row beside the trace of torchtitan's own model and loop."""
+    model = torchtitan.llama3_8b()
     with ROWS.open(encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             batch, tokens = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"])
             took = batch * tokens / float(cells["tokens_per_s_per_gpu"])
             kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
             row = Row(batch, tokens, kind, keeps, float(cells["reserved"]), took)
-            yield row, torchtitan_step(model, POLICIES[kind], batch, tokens, keeps)
+            yield row, torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, PROCESSES, CARD)
 
 
 def print_published() -> None:
@@ -83,55 +77,6 @@ def print_published() -> None:
             f"{reserved / row.reserved - 1:+.1%} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )
-
-
-def llama3_8b() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(config)
-    return model.train()
-
-
-def torchtitan_step(model: Any, policy: str, batch: int, tokens: int, keeps: bool) -> StepTrace:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def make_optimizer(model: Any) -> torch.optim.Optimizer:
-        last = model.model.layers[-1]
-        for block in model.model.layers:
-            after = not keeps and block is not last  # the last one is needed again at once
-            fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=after)
-        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-        return torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(model: Any, optimizer: Any) -> None:
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
-        labels = ids.clone()
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # what the PyTorch of these runs took on Hopper
-            logits = model(input_ids=ids).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
-        del logits
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    apply_policy(model, policy)
-    try:
-        with rank_of(PROCESSES) as mesh:
-            trace = trace_step(
-                model, step, make_optimizer=make_optimizer, device=CARD, alloc_conf="expandable_segments:True"
-            )
-            return replace(trace, launch=Launch("fsdp2", PROCESSES))  # for the seconds of its collectives
-    finally:
-        remove_policy(model)
 
 
 def scaling(write: bool) -> None:

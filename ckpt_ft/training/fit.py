@@ -39,6 +39,7 @@ from .launched import found_by_main, launch_ahead
 from .trainer_workload import Collate, trainer_workload
 
 logger = logging.getLogger(__name__)
+_MOST = 1024  # samples of a micro-batch
 _LOOP = 0.05  # of a CPU's budget, kept free for what the loop holds beside the step (batches fetched ahead, logging)
 
 
@@ -158,25 +159,36 @@ def _modelled(launch: Callable[[], Launch | None]) -> Launch | None:
 
 
 def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
-    """With the largest micro-batch, and what of it keeps the effective batch."""
-    args, workload, found = fitted.args, fitted.workload, _largest(fitted, device)
-    batch, steps, note = keep_effective(getattr(args, batch_name), args.gradient_accumulation_steps, found.batch)
+    """With the largest micro-batch, and what of it keeps the effective batch.
+
+    Gradients live from one micro-batch to the next, so what fits as a whole step need not fit as one of several: the
+    step is found again with as many micro-batches as it is to have.
+    """
+    args, most = fitted.args, _MOST
+    while True:
+        found = _largest(fitted, device, most)
+        batch, steps, note = keep_effective(getattr(args, batch_name), args.gradient_accumulation_steps, found.batch)
+        more = steps > fitted.workload.accumulation
+        fitted = replace(fitted, workload=replace(fitted.workload, accumulation=steps))
+        if not more:
+            break
+        most = found.batch
     say(f"--find_max_batch_size: {found}\n{note}")
     args = changed(args, **{batch_name: batch}, gradient_accumulation_steps=steps)
-    return replace(fitted, args=args, workload=replace(workload, accumulation=steps), largest=found)
+    return replace(fitted, args=args, largest=found)
 
 
-def _largest(fitted: Fitted, device: torch.device) -> MaxBatchSize:
+def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
     """Proved by real steps, but where the model is to be sharded: a step of the whole model says nothing then."""
     workload, budget = fitted.workload, fitted.settings.ac_budget
-    margin = _cpu_margin(workload)
+    more: dict[str, Any] = {"margin": _cpu_margin(workload), "max_batch_size": most}
     if workload.launch is not None and workload.launch.shards:
         policy = str(fitted.policy or "none")
-        return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, margin=margin))
+        return found_by_main(lambda: predict_max_batch_size(workload, policy, budget, **more))
     workload.model.to(device)
     applied = apply_policy(workload.model, fitted.policy) if fitted.policy is not None else None
     try:
-        return find_max_batch_size(workload, budget, margin=margin)
+        return find_max_batch_size(workload, budget, **more)
     finally:
         if applied is not None:
             applied.remove()

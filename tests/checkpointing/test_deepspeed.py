@@ -16,6 +16,20 @@ from torch import nn
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]' (see the Makefile)")
 
 POLICIES = ["full", "every:2", "save:attention+matmul", "segments:2", "pointwise", "head", "full,offload"]
+# ZeRO's stage, the model, elements of what persists, policies: norms of 16 elements are partitioned by ZeRO-3, or
+# persist, as those of any model do by default.
+ALL = [
+    (2, "dropout", 0, POLICIES),
+    (2, "lora", 0, POLICIES),
+    (3, "dropout", 0, POLICIES),
+    (3, "lora", 0, POLICIES),
+    (3, "lora", 20, ["full"]),
+]
+FEW = [
+    (2, "dropout", 0, ["save:attention+matmul"]),
+    (3, "lora", 0, ["segments:2", "pointwise", "head"]),
+    (3, "lora", 20, ["full"]),
+]
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first and prefetches by it from then on
 
 
@@ -71,7 +85,7 @@ def train(model: nn.Module, stage: int, persistent: int) -> dict[str, torch.Tens
     return numbers
 
 
-def compare(rank: int, store: str) -> None:
+def compare(rank: int, store: str, few: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -82,14 +96,7 @@ def compare(rank: int, store: str) -> None:
     # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
-    # norms of 16 elements are partitioned by ZeRO-3, or persist, as those of any model do by default
-    for stage, variant, persistent, policies in [
-        (2, "dropout", 0, POLICIES),
-        (2, "lora", 0, POLICIES),
-        (3, "dropout", 0, POLICIES),
-        (3, "lora", 0, POLICIES),
-        (3, "lora", 20, ["full"]),
-    ]:
+    for stage, variant, persistent, policies in FEW if few else ALL:
         plain = train(build(variant), stage, persistent)
         assert all(value.abs().max() > 0 for value in plain.values())
         for policy in policies:
@@ -100,7 +107,8 @@ def compare(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_ranks(few: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    mp.spawn(compare, args=(str(tmp_path / "store"),), nprocs=2)
+    mp.spawn(compare, args=(str(tmp_path / "store"), few), nprocs=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from ckpt_ft.training.replan import Attempt, train_within
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.training.trainer_workload import trainer_workload
 from ckpt_ft.units import MIB
+from ckpt_ft.workloads.transformers_models import own_loss
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
 
@@ -72,6 +75,21 @@ def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     assert fitted.workload.accumulation == fitted.args.gradient_accumulation_steps
     assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (64, 1)
     assert "the effective batch stays 64 per device" in capsys.readouterr().out
+
+
+def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
+    """Gradients live from one micro-batch to the next: a budget that four samples alone just fit holds fewer then."""
+    rows = Dataset.from_list(ROWS)
+    alone = trainer_workload(model(), arguments(tmp_path), rows, PadCollator(0), own_loss)
+    limit = alone.trace(4).peak_allocated
+    settings = ACArguments(ac_policy="none", ac_budget=f"{limit / 0.95 + 1:.0f}B", find_max_batch_size=True)
+    fitted = fit_to_memory(
+        model(), arguments(tmp_path, per_device_train_batch_size=12), settings, rows, PadCollator(0)
+    )
+    assert (fitted.args.per_device_train_batch_size, fitted.args.gradient_accumulation_steps) == (3, 4)
+    assert alone.trace(5).peak_allocated > limit
+    assert replace(alone, accumulation=3).trace(4).peak_allocated > limit
+    assert fitted.workload.trace(3).peak_allocated <= limit
 
 
 def test_a_plan_is_taken_as_a_file(tmp_path: Path) -> None:

@@ -24,19 +24,20 @@ from ckpt_ft.memory.record.trace import StepTrace
 HERE = Path(__file__).parent
 
 
-def test_a_fake_rank_needs_what_deepspeeds_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_fake_rank_needs_what_deepspeeds_do(few: bool, tmp_path: Path) -> None:
     """Peaks of forward, backward and the update, of the fuller of the two ranks."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [*command, str(HERE / "zero_ranks.py"), str(tmp_path)],
+        [*command, str(HERE / "zero_ranks.py"), str(tmp_path), *(["few"] if few else [])],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
-    for name, stage, precision, policy, lora, accumulation, options in cases():
+    for name, stage, precision, policy, lora, accumulation, options in cases(few):
         launch = Launch(f"zero{stage}", PROCESSES, mixed_precision=precision, zero=ZeroOptions.read(options, name))
         trace = workload(launch, policy, lora, accumulation).trace(2)
         begins = max(at for at, phase in trace.marks if phase == "optimizer")

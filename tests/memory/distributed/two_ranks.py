@@ -1,7 +1,8 @@
 """One of two real CPU ranks (gloo): the same model, launch and step as the trace, recorded as it runs.
 
-torchrun --nproc_per_node 2 two_ranks.py OUT: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json.
-The last case is a model that is sharded by hand, traced as it stands in the midst of the real ranks.
+torchrun --nproc_per_node 2 two_ranks.py OUT [few]: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json,
+of all cases or of those that differ most. The last one is a model that is sharded by hand, traced as it stands in the
+midst of the real ranks.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,11 +30,25 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.workloads.transformers_models import own_loss
 from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 
-PROCESSES, STEPS = 2, 3
+PROCESSES = 2
+STEPS = {"ddp": 3, "fsdp2": 2}  # DDP arranges its buckets anew after the first
+FEW = (
+    "fsdp2 kept",
+    "fsdp2 save:attention+matmul",
+    "fsdp2 accumulated",
+    "fsdp2 uneven LoRA",
+    "ddp head",
+    "ddp accumulated",
+)
+Case = tuple[str, Launch, str, str, int]
 
 
-def cases() -> Iterator[tuple[str, Launch, str, str, int]]:
+def cases(few: bool = False) -> list[Case]:
     """Name, launch, policy, kind of model, micro-batches."""
+    return [case for case in _all() if not few or case[0] in FEW]
+
+
+def _all() -> Iterator[Case]:
     ddp, fsdp = Launch("ddp", PROCESSES), Launch("fsdp2", PROCESSES)
     kept, viewed = replace(fsdp, reshard_after_forward=False), replace(ddp, gradient_as_bucket_view=True)
     yield "fsdp2 kept", kept, "full", "llama", 1
@@ -127,24 +145,46 @@ def by_hand(model: Any) -> None:
     first.set_modules_to_forward_prefetch([second, third])
 
 
-def measured(asked: Workload, model: nn.Module) -> dict[str, int]:
+@contextmanager
+def gloo_lets_go() -> Iterator[None]:
+    """A collective of FSDP2 returns when gloo's thread holds nothing of it any more, as soon as it may be."""
+
+    def patient(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            storages = [arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)]
+            before = [torch._C._storage_Use_Count(storage) for storage in storages]
+            work = collective(*args, **kwargs)
+            assert work is None, "waited for"
+            while [torch._C._storage_Use_Count(storage) for storage in storages] != before:
+                time.sleep(0)
+            return work
+
+        return call
+
+    names = ("all_gather_single", "reduce_scatter_single")
+    with patch.multiple(dist, **{name: patient(getattr(dist, name)) for name in names}):
+        yield
+
+
+@gloo_lets_go()
+def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     """Peaks of each phase: the least of several steps."""
     assert asked.make_optimizer is not None
     optimizer = asked.make_optimizer(model)
     step = asked.step(2)
     found = []
     with Tracker(model, optimizer) as tracker:
-        for number in range(STEPS):
+        for number in range(steps):
             gc.collect()  # as a trace does: when Python frees cycles is up to chance
             tracker.start_step()
             step(model, optimizer)
-            if number:  # DDP arranges its buckets anew after the first
+            if number:
                 found.append(tracker.trace().peaks)
-    # gloo's thread lets go of what it sent when it comes to it: the least is what the step itself needs
+    # gloo's thread lets go of DDP's buckets when it comes to it: the least is what the step itself needs
     return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
-def main(out: str) -> None:
+def main(out: str, few: str = "") -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel import DistributedDataParallel
 
@@ -155,24 +195,24 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("dp_shard",))
     peaks: dict[str, dict[str, int]] = {}
-    for name, launch, policy, kind, accumulation in cases():
+    for name, launch, policy, kind, accumulation in cases(bool(few)):
         asked = workload(launch, policy, kind, accumulation)
         model: nn.Module = asked.model
         if launch.strategy == "ddp":
             model = DistributedDataParallel(model, gradient_as_bucket_view=launch.gradient_as_bucket_view)
         else:
             share(model, launch, mesh)
-        peaks[name] = measured(asked, model)
+        peaks[name] = measured(asked, model, STEPS[launch.strategy])
         dist.barrier()
         del model, asked
     asked = workload(None, "full", "llama", 1)
     by_hand(asked.model)
     peaks["predicted by hand"] = asked.trace(2).peaks
-    peaks["by hand"] = measured(asked, asked.model)
+    peaks["by hand"] = measured(asked, asked.model, STEPS["fsdp2"])
     dist.barrier()
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """One of two real CPU ranks (gloo) of DeepSpeed's own engine, recorded as it runs.
 
-torchrun --nproc_per_node 2 zero_ranks.py OUT: writes {case: {phase: peak bytes}} of each rank to OUT/RANK.json.
+torchrun --nproc_per_node 2 zero_ranks.py OUT [few]: writes {case: {phase: peak bytes}} of each rank to
+OUT/RANK.json, of all cases or of those that differ most.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ from ckpt_ft.memory.record.tracker import Tracker
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first, and gathers ahead by it in the next
 
 
-def cases() -> Iterator[tuple[str, int, str, str, bool, int, dict[str, Any]]]:
+FEW = ("zero2 LoRA", "zero3 accumulated", "zero3 LoRA")
+Case = tuple[str, int, str, str, bool, int, dict[str, Any]]
+
+
+def cases(few: bool = False) -> list[Case]:
     """Name, stage, precision, policy, LoRA, micro-batches, options of zero_optimization."""
+    return [case for case in _all() if not few or case[0] in FEW]
+
+
+def _all() -> Iterator[Case]:
     small = {"reduce_bucket_size": 20_000}
     yield "zero1 accumulated", 1, "no", "none", False, 3, {**small, "overlap_comm": True}
     yield "zero2", 2, "no", "full", False, 1, small
@@ -54,7 +63,7 @@ def without_gloo(trace: StepTrace) -> StepTrace:
     return replace(trace, storages=storages)
 
 
-def main(out: str) -> None:
+def main(out: str, few: str = "") -> None:
     import deepspeed
 
     gc.disable()
@@ -63,7 +72,7 @@ def main(out: str) -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiled for a minute and more
     dist.init_process_group("gloo")
     peaks: dict[str, dict[str, int]] = {}
-    for name, stage, precision, policy, lora, accumulation, options in cases():
+    for name, stage, precision, policy, lora, accumulation, options in cases(bool(few)):
         asked = workload(None, policy, lora, accumulation)
         config = {
             "train_micro_batch_size_per_gpu": 2,
@@ -96,4 +105,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
