@@ -44,7 +44,7 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     for p in model.parameters():
         p.grad = None
-    torch.manual_seed(seed)
+    rng.start_from(seed)
     try:
         value = loss(model, batch)
         if not value.requires_grad:
@@ -55,7 +55,7 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         after = {name: b.detach().clone() for name, b in model.named_buffers()}
-        return Outcome(value.detach(), gradients, after, rng.snapshot(device_of(model)), half)
+        return Outcome(value.detach(), gradients, after, rng.snapshot(device_of(model), host=True), half)
     finally:
         for name, p in model.named_parameters():
             p.grad = own[name]

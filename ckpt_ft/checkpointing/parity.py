@@ -99,7 +99,7 @@ def check_parity(
         UserError: the policy is malformed or matches nothing; the step's loss needs no gradient.
     """
     loss = loss or default_loss
-    started = rng.snapshot(device_of(model))
+    started = rng.snapshot(device_of(model), host=True)
     try:
         with suspended(model):
             apply_policy(model, "none")

@@ -65,6 +65,14 @@ def snapshot(*devices: torch.device, host: bool = False) -> Snapshot:
     return Snapshot(states)
 
 
+def start_from(seed: int) -> None:
+    """Set all of them, those of Python and numpy too, to what follows from `seed`."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Whether `model` drops anything out when it trains."""
     rates = (getattr(module, name, 0.0) for module in model.modules() for name in _RATES)

@@ -23,7 +23,7 @@ from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, 
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.settings import SEQ_LENGTH, Settings
+from ckpt_ft.workloads.settings import IMAGE_SIZE, SEQ_LENGTH, Settings
 
 from .options import (
     DEFAULT_GPU,
@@ -31,6 +31,7 @@ from .options import (
     Accumulation,
     AllocConf,
     Attention,
+    AudioSeconds,
     Bf16,
     Device,
     Dora,
@@ -45,6 +46,8 @@ from .options import (
     GpuLike,
     GpuMemory,
     Gpus,
+    Images,
+    ImageSize,
     LaunchOption,
     Link,
     Lora,
@@ -142,6 +145,9 @@ def _settings(
     max_grad_norm: MaxGradNorm = 1.0,
     resolution: Resolution = 0,
     frames: Frames = 0,
+    audio_seconds: AudioSeconds = 0,
+    images: Images = 0,
+    image_size: ImageSize = "",
     dtype: Dtype = "float32",
     mixed_precision: MixedPrecision = "no",
     bf16: Bf16 = False,
@@ -194,6 +200,9 @@ def _settings(
         max_grad_norm=max_grad_norm,
         resolution=resolution,
         frames=frames,
+        audio_seconds=audio_seconds,
+        images=images or int(bool(image_size)),
+        image_size=_image_size(image_size),
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         double_quant=double_quant,
@@ -201,6 +210,14 @@ def _settings(
         prepare_kbit=prepare_kbit,
         lora_dropout=lora_dropout,
     )
+
+
+def _image_size(given: str) -> tuple[int, int]:
+    """(width, height) of `--image-size`: WxH, or the side of a square."""
+    sides = given.lower().split("x") if given else [str(side) for side in IMAGE_SIZE]
+    if not (len(sides) in (1, 2) and all(side.strip().isdecimal() for side in sides)):
+        raise UserError(f"--image-size {given}: give width and height in pixels, 640x480 for example")
+    return int(sides[0]), int(sides[-1])
 
 
 def _parts(text: str) -> tuple[str, ...]:

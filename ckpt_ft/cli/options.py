@@ -23,6 +23,11 @@ SeqLength = Annotated[
 ]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
 Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]
+AudioSeconds = Annotated[int, typer.Option("--audio-seconds", help="of a sample of sound; 0 for 10")]
+Images = Annotated[int, typer.Option("--images", help="in each row of text, for models that see")]
+ImageSize = Annotated[
+    str, typer.Option("--image-size", help="of each, width x height in pixels, e.g. 640x480; 1024x1024")
+]
 Device = Annotated[
     str, typer.Option("--device", help=f"a GPU by name, or cpu; by default the one at hand, or {DEFAULT_GPU}")
 ]

@@ -66,7 +66,7 @@ def check(
     from ckpt_ft.planning.check import check_model
 
     parse_policy(policy)
-    if "seq_length" not in settings.given:
+    if "seq_length" not in settings.given and not settings.images:
         settings = replace(settings, seq_length=CHECKED_TOKENS)
     with progress() as say:
         say(f"running {model} with and without '{policy}'")

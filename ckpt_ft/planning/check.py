@@ -115,6 +115,8 @@ def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str
     fields = task.fields(base, settings) if task is not None else {}
 
     def fill(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name == "input_ids" and settings.images:  # which tokens stand for images
+            return x
         if x.is_floating_point():
             return torch.randn(x.shape)
         top = fields[name].top if name in fields else _TOPS.get(name)

@@ -59,6 +59,8 @@ def ways_to_fit(load: Load, settings: Settings, policy: str, batch: int, asked: 
     load: makes the workload of a model under any settings.
     """
     workload = load(settings)
+    if not settings.images:  # the model's own limit, where none was asked for
+        settings = replace(settings, seq_length=workload.shape.get("seq_length", settings.seq_length))
     question = _Question(policy, batch, settings, seconds(asked) / (batch * settings.accumulation))
     traced = dict(_policies(workload, policy, batch))
     fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
@@ -132,7 +134,10 @@ def _leaner(settings: Settings, workload: Workload) -> Iterator[tuple[str, Setti
         yield "--optimizer adamw_8bit", replace(settings, optimizer="adamw_8bit")
     for part in (2, 4):
         tokens = settings.seq_length // part
-        if "seq_length" in workload.shape and tokens >= _SHORTEST:
+        if settings.images:
+            wide, high = (max(side // part, 1) for side in settings.image_size)
+            yield f"--image-size {wide}x{high}", replace(settings, image_size=(wide, high))
+        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
             yield f"--seq-length {tokens}", replace(settings, seq_length=tokens)
     rank = settings.lora_r or LORA_R
     if not settings.lora_r:

@@ -30,7 +30,7 @@ from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.policy import Policy
-from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Loss, Workload
 
 from .arguments import ACArguments

@@ -6,7 +6,7 @@ A batch is described by the `Field`s of one row. A class that no table below nam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,13 @@ import torch
 
 from ckpt_ft.errors import UserError
 
+from . import losses
 from .settings import DTYPES, Settings
-from .workload import Batch
+from .workload import Batch, Loss
 
+_RATE = 16_000  # samples a second, of all models that take a waveform
+_FRAMES = 100  # of a spectrogram, a second
+_LETTERS = 15  # that are spoken in a second
 _OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # what a model of text and more takes as well
 
 
@@ -35,19 +39,24 @@ Fields = dict[str, Field]
 class Task:
     """What a table of transformers' auto classes is trained on.
 
-    kind: for people. table: X of MODEL_FOR_X_MAPPING_NAMES. fields: (model, settings) -> its inputs.
+    kind: for people. table: X of transformers' MODEL_XMAPPING_NAMES. fields: (model, settings) -> its inputs.
+    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. beside: fields that no
+    forward takes, the loss's own.
     """
 
     kind: str
     table: str
     fields: Callable[[Any, Settings], Fields]
+    sized: tuple[str, ...] = ("seq_length",)
+    loss: Loss = losses.own_loss
+    beside: frozenset[str] = frozenset()
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
         """model type -> names of its classes."""
         from transformers.models.auto import modeling_auto
 
-        table = getattr(modeling_auto, f"MODEL_FOR_{self.table}_MAPPING_NAMES")
+        table = getattr(modeling_auto, f"MODEL_{self.table}MAPPING_NAMES")
         return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in table.items()}
 
 
@@ -57,22 +66,63 @@ def _text(model: Any, settings: Settings) -> Fields:
 
 
 def _speech(model: Any, settings: Settings) -> Fields:
+    labels = Field((settings.seq_length,), model.config.vocab_size)
+    return {"input_features": _log_mel(model), "labels": labels}
+
+
+def _log_mel(model: Any) -> Field:
+    """Whisper's window of 30 seconds, which is its only length."""
     config = model.config
     if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
         raise UserError(f"no batch is known for {type(model).__name__}: of speech, Whisper's log-mel windows are")
-    frames = 2 * config.max_source_positions
-    return {
-        "input_features": Field((config.num_mel_bins, frames)),
-        "labels": Field((settings.seq_length,), config.vocab_size),
-    }
+    return Field((config.num_mel_bins, 2 * config.max_source_positions))
+
+
+def _sound(model: Any, settings: Settings) -> Fields:
+    """The waveform, or what of it the model is given in its place."""
+    config, taken = model.config, inspect.signature(model.forward).parameters
+    if (
+        hasattr(config, "feature_projection_input_dim") and "input_features" in taken
+    ):  # wav2vec2-BERT: two frames stacked
+        return {"input_features": Field((settings.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
+    if "input_features" in taken:
+        return {"input_features": _log_mel(model)}
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram, of its only length
+        return {"input_values": Field((config.max_length, config.num_mel_bins))}
+    return {"input_values": Field((settings.audio_seconds * _RATE,))}
+
+
+def _letters(model: Any, settings: Settings) -> Fields:
+    letters = Field((settings.audio_seconds * _LETTERS,), model.config.vocab_size)
+    return {**_sound(model, settings), "labels": letters}
+
+
+def _whole_sound(model: Any, settings: Settings) -> Fields:
+    return {**_sound(model, settings), "labels": Field((), model.config.num_labels)}
+
+
+def _pixels(model: Any, settings: Settings) -> Field:
+    side = settings.resolution
+    return Field((getattr(model.config, "num_channels", 3), side, side))
 
 
 def _image(model: Any, settings: Settings) -> Fields:
+    return {"pixel_values": _pixels(model, settings), "labels": Field((), model.config.num_labels)}
+
+
+def _each_pixel(model: Any, settings: Settings) -> Fields:
     side = settings.resolution
-    return {
-        "pixel_values": Field((getattr(model.config, "num_channels", 3), side, side)),
-        "labels": Field((), model.config.num_labels),
-    }
+    return {"pixel_values": _pixels(model, settings), "labels": Field((side, side), model.config.num_labels)}
+
+
+def _image_and_text(model: Any, settings: Settings) -> Fields:
+    return {"input_ids": _text(model, settings)["input_ids"], "pixel_values": _pixels(model, settings)}
+
+
+def _pair(model: Any, settings: Settings) -> Fields:
+    check_fields(model, {"input_ids"})
+    ids = _text(model, settings)["input_ids"]
+    return {"input_ids": ids, losses.POSITIVES: ids}
 
 
 def _whole_text(model: Any, settings: Settings) -> Fields:
@@ -95,16 +145,24 @@ def _span(model: Any, settings: Settings) -> Fields:
 
 # In this order: where a configuration names no class, the first that has its model type stands.
 TASKS = (
-    Task("speech recogniser", "SPEECH_SEQ_2_SEQ", _speech),
-    Task("sequence-to-sequence model", "SEQ_TO_SEQ_CAUSAL_LM", _text),
-    Task("language model", "CAUSAL_LM", _text),
-    Task("language model", "MASKED_LM", _text),
-    Task("image classifier", "IMAGE_CLASSIFICATION", _image),
-    Task("language model", "IMAGE_TEXT_TO_TEXT", _text),
-    Task("text classifier", "SEQUENCE_CLASSIFICATION", _whole_text),
-    Task("token classifier", "TOKEN_CLASSIFICATION", _each_token),
-    Task("question answerer", "QUESTION_ANSWERING", _span),
-)
+    Task("speech recogniser", "FOR_SPEECH_SEQ_2_SEQ_", _speech),
+    Task("sequence-to-sequence model", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _text),
+    Task("language model", "FOR_CAUSAL_LM_", _text),
+    Task("language model", "FOR_MASKED_LM_", _text),
+    Task("image classifier", "FOR_IMAGE_CLASSIFICATION_", _image, ("resolution",)),
+    Task("language model", "FOR_IMAGE_TEXT_TO_TEXT_", _text),
+    Task("text classifier", "FOR_SEQUENCE_CLASSIFICATION_", _whole_text),
+    Task("token classifier", "FOR_TOKEN_CLASSIFICATION_", _each_token),
+    Task("question answerer", "FOR_QUESTION_ANSWERING_", _span),
+    Task("image segmenter", "FOR_SEMANTIC_SEGMENTATION_", _each_pixel, ("resolution",)),
+    Task("speech recogniser", "FOR_CTC_", _letters, ("audio_seconds",)),
+    Task("audio classifier", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
+    Task(
+        "image-text model", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
+        losses.of_pairs_by_itself,
+    ),
+    Task("embedding model", "", _pair, loss=losses.of_pairs, beside=frozenset({losses.POSITIVES})),
+)  # fmt: skip
 
 
 def task_of(class_name: str) -> Task | None:
@@ -117,7 +175,7 @@ def class_for(model_type: str) -> str:
     return next((task.classes[model_type][0] for task in TASKS if model_type in task.classes), "")
 
 
-def check_fields(model: Any, fields: Fields) -> None:
+def check_fields(model: Any, fields: Collection[str]) -> None:
     """Raises UserError where the forward of `model` does not take `fields`, or needs more than them."""
     parameters = inspect.signature(model.forward).parameters.values()
     missing = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - set(fields)
@@ -127,13 +185,16 @@ def check_fields(model: Any, fields: Fields) -> None:
         raise UserError(f"no batch is known for {type(model).__name__}, which takes {wants}")
 
 
-def notes_on(model: Any, task: Task) -> tuple[str, ...]:
+def notes_on(model: Any, task: Task, settings: Settings) -> tuple[str, ...]:
     """What a batch of the task leaves out or takes for granted, one sentence each."""
-    senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
-    if task.fields is not _text:
+    if task.fields is _pair:
+        return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
+    if task.fields is not _text or settings.images:
         return ()
+    senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
     if senses:
-        return (f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run",)
+        said = f"rows are text alone: what takes {', '.join(sorted(senses))} is resident and does not run"
+        return (said,)
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 

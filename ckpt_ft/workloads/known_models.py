@@ -1,14 +1,15 @@
 """The models whose configurations come with the package: `configs/`, a file for each kind of model.
 
-An entry has the configuration as far as it decides shapes, the parameters that its publisher counts (exactly, or as a
-model card rounds them), the other names that models of the same shapes have on the Hub, and where it is from.
+An entry has the configuration as far as it decides shapes (and its processor's, where it sees), the parameters that
+its publisher counts (exactly, or as a model card rounds them), the other names that models of the same shapes have on
+the Hub, and where it is from.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ MIRRORS = ("unsloth", "NousResearch")  # who keeps copies of others' models on t
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that needs no Hub. `parameters`: published, whole or rounded ("32B"). `family`: of the file it is in."""
+    """A model that needs no Hub.
+
+    parameters: published, whole or rounded ("32B"). family: of the file it is in. processor: its published settings.
+    """
 
     name: str
     family: str
@@ -26,6 +30,7 @@ class KnownModel:
     parameters: int | str
     also: tuple[str, ...]
     source: str
+    processor: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:

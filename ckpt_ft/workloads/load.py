@@ -44,6 +44,12 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         raise UserError(
             f"sequence length {settings.seq_length}: the batches of {name}, a {workload.kind}, hold no sequences"
         )
+    if lengths is not None and settings.images:
+        raise UserError("a dataset's lengths and images in every row: leave one of them out")
+    for asked, what in (("images", "images among text"), ("audio_seconds", "sound")):
+        if getattr(settings, asked) and asked not in workload.shape:
+            said = f"{asked.replace('_', ' ')} {getattr(settings, asked)}"
+            raise UserError(f"{said}: the batches of {name}, a {workload.kind}, hold no {what}")
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
     if settings.frames and "frames" not in workload.shape:

@@ -6,6 +6,8 @@ import difflib
 import json
 import re
 import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ckpt_ft.errors import UserError, one_line
 
 from .known_models import find_model, names
 
+_OF_A_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MOST = 2**40
 _MOST_LAYERS = 10_000
 _REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of what is built so many times
@@ -32,6 +35,27 @@ def read_config(name: str) -> dict[str, Any]:
         raise UserError(f"{name}: no config.json in this directory")
     known = find_model(name)
     return dict(known.config) if known else _from_hub(name)
+
+
+def read_processor(name: str) -> dict[str, Any]:
+    """The settings of a model's processor, of its images first; {} where neither the model nor the package has any."""
+    path, known = Path(name), find_model(name)
+    if known:
+        return dict(known.processor)
+    files = [path / place for place in _OF_A_PROCESSOR] if path.exists() else _hub_files(name, _OF_A_PROCESSOR)
+    return {key: value for file in files if file.is_file() for key, value in _read_json(file).items()}
+
+
+def _hub_files(name: str, places: Sequence[str]) -> list[Path]:
+    """Those of the files that the Hub has of a model, or its cache on this machine where it cannot be reached."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    offline, found = not hub_answers(), []
+    for place in places:
+        with suppress(HfHubHTTPError, OSError):
+            found.append(Path(hf_hub_download(name, place, local_files_only=offline)))
+    return found
 
 
 def _from_hub(name: str) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from ckpt_ft.memory.distributed.launch import Launch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQ_LENGTH = 1024
+IMAGE_SIZE = (1024, 1024)
 _MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
+_MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
 LORA_DROPOUT = 0.05  # of the recipes that train transformers models
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
@@ -38,9 +40,12 @@ class Settings:
         rows: of a micro-batch of text: "alike" (all of `seq_length` tokens), "padded" (one is, the others have padding
             and so there is a mask) or "packed" (two in each sequence, told apart by their positions).
         lora_targets: module names that get an adapter; () for every linear layer of the blocks.
-        seq_length: tokens of a sequence (language models).
+        seq_length: tokens of a sequence (language models), those that stand for images among them.
         resolution: pixels of an image's side; 0 for the model's own.
         frames: of a video; 0 for 49 of them.
+        audio_seconds: of sound in a sample; 0 for 10.
+        images: in every row of text, for models that see; 0 for text alone.
+        image_size: (width, height) of each in pixels, before the model's own processor.
         accumulation: micro-batches of a step.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         attn_implementation: sdpa, eager or flash_attention_2; "" for what the model prefers.
@@ -81,7 +86,15 @@ class Settings:
     double_quant: bool = False
     load_in_8bit: bool = False
     ema: bool = False
+    audio_seconds: int = 0
+    images: int = 0
+    image_size: tuple[int, int] = IMAGE_SIZE
     given: frozenset[str] = frozenset()
+
+    @property
+    def length_is_open(self) -> bool:
+        """Whether no sequence length was asked for, so that the model's own limit is taken where it is shorter."""
+        return self.seq_length == SEQ_LENGTH and "seq_length" not in self.given
 
     @property
     def adapts(self) -> bool:
@@ -100,7 +113,7 @@ class Settings:
         _one_of("attention implementation", self.attn_implementation, ATTENTION)
         _one_of("rows", self.rows, ROWS)
         AllocatorSettings.parse(self.alloc_conf)
-        for name in ("seq_length", "resolution", "frames", "accumulation", "lora_r"):
+        for name in ("seq_length", "resolution", "frames", "accumulation", "lora_r", "images", "audio_seconds"):
             if getattr(self, name) > _MOST:
                 raise UserError(f"{name.replace('_', ' ')} {getattr(self, name)}: at most {_MOST}")
         if self.seq_length < 2:
@@ -115,6 +128,15 @@ class Settings:
             raise UserError(f"gradients clipped to {self.max_grad_norm}: a norm, or 0 for no clipping")
         if self.frames < 0:
             raise UserError(f"frames {self.frames}: a number of them, or 0 for 49")
+        if self.audio_seconds < 0:
+            raise UserError(f"audio seconds {self.audio_seconds}: a number of them, or 0 for 10")
+        if self.images < 0:
+            raise UserError(f"images {self.images}: a number of them in each row, or 0 for text alone")
+        if not all(1 <= side <= _MOST_SIDE for side in self.image_size):
+            wide, high = self.image_size
+            raise UserError(f"image size {wide}x{high}: each side has 1 to {_MOST_SIDE} pixels")
+        if self.images and self.rows == "packed":
+            raise UserError("packed rows hold text alone: leave out the images, or the packing")
         self._check_quantisation()
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"LoRA dropout {self.lora_dropout}: a share from 0 up to, but not including, 1")

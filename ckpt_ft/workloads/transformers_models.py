@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from ckpt_ft.standins import flash_attention
 
 from . import batches
 from .adapters import adapt
+from .images import Pictured, pictured
+from .model_config import read_processor
 from .settings import DTYPES, Settings
-from .workload import Batch, Forward, Workload
+from .workload import Batch, Forward, Loss, Workload
+
+_SECONDS = 10  # of audio, where none are asked for
 
 
 def transformers_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
@@ -24,24 +29,27 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
         UserError: no training step is known for the class, it has fewer positions, or its config makes no model.
     """
     kind, task = _class(name, config)
-    if task.table == "IMAGE_CLASSIFICATION":
-        settings = replace(settings, resolution=settings.resolution or _image_size(config))
-        config = {**config, **({"image_size": settings.resolution} if "image_size" in config else {})}
+    if "resolution" in task.sized:
+        settings = replace(settings, resolution=settings.resolution or _image_size(config, task))
+        config = _of_size(config, settings.resolution)
+    if "audio_seconds" in task.sized:
+        settings = replace(settings, audio_seconds=settings.audio_seconds or _SECONDS)
     built = _build(name, kind, config, settings)
     text = built.config.get_text_config()
+    seen = pictured(built, read_processor(name), settings) if settings.images else None
+    settings, said = _lengthened(name, text, settings, seen) if "seq_length" in task.sized else (settings, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
     fields = task.fields(built, settings)
-    batches.check_fields(built, fields)
-    if "input_ids" in fields or task.table == "SPEECH_SEQ_2_SEQ":
-        _check_positions(name, text, settings.seq_length)
-
+    batches.check_fields(built, fields.keys() - task.beside)
     if settings.rows != "alike" and "input_ids" not in fields:
         raise UserError(f"{settings.rows} rows: the batches of {name}, a {task.kind}, hold no text")
 
     def make_batch(samples: int, length: int | None) -> Batch:
         shaped = fields if length is None else task.fields(built, replace(settings, seq_length=length))
         batch = batches.zeros(shaped, samples, settings)
+        if seen is not None:
+            seen.put_into(batch)
         if length is not None or settings.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
@@ -49,10 +57,44 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
             batch["position_ids"] = _packed_positions(batch["input_ids"])
         return batch
 
-    sized = "resolution" if task.table == "IMAGE_CLASSIFICATION" else "seq_length"
-    shape = {sized: getattr(settings, sized)}
-    notes = batches.notes_on(built, task)
-    return Workload(adapt(built, settings), make_batch, _loss, kind=task.kind, shape=shape, notes=notes)
+    shape = {sized: getattr(settings, sized) for sized in task.sized}
+    if seen is not None:
+        shape |= {"images": settings.images, "image_tokens": seen.image_tokens}
+    notes = (*said, *batches.notes_on(built, task, settings))
+    loss = partial(_loss, task.loss)
+    return Workload(adapt(built, settings), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
+
+
+def _lengthened(name: str, text: Any, settings: Settings, seen: Pictured | None) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with the length of a sequence, and what is to be said of it.
+
+    Where none was asked for it is the default's text behind the images, and never more than the model has positions.
+
+    Raises:
+        UserError: the model has fewer positions than were asked for, or the images take more.
+    """
+    limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
+    images = seen.length if seen else 0
+    length = settings.seq_length + (images if settings.length_is_open else 0)
+    said: tuple[str, ...] = ()
+    if 0 < limit < length:  # XLNet's is -1: as many as one likes
+        if not settings.length_is_open:
+            raise UserError(f"sequence length {length}: {name} has {limit} positions")
+        length, said = limit, (f"sequences of {limit} tokens: {name} has no more positions",)
+    if images >= length:
+        wide, high = settings.image_size
+        raise UserError(
+            f"sequence length {length}: {settings.images} images of {wide}x{high} pixels take {images} tokens of it; "
+            "give a longer one, or fewer or smaller images"
+        )
+    return replace(settings, seq_length=length), said
+
+
+def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
+    """The configuration for images of `side` pixels."""
+    if isinstance(config.get("vision_config"), Mapping):
+        return {**config, "vision_config": _of_size(config["vision_config"], side)}
+    return {**config, "image_size": side} if "image_size" in config else config
 
 
 def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
@@ -62,16 +104,10 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
-def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
-    """The loss that a transformers model computes itself."""
-    loss: torch.Tensor = model(**batch).loss
-    return loss
-
-
-def _loss(model: Forward, batch: Batch) -> torch.Tensor:
-    """`own_loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
+def _loss(loss: Loss, model: Forward, batch: Batch) -> torch.Tensor:
+    """`loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
     try:
-        return own_loss(model, batch)
+        return loss(model, batch)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {one_line(error, 200)}") from error
 
@@ -122,12 +158,8 @@ def _untie(model: Any) -> None:
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
 
 
-def _check_positions(name: str, text: Any, length: int) -> None:
-    limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None)
-    if limit and 0 < limit < length:  # XLNet's is -1: as many as one likes
-        raise UserError(f"sequence length {length}: {name} has {limit} positions")
-
-
-def _image_size(config: Mapping[str, Any]) -> int:
-    size = config.get("image_size") or config.get("vision_config", {}).get("image_size") or 224
+def _image_size(config: Mapping[str, Any], task: batches.Task) -> int:
+    usual = 512 if task.table == "FOR_SEMANTIC_SEGMENTATION_" else 224  # ADE20K's crops, ImageNet's
+    tower = config.get("vision_config") or {}
+    size = config.get("image_size") or tower.get("image_size") or usual
     return int(size[0] if isinstance(size, (list, tuple)) else size)

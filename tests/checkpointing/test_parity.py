@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from language_models import batch, make, numbers
@@ -175,6 +177,25 @@ def test_parity_agrees_with_the_numbers_themselves() -> None:
     model = make("gpt2", "dropout")
     before = numbers(model)
     assert check_parity(model, batch(), "full", seed=2).rows[0].plain == f"{before['loss']:.9g}"
+
+
+def test_what_python_and_numpy_draw_starts_from_the_seed_too() -> None:
+    """wav2vec2 masks its input with numpy's numbers: two steps of a check must draw the same."""
+
+    class Masked(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x * np.random.rand() + random.random())
+            return out
+
+    np.random.seed(5)
+    random.seed(5)
+    parity = check_parity(Masked(), X, "full")
+    assert parity.ok
+    assert parity.rows[0].plain == parity.rows[0].policy
+    drawn = np.random.rand(), random.random()
+    np.random.seed(5)
+    random.seed(5)
+    assert drawn == (np.random.rand(), random.random())  # as if there had been no check
 
 
 def test_a_generator_of_ones_own_is_named() -> None:

@@ -80,6 +80,22 @@ def test_estimate_says_whether_it_fits(ask: Any, config: str) -> None:
     assert "does not fit" in ask("estimate", config, "--device", "t4", "--capacity", "100MiB").out
 
 
+def test_images_and_what_would_fit_with_them(ask: Any, tmp_path: Path) -> None:
+    """Smaller images are offered where nothing else fits; their tokens are counted."""
+    text = {**LLAMA, "model_type": "llama", "head_dim": 16}
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seeing = {
+        "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 3,
+        "text_config": text, "vision_config": {**tower, "intermediate_size": 32, "image_size": 64, "patch_size": 8},
+    }  # fmt: skip
+    path = tmp_path / "seeing.json"
+    path.write_text(json.dumps(seeing))
+    answer = ask("estimate", str(path), "--images", "2", "--image-size", "80x60", "--device", "cpu")
+    assert answer.code == 0
+    assert "seq length 1154, images 2, image tokens 128, on cpu" in " ".join(answer.out.split())
+    assert "rows are text alone" not in answer.out
+
+
 def test_version(ask: Any) -> None:
     answer = ask("--version")
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
@@ -246,6 +262,9 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--lora", "4", "--lora-targets", "nope"), "LoRA targets nope"),
         (("estimate", "CONFIG", "--lora-targets", "q_proj"), "LoRA targets q_proj without LoRA"),
         (("estimate", "CONFIG", "--resolution", "512"), "resolution 512: the batches of"),
+        (("estimate", "CONFIG", "--image-size", "5x"), "--image-size 5x: give width and height in pixels"),
+        (("estimate", "CONFIG", "--image-size", "640x480"), "1 images: LlamaForCausalLM takes no images"),
+        (("estimate", "CONFIG", "--audio-seconds", "5"), "audio seconds 5: the batches of"),
         (
             ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024"),
             "sequence length 1024: the batches of stable-diffusion-v1-5, a diffusion model, hold no sequences",

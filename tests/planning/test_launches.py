@@ -20,7 +20,7 @@ from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import Plan, plan
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
-from ckpt_ft.workloads.transformers_models import own_loss
+from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 POLICIES = ["none", "pointwise", "full"]

@@ -88,3 +88,20 @@ def test_errors_name_no_flag(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
         Settings(**asked)
     assert "--" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("bert-base-uncased", 512), ("openai/clip-vit-base-patch32", 77), ("openai/whisper-tiny", 448)],
+)
+def test_where_no_length_is_asked_for_the_models_positions_are_the_most(name: str, positions: int) -> None:
+    workload = load(name, Settings())
+    assert workload.shape["seq_length"] == positions
+    assert workload.notes[0] == f"sequences of {positions} tokens: {name} has no more positions"
+    with pytest.raises(UserError, match=f"sequence length 1024: {name} has {positions} positions"):
+        load(name, Settings(given=frozenset({"seq_length"})))
+
+
+def test_a_model_with_positions_enough_is_asked_for_the_default(tmp_path: Path) -> None:
+    workload = load("gpt2", Settings())
+    assert (workload.shape, workload.notes) == ({"seq_length": 1024}, ())

@@ -1,0 +1,149 @@
+"""Images in a model's rows of text: what its own processor makes of blank ones, and how many tokens stand for them.
+
+The processor is transformers' own, with the settings of the model's directory, of what comes with the package, or else
+of its class and the model's configuration. Its tokenizer is a stand-in that has a word for each place of an image.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_ft.errors import UserError, one_line
+
+from .settings import Settings
+from .workload import Batch
+
+_PLACES = (
+    "image", "video", "boi", "eoi", "image_start", "image_end", "start_image", "end_image", "vision_start",
+    "vision_end", "image_break", "image_newline", "image_boundary", "context_image", "image_wrapper", "fake_image",
+    "global_image",
+)  # fmt: skip
+_OF_TEXT = {"attention_mask", "labels"}  # which a batch has where its rows need them
+_WITHOUT_CLASS = "default"  # LLaVA's word: of the tower's tokens those of patches alone
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A row's images as the processor gives them.
+
+    inputs: what the model takes besides ids, of one row; along a row's tokens where `along` names it.
+    ids: (1, tokens), those that stand for images and for where one begins and ends, a token of text behind each.
+    image_tokens: how many of them the images' features take the place of.
+    """
+
+    inputs: Batch
+    ids: torch.Tensor
+    along: frozenset[str]
+    image_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that the images take of a row, with what stands around them."""
+        return self.ids.shape[1]
+
+    def put_into(self, batch: Batch) -> None:
+        """Give a batch of text these images, in front of each row."""
+        samples, tokens = batch["input_ids"].shape
+        batch["input_ids"][:, : self.length] = self.ids
+        for name, value in self.inputs.items():
+            if name in self.along:  # the text goes on as its first token does
+                last = value[:, -1:].repeat(1, tokens - self.length, *[1] * (value.ndim - 2))
+                value = torch.cat([value, last], 1)
+            batch[name] = value.repeat(samples, *[1] * (value.ndim - 1))
+
+
+def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pictured:
+    """What `settings.images` blank images of `settings.image_size` are to `model`, on meta.
+
+    published: the settings of the model's processor, {} where it has none.
+
+    Raises:
+        UserError: the model takes no images among its text, or its processor cannot be made here.
+    """
+    from PIL import Image
+
+    config = model.config
+    called, taken = type(model).__name__, set(inspect.signature(model.forward).parameters)
+    if not {"input_ids", "pixel_values"} <= taken:
+        raise UserError(f"{settings.images} images: {called} takes no images among its text")
+    wide, high = settings.image_size
+    try:
+        processor = _processor(config, published)
+        images = [Image.new("RGB", (wide, high))] * settings.images
+        text = f"{processor.image_token} <text>" * settings.images  # models look for where one ends
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries about each other
+            made = dict(processor(text=[text], images=[images], return_tensors="pt"))
+    except Exception as error:
+        reason = one_line(error, 160)
+        raise UserError(f"{settings.images} images: no processor for {called} can be made here: {reason}") from error
+    ids = made.pop("input_ids")
+    stands = ids.mode().values  # of all tokens there is most of the one that stands for the images
+    placed = ids == stands[:, None]
+    inputs = {name: value for name, value in made.items() if name in taken - _OF_TEXT}
+    along = frozenset(name for name, value in inputs.items() if value.ndim > 1 and value.shape[1] == ids.shape[1])
+    image_token = getattr(config, "image_token_id", None)
+    ids = torch.where(placed, config.image_token_index if image_token is None else image_token, 0)
+    return Pictured(inputs, ids, along, int(placed.sum()))
+
+
+def _processor(config: Any, published: Mapping[str, Any]) -> Any:
+    """The processor of transformers for the model type, beside a tokenizer that knows the places of images alone."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+    images: Any = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"])
+    taken = set(inspect.signature(kind.__init__).parameters)
+    of_images = {**_of_images(config), **published, **published.get("image_processor", {})}
+    known = {**_of_text(config), **published}
+    absent = dict.fromkeys(("video_processor", "feature_extractor"))  # what needs libraries that are not asked for
+    rest = {name: value for name, value in {**absent, **known}.items() if name in taken - {"image_processor"}}
+    unchecked = type(
+        kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: type(value)}
+    )
+    return unchecked(image_processor=images(**of_images), tokenizer=_tokenizer(), **rest)
+
+
+def _of_images(config: Any) -> dict[str, Any]:
+    """Settings of an image processor that follow from the model's configuration."""
+    tower = config.vision_config
+    side = getattr(tower, "image_size", None)
+    found = {name: getattr(tower, name, None) for name in ("patch_size", "temporal_patch_size")}
+    found["merge_size"] = getattr(tower, "spatial_merge_size", None)
+    if isinstance(side, int):
+        square = {"height": side, "width": side}
+        found |= {"size": square, "crop_size": square}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_text(config: Any) -> dict[str, Any]:
+    """Settings of a processor that follow from the model's configuration: of how many tokens an image is."""
+    tower, strategy = config.vision_config, getattr(config, "vision_feature_select_strategy", None)
+    found = {
+        "patch_size": getattr(tower, "patch_size", None),
+        "vision_feature_select_strategy": strategy,
+        "num_additional_image_tokens": int(strategy == _WITHOUT_CLASS),
+        "image_seq_length": getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    places = {f"{place}_token": f"<{place}>" for place in _PLACES}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        extra_special_tokens=places,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""Images among text: the model's own processor decides their tokens, and the tower runs on what it gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.planning.check import check_model
+from ckpt_ft.workloads.images import pictured
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import read_config, read_processor
+from ckpt_ft.workloads.settings import Settings
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 512, "head_dim": 8,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
+SIGHT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+GRID = {"depth": 1, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
+QWEN2 = {
+    "model_type": "qwen2_vl", "image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9,
+    "text_config": {**TEXT, "rope_parameters": ROPE},
+    "vision_config": {**GRID, "embed_dim": 16, "hidden_size": 16, "mlp_ratio": 2},
+}  # fmt: skip
+QWEN25 = {
+    **QWEN2, "model_type": "qwen2_5_vl",
+    "vision_config": {**GRID, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "window_size": 56},
+}  # fmt: skip
+QWEN3 = {
+    **QWEN2, "model_type": "qwen3_vl",
+    "vision_config": {
+        **GRID, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "patch_size": 16,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    },
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3", "image_token_index": 7, "mm_tokens_per_image": 4,
+    "text_config": {"model_type": "gemma3_text", **TEXT},
+    "vision_config": {"model_type": "siglip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
+}  # fmt: skip
+LLAVA = {
+    "model_type": "llava", "image_token_index": 7, "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default", "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
+}  # fmt: skip
+# Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
+SEEING = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN25, 8),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
+    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
+    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
+}
+FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
+
+
+def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> str:
+    kind, config, _ = SEEING[name]
+    (path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+    if processor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return str(path)
+
+
+def asked(**more: Any) -> Settings:
+    return Settings(images=2, image_size=(100, 60), seq_length=64, **more)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
+    tokens = SEEING[name][2]
+    where = written(tmp_path, name, FEW_PIXELS)
+    workload = load(where, asked(), "cpu")
+    assert workload.shape == {"seq_length": 64, "images": 2, "image_tokens": 2 * tokens}
+    ids = workload.make_batch(3, None)["input_ids"]
+    assert ids.shape == (3, 64)
+    assert (ids == 7).sum(1).tolist() == [2 * tokens] * 3
+    assert workload.notes == ()
+    assert any("vis" in path for path in workload.trace(1).module_activations())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_a_policy_keeps_the_numbers_of_a_batch_with_images(name: str, tmp_path: Path) -> None:
+    assert check_model(written(tmp_path, name, FEW_PIXELS), "full", asked(), 2, 0).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tokens"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", (1024, 1024), 37 * 37),  # under the class's own limit of pixels 35 x 35
+        ("Qwen/Qwen2-VL-2B-Instruct", (1280, 720), 46 * 26),  # 1288 x 728 pixels in steps of 28
+        ("google/gemma-3-4b-pt", (1024, 1024), 256),
+        ("llava-hf/llava-1.5-7b-hf", (640, 480), 576),
+        ("google/paligemma-3b-pt-224", (640, 480), 256),
+    ],
+)
+def test_tokens_of_published_models(name: str, size: tuple[int, int], tokens: int) -> None:
+    config = read_config(name)
+    kind = getattr(transformers, config["architectures"][0])
+    model = SimpleNamespace(config=kind.config_class(**config), forward=kind.forward)
+    seen = pictured(model, read_processor(name), Settings(images=2, image_size=size))
+    assert seen.image_tokens == 2 * tokens
+    assert 2 * tokens < seen.length < 2 * tokens + 12  # where one begins and ends, and text
+
+
+def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
+    """In float32, whatever the weights are; a row's patches one after another."""
+    batch = load(written(tmp_path, "qwen2_vl", FEW_PIXELS), asked(dtype="bfloat16"), "cpu").make_batch(2, None)
+    assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((4 * 32, 3 * 2 * 14 * 14), torch.float32)
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 8]] * 4
+    assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"images": 9, "image_size": (100, 60), "seq_length": 64}, "9 images of 100x60 pixels take 81 tokens of it"),
+        ({"images": 1, "image_size": (5, 0)}, "image size 5x0: each side has 1 to"),
+        ({"images": 1, "rows": "packed"}, "packed rows hold text alone"),
+        ({"images": 80, "image_size": (100, 60)}, "sequence length 512: 80 images"),
+    ],
+)
+def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        load(written(tmp_path, "qwen2_vl", FEW_PIXELS), Settings(**settings), "cpu")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("bert-base-uncased", "1 images: BertForMaskedLM takes no images among its text"),
+        ("stable-diffusion-v1-5/stable-diffusion-v1-5", "images 1: the batches of .* hold no images among text"),
+    ],
+)
+def test_images_for_a_model_that_sees_none_are_refused(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load(name, Settings(images=1))
