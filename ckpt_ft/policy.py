@@ -107,8 +107,7 @@ class Policy:
     @property
     def parts(self) -> dict[str, Policy]:
         """What stands where: the policy of each tower that has its own, and under "" that of all else."""
-        whole = {f.name: f.default for f in dataclasses.fields(self) if f.name in (*_WHOLE, "towers")}
-        return {"": dataclasses.replace(self, **whole), **dict(self.towers)}
+        return {"": Policy(self.scope, self.n, self.members, self.save, self.pointwise), **dict(self.towers)}
 
     @property
     def checkpoints(self) -> bool:

@@ -77,11 +77,14 @@ def _covered(of: Coverage, part: Part) -> list[Covered]:
 
 def tables(of: Coverage) -> list[Table]:
     """The rows, then those of each engine."""
-    rows = [(row.tower, row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
-    header, text = ("tower", "module", "count", "re-run", "kept for backward"), (0, 1, 4)
-    if not of.policy.towers:
-        rows, header, text = [row[1:] for row in rows], header[1:], (0, 3)
-    found = [Table(f"Policy {of.policy} on {type(of.model).__name__}", header, rows, text=text)]
+    cells: list[tuple[str, ...]]
+    header: tuple[str, ...] = ("module", "count", "re-run", "kept for backward")
+    text: tuple[int, ...] = (0, 3)
+    cells = [(row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
+    if of.policy.towers:
+        header, text = ("tower", *header), (0, 1, 4)
+        cells = [(row.tower, *cell) for row, cell in zip(covered(of), cells, strict=True)]
+    found = [Table(f"Policy {of.policy} on {type(of.model).__name__}", header, cells, text=text)]
     for engine in of.engines:
         dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
         found.append(Table(engine.term, ("module", "count", "dropped", "kept"), dropped, text=(0, 2, 3)))

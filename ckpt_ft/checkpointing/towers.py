@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -104,7 +105,7 @@ def _declared(module: nn.Module) -> set[str]:
     kind = library_class("transformers.modeling_utils", "PreTrainedModel")
     if kind is None or not isinstance(module, kind):
         return set()
-    declared = module.input_modalities
+    declared: Any = module.input_modalities
     senses = {_SENSES[sense] for sense in ([declared] if isinstance(declared, str) else declared) if sense in _SENSES}
     return senses if len(senses) == 1 and senses != {"language"} else set()
 
