@@ -16,6 +16,9 @@ A policy is a string that a person can type, the comma-separated union of terms:
     budget:0.5          torch.compile's activation memory budget
     auto                the planner chooses
 
+A term of a scope, `save:` or `pointwise` may be for one tower of a model: `full@language,pointwise@vision`. A tower
+that has terms of its own has no others; what has none, and what lies outside of the towers, has those without one.
+
 This module knows no model.
 """
 
@@ -33,12 +36,14 @@ from .units import whole_number
 SCOPES = ("none", "full", "every", "first", "segments", "sqrt", "stages", "modules")
 OP_GROUPS = ("attention", "matmul", "conv", "router")
 MEMBERS = ("attention", "mlp")
+TOWERS = ("language", "vision", "audio")
 ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
 _FLAGS = ("pointwise", "offload", "head", "auto")
+_WHOLE = ("offload", "head", "auto", "budget")  # fields of the whole model, whatever its towers have
 _TERMS = (*SCOPES, "save", *_FLAGS, "budget", *ALIASES)
 _FORMS = (
     "none, full, every:N, first:N, segments:N, sqrt, stages, stages:3+4, modules:attention+mlp, "
-    "save:attention+matmul, pointwise, offload, head, budget:0.5, auto"
+    "save:attention+matmul, pointwise, offload, head, budget:0.5, auto; for one tower full@language, pointwise@vision"
 )
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 _GROUP = re.compile(r"(\w+)/(\d+)")
@@ -55,6 +60,7 @@ class Policy:
         save: op groups whose outputs are kept inside what is checkpointed.
         pointwise, offload, head, auto: the terms of these names.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
+        towers: (tower, its own policy) of those of `TOWERS` that have terms of their own.
     """
 
     scope: str = "none"
@@ -66,11 +72,15 @@ class Policy:
     head: bool = False
     budget: float | None = None
     auto: bool = False
+    towers: tuple[tuple[str, Policy], ...] = ()
 
     def __post_init__(self) -> None:
         _validate(self)
         object.__setattr__(self, "members", tuple(sorted(set(self.members), key=_member_order)))
         object.__setattr__(self, "save", tuple(sorted(set(self.save), key=_canonical_order)))
+        own = sorted(self.towers, key=lambda tower: TOWERS.index(tower[0]))
+        everywhere = self.parts[""] != Policy() if own else False  # else a tower that keeps everything is no other
+        object.__setattr__(self, "towers", tuple(tower for tower in own if everywhere or tower[1] != Policy()))
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | Policy) -> Policy:
@@ -91,12 +101,23 @@ class Policy:
         """Fields that differ from `none`, as JSON holds them; `Policy.parse` takes it back."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = {f.name: fields[f.name] for f in dataclasses.fields(self) if fields[f.name] != f.default}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+        own = {"towers": {name: policy.to_dict() for name, policy in self.towers}} if self.towers else {}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()} | own
+
+    @property
+    def parts(self) -> dict[str, Policy]:
+        """What stands where: the policy of each tower that has its own, and under "" that of all else."""
+        return {"": Policy(self.scope, self.n, self.members, self.save, self.pointwise), **dict(self.towers)}
 
     @property
     def checkpoints(self) -> bool:
         """Whether any block, stage or submodule is re-run in backward."""
-        return self.scope != "none"
+        return self.scope != "none" or any(policy.checkpoints for _, policy in self.towers)
+
+    @property
+    def discards(self) -> bool:
+        """Whether anything is under `pointwise`."""
+        return self.pointwise or any(policy.pointwise for _, policy in self.towers)
 
     def __str__(self) -> str:
         terms = []
@@ -105,7 +126,10 @@ class Policy:
             terms.append(f"{self.scope}:{detail}" if detail else self.scope)
         if self.save:
             terms.append("save:" + "+".join(self.save))
-        terms += [name for name in _FLAGS if getattr(self, name)]
+        if self.pointwise:
+            terms.append("pointwise")
+        terms += [f"{term}@{tower}" for tower, policy in self.towers for term in str(policy).split(",")]
+        terms += [name for name in _FLAGS if name in _WHOLE and getattr(self, name)]
         if self.budget is not None:
             terms.append(f"budget:{self.budget:g}")
         return ",".join(terms) or "none"
@@ -121,26 +145,36 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
         if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
             raise UserError(f"policy: '{key}' is a list of names, not {entries!r}")
     fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
-    return cls(**fields)
+    towers = fields.pop("towers", {})
+    if not isinstance(towers, dict) or not all(isinstance(policy, dict) for policy in towers.values()):
+        raise UserError(f"policy: 'towers' holds a policy for each tower by name, not {towers!r}")
+    return cls(**fields, towers=tuple((name, _from_dict(cls, policy)) for name, policy in towers.items()))
 
 
 def _from_string(cls: type[Policy], text: str) -> Policy:
-    fields: dict[str, Any] = {}
+    by_tower: dict[str, dict[str, Any]] = {"": {}}
     for term in (part.strip() for part in text.split(",")):
+        term, at, tower = term.partition("@")
         term = ALIASES.get(term, term)
         name, colon, detail = term.partition(":")
         if name not in _TERMS:
             raise UserError(f"policy '{text}': no term '{term}'{_meant(name, _TERMS)} ({_FORMS})")
         if colon and not detail:
             raise UserError(f"policy '{text}': nothing after '{name}:' ({_FORMS})")
+        if at and name in _WHOLE:
+            raise UserError(f"policy '{text}': '{name}' is of the whole model, not of a tower; write '{term}'")
+        if at and tower not in TOWERS:
+            raise UserError(f"policy '{text}': no tower '{tower}'{_meant(tower, TOWERS)} ({', '.join(TOWERS)})")
         for key, new in _fields_of(name, detail, text).items():
-            _add(fields, key, new, text)
-    if fields.get("save") and fields.get("scope", "none") == "none":
-        if "scope" in fields:
-            raise UserError(f"policy '{text}': 'none' checkpoints nothing for 'save:' to act in; drop 'none'")
-        fields["scope"] = "full"
+            _add(by_tower.setdefault(tower, {}), key, new, text)
+    for fields in by_tower.values():
+        if fields.get("save") and fields.get("scope", "none") == "none":
+            if "scope" in fields:
+                raise UserError(f"policy '{text}': 'none' checkpoints nothing for 'save:' to act in; drop 'none'")
+            fields["scope"] = "full"
     try:
-        return cls(**fields)
+        everywhere = by_tower.pop("")
+        return cls(**everywhere, towers=tuple((tower, cls(**fields)) for tower, fields in by_tower.items()))
     except UserError as error:
         raise UserError(f"policy '{text}': {error}") from None
 
@@ -232,13 +266,18 @@ def _validate_unions(policy: Policy) -> None:
         raise UserError("'save' acts inside what is checkpointed; give a scope with it, such as full")
     if "matmul" in policy.save and any(group.startswith("matmul/") for group in policy.save):
         raise UserError("'matmul' and 'matmul/N' contradict each other; keep one")
+    for tower, own in policy.towers:
+        if tower not in TOWERS:
+            raise UserError(f"no tower '{tower}'{_meant(str(tower), TOWERS)} ({', '.join(TOWERS)})")
+        if own != own.parts[""]:
+            raise UserError(f"the tower '{tower}': {', '.join(_WHOLE)} are of the whole model")
     others = [f.name for f in dataclasses.fields(policy) if f.name != "auto" and getattr(policy, f.name) != f.default]
     if policy.auto and others:
         raise UserError(f"'auto' chooses the whole policy; give it alone, without {', '.join(others)}")
     if policy.budget is not None:
         if not (isinstance(policy.budget, (int, float)) and 0 <= policy.budget <= 1):
             raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
-        if policy.checkpoints or policy.pointwise or policy.offload:
+        if policy.checkpoints or policy.discards or policy.offload:
             raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,17 +31,26 @@ groups = st.sets(
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> Policy:
-    if draw(st.booleans()) and draw(st.booleans()):
-        return Policy(auto=True)
+def parts(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields that a tower may have."""
     fields = draw(scopes)
     save = draw(groups) if fields["scope"] != "none" else set()
     if "matmul" not in save and fields["scope"] != "none" and draw(st.booleans()):
         save = save | {f"matmul/{draw(st.integers(2, 9))}"}
-    flags = {name: draw(st.booleans()) for name in ("pointwise", "offload", "head")}
-    plain = fields["scope"] == "none" and not flags["pointwise"] and not flags["offload"]
+    return {**fields, "save": tuple(save), "pointwise": draw(st.booleans())}
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    if draw(st.booleans()) and draw(st.booleans()):
+        return Policy(auto=True)
+    fields = draw(parts())
+    flags = {name: draw(st.booleans()) for name in ("offload", "head")}
+    by_name = draw(st.dictionaries(st.sampled_from(["language", "vision", "audio"]), parts()))
+    towers = tuple((name, Policy(**part)) for name, part in by_name.items())
+    plain = fields["scope"] == "none" and not fields["pointwise"] and not flags["offload"] and not towers
     budget = draw(st.none() | st.floats(0, 1).map(lambda x: round(x, 3))) if plain else None
-    return Policy(**fields, save=tuple(save), **flags, budget=budget)
+    return Policy(**fields, **flags, budget=budget, towers=towers)
 
 
 @given(policies())
@@ -71,6 +81,13 @@ def test_order_of_terms_does_not_matter(policy: Policy, random: object) -> None:
         ("stages:10+3", "stages:3+10"),
         ("head,pointwise,every:2", "every:2,pointwise,head"),
         ("budget:0.50", "budget:0.5"),
+        ("pointwise@vision,full@language", "full@language,pointwise@vision"),
+        ("per_block@vision,head,save:matmul@language", "save:matmul@language,full@vision,head"),
+        ("full,save:attention@language", "full,save:attention@language"),
+        ("none@vision,full@language", "full@language"),
+        ("full,none@vision", "full,none@vision"),
+        ("none@vision", "none"),
+        ("first:2@audio,pointwise@audio,pointwise", "pointwise,first:2@audio,pointwise@audio"),
     ],
 )
 def test_canonical_form(text: str, canonical: str) -> None:
@@ -103,6 +120,14 @@ def test_canonical_form(text: str, canonical: str) -> None:
         ("budget:0.5,full", "goes with 'head' only"),
         ("", "no term ''"),
         ("full,,head", "no term ''"),
+        ("full@visoin", "did you mean 'vision'"),
+        ("full@", "no tower ''"),
+        ("head@language", "'head' is of the whole model"),
+        ("budget:0.5@vision", "'budget' is of the whole model"),
+        ("full@vision,every:2@vision", "full and every contradict each other"),
+        ("none@vision,save:matmul@vision", "drop 'none'"),
+        ("auto,full@vision", "without towers"),
+        ("budget:0.5,pointwise@vision", "goes with 'head' only"),
     ],
 )
 def test_refuses(text: str, says: str) -> None:
@@ -120,6 +145,27 @@ def test_refuses_other_types_and_fields() -> None:
         Policy.parse({"scop": "full"})
     with pytest.raises(UserError, match="'save' is a list of names"):
         Policy.parse({"scope": "full", "save": "attention"})
+
+
+def test_towers_in_json() -> None:
+    policy = Policy.parse("full,save:matmul@language,none@vision")
+    assert policy.to_dict() == {
+        "scope": "full",
+        "towers": {"language": {"scope": "full", "save": ["matmul"]}, "vision": {}},
+    }
+    assert {tower: str(part) for tower, part in policy.parts.items()} == {
+        "": "full",
+        "language": "save:matmul",
+        "vision": "none",
+    }
+    for towers, says in (
+        ({"visoin": {}}, "did you mean 'vision'"),
+        ({"vision": "full"}, "holds a policy for each tower"),
+        ({"vision": {"head": True}}, "of the whole model"),
+        ({"vision": {"towers": {"language": {"scope": "full"}}}}, "of the whole model"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Policy.parse({"scope": "full", "towers": towers})
 
 
 def test_is_frozen_and_hashable() -> None:

@@ -18,11 +18,12 @@ from .compile_budget import CompileBudget
 from .guard import Guard
 from .handle import MARK, AppliedPolicy, made
 from .recompute import Checkpointed
-from .scopes import regions
+from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
 from .selective import Selection
 from .standin import OneDevice
 from .standing import policies_on, refuse_overlap
+from .towers import Part, parts_of
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -84,14 +85,15 @@ def _install(applied: AppliedPolicy) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             module.gradient_checkpointing = False  # type: ignore[assignment]
             applied.switched_off.append(module)
-    if policy.checkpoints or policy.pointwise or policy.offload:
+    if policy.checkpoints or policy.discards or policy.offload:
         applied.found = find_blocks(model)
-    if policy.checkpoints or policy.pointwise or policy.offload or policy.head:
+    applied.parts = parts_of(policy, model, applied.found)
+    if policy.checkpoints or policy.discards or policy.offload or policy.head:
         applied.one_device = OneDevice(model, str(policy))
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)
-    if policy.checkpoints or policy.pointwise:
+    if policy.checkpoints or policy.discards:
         applied.guard = Guard(model, policy)  # last, and so outermost
     if policy.budget is not None:
         if policy.budget < 1 and rng.has_dropout(model):
@@ -105,13 +107,26 @@ def _install(applied: AppliedPolicy) -> None:
 
 
 def _install_checkpoints(applied: AppliedPolicy) -> None:
-    policy = applied.policy
-    for run in regions(policy, applied.found, type(applied.model).__name__):
-        segment = Segment() if policy.scope in ("segments", "sqrt") and len(run) > 1 else None
+    parts = [part for part in applied.parts if part.policy.checkpoints]
+    for part in parts:
+        _install_part(applied, part)
+    for module, inner in _caching_models(applied.model):
+        hook = applied._before_inner if inner else applied._before_pretrained
+        applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    if any(part.policy.save or part.policy.scope in SEGMENTED for part in parts):
+        applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
+
+
+def _install_part(applied: AppliedPolicy, part: Part) -> None:
+    kind = type(applied.model).__name__
+    runs = regions(part.policy, part.found, f"the {part.tower} tower of {kind}" if part.tower else kind)
+    applied.segments += len(runs) if part.policy.scope in SEGMENTED else 0
+    for run in runs:
+        segment = Segment() if part.policy.scope in SEGMENTED and len(run) > 1 else None
         for region in run:
             if any(stand_in.module is region.module for stand_in in applied.installed):
                 continue  # one module under two names
-            selection = _selection(policy, region.module)
+            selection = _selection(part.policy, region.module)
             if selection is not None:
                 applied.selections.append(selection)
             if segment is None:
@@ -120,11 +135,6 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
                 stand_in = SegmentMember(region.module, selection, segment, last=region is run[-1])
             applied.installed.append(stand_in)
             applied.regions.append(region)
-    for module, inner in _caching_models(applied.model):
-        hook = applied._before_inner if inner else applied._before_pretrained
-        applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    if policy.save or policy.scope in ("segments", "sqrt"):
-        applied.hooks.append(applied.model.register_forward_hook(applied._warn_once))
 
 
 def _selection(policy: Policy, module: nn.Module) -> Selection | None:
@@ -137,11 +147,13 @@ def _selection(policy: Policy, module: nn.Module) -> Selection | None:
 
 def _install_engines(applied: AppliedPolicy) -> None:
     policy, model = applied.policy, applied.model
-    if policy.pointwise:
+    if policy.discards:
         from .pointwise import install as pointwise
 
+        under = _modules(part for part in applied.parts if part.policy.pointwise)
+        others = _modules(part for part in applied.parts if part.tower and not part.policy.pointwise)
         checkpoints = [region.module for region in applied.regions]
-        applied.engines.append(pointwise.install(model, {"": model}, skip=checkpoints))
+        applied.engines.append(pointwise.install(model, under, skip=[*checkpoints, *others.values()]))
     if policy.head:
         from . import head
 
@@ -150,6 +162,10 @@ def _install_engines(applied: AppliedPolicy) -> None:
         from . import offload
 
         applied.engines.append(offload.install(model, applied.found.blocks))
+
+
+def _modules(parts: Iterable[Part]) -> dict[str, nn.Module]:
+    return {name: module for part in parts for name, module in part.modules.items()}
 
 
 def _caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:

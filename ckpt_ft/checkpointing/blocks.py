@@ -94,10 +94,10 @@ class _Finder:
     """One walk over a model; `blocks` and `stages` fill in the order of definition."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layer_class = _library_class("transformers.modeling_layers", "GradientCheckpointingLayer")
+        self.layer_class = library_class("transformers.modeling_layers", "GradientCheckpointingLayer")
         self.model_classes = (
-            _library_class("transformers.modeling_utils", "PreTrainedModel"),
-            _library_class("diffusers.models.modeling_utils", "ModelMixin"),
+            library_class("transformers.modeling_utils", "PreTrainedModel"),
+            library_class("diffusers.models.modeling_utils", "ModelMixin"),
         )
         self.blocks: dict[str, nn.Module] = {}
         self.stages: list[Stage] = []
@@ -212,6 +212,6 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _library_class(module: str, name: str) -> type[nn.Module] | None:
+def library_class(module: str, name: str) -> type[nn.Module] | None:
     """A class of a library that is in use; None where the library is not loaded: then no model is made of it."""
     return getattr(sys.modules.get(module), name, None)

@@ -16,6 +16,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, print_table
 
 from .standin import Installed
+from .towers import Part, find_towers
 
 # What diffusers' own switch re-runs: the elements of these lists, where their owner carries the flag
 _DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks", "temp_convs", "motion_modules"}
@@ -25,24 +26,29 @@ _DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks"
 class Coverage:
     """What a policy does to a model.
 
-    blocks: all that were found; uncovered: names of those in which nothing is re-run. rerun: the modules that are
-    re-run, in `segments` runs of several and `alone`. engines: those that are installed.
+    parts: its towers' and the rest. blocks: all that were found; uncovered: names of those in which nothing is re-run.
+    rerun: the modules that are re-run, each with a block that it is of; `segments` runs of them are made again as one.
+    engines: those that are installed.
     """
 
     policy: Policy
     model: nn.Module
+    parts: Sequence[Part]
     blocks: Mapping[str, nn.Module]
     uncovered: Sequence[str]
-    rerun: Sequence[nn.Module]
+    rerun: Mapping[nn.Module, str]
     segments: int
-    alone: int
     engines: Sequence[Installed]
 
 
 @dataclass(frozen=True)
 class Covered:
-    """A class of modules: how many there are, how many are re-run, and what stays for backward."""
+    """A class of modules: its tower, how many there are, how many are re-run, and what stays for backward.
 
+    tower: "" where the policy names none.
+    """
+
+    tower: str
     module: str
     count: int
     rerun: int
@@ -50,24 +56,35 @@ class Covered:
 
 
 def covered(of: Coverage) -> list[Covered]:
-    """One row for each class of module that is re-run, then for the blocks that are not."""
-    inside = ", ".join(of.policy.save) or "input only"
-    rerun = Counter(type(module).__name__ for module in of.rerun)
-    blocks = Counter(type(block).__name__ for block in of.blocks.values())
-    open_blocks = Counter(type(of.blocks[name]).__name__ for name in of.uncovered)
-    kept_open = "see pointwise" if of.policy.pointwise else "everything"
+    """One row for each class of module that is re-run, then for the blocks that are not; tower by tower."""
+    return [row for part in of.parts for row in _covered(of, part)]
+
+
+def _covered(of: Coverage, part: Part) -> list[Covered]:
+    inside = ", ".join(part.policy.save) or "input only"
+    rerun = Counter(type(module).__name__ for module, block in of.rerun.items() if block in part.found.blocks)
+    blocks = Counter(type(block).__name__ for block in part.found.blocks.values())
+    open_blocks = Counter(type(of.blocks[name]).__name__ for name in of.uncovered if name in part.found.blocks)
+    kept_open = "see pointwise" if part.policy.pointwise else "everything"
     found = []
     for kind, count in rerun.items():
         total = blocks.get(kind, count)
-        found.append(Covered(kind, total, count, inside if count == total else f"{inside}; others {kept_open}"))
-    return found + [Covered(kind, count, 0, kept_open) for kind, count in open_blocks.items() if kind not in rerun]
+        kept = inside if count == total else f"{inside}; others {kept_open}"
+        found.append(Covered(part.tower, kind, total, count, kept))
+    unseen = {kind: count for kind, count in open_blocks.items() if kind not in rerun}
+    return found + [Covered(part.tower, kind, count, 0, kept_open) for kind, count in unseen.items()]
 
 
 def tables(of: Coverage) -> list[Table]:
     """The rows, then those of each engine."""
+    cells: list[tuple[str, ...]]
+    header: tuple[str, ...] = ("module", "count", "re-run", "kept for backward")
+    text: tuple[int, ...] = (0, 3)
     cells = [(row.module, str(row.count), str(row.rerun), row.kept) for row in covered(of)]
-    title = f"Policy {of.policy} on {type(of.model).__name__}"
-    found = [Table(title, ("module", "count", "re-run", "kept for backward"), cells, text=(0, 3))]
+    if of.policy.towers:
+        header, text = ("tower", *header), (0, 1, 4)
+        cells = [(row.tower, *cell) for row, cell in zip(covered(of), cells, strict=True)]
+    found = [Table(f"Policy {of.policy} on {type(of.model).__name__}", header, cells, text=text)]
     for engine in of.engines:
         dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
         found.append(Table(engine.term, ("module", "count", "dropped", "kept"), dropped, text=(0, 2, 3)))
@@ -99,13 +116,17 @@ def _notes(of: Coverage) -> list[str]:
     notes = []
     if policy.checkpoints:
         notes.append(f"{total - len(of.uncovered)} of {total} blocks are re-run, whole or in part")
-    if policy.scope in ("segments", "sqrt"):
-        notes.append(f"in {of.segments + of.alone} segments: only the first block's input of each is kept")
+    if of.segments:
+        notes.append(f"in {of.segments} segments: only the first block's input of each is kept")
     own = _diffusers_coverage(of.model, list(of.blocks))
     if own is not None and policy.checkpoints:
         notes.append(f"diffusers' own switch would cover {own} of {total}")
     if policy.budget is not None:
         notes.append("budget takes effect under torch.compile only")
+    towers = find_towers(of.model, dict(of.blocks))
+    if len(towers) > 1 or policy.towers:
+        each = (f"{tower.name} {', '.join(tower.modules)} ({len(tower.blocks)} blocks)" for tower in towers)
+        notes.append(f"towers: {'; '.join(each)}")
     return notes
 
 

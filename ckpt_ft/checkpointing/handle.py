@@ -21,6 +21,7 @@ from .scopes import Region
 from .segments import SegmentMember
 from .selective import Selection
 from .standin import Installed, OneDevice
+from .towers import Part
 
 MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
 
@@ -39,7 +40,9 @@ class AppliedPolicy:
         self.policy = policy
         self.model = model
         self.found = Blocks()
+        self.parts: list[Part] = []
         self.regions: list[Region] = []
+        self.segments = 0
         self.installed: list[Checkpointed] = []
         self.engines: list[Installed] = []
         self.selections: list[Selection] = []
@@ -80,11 +83,11 @@ class AppliedPolicy:
         return Coverage(
             self.policy,
             self.model,
+            self.parts,
             blocks=self.found.blocks,
             uncovered=self.uncovered,
-            rerun=[region.module for region in self.regions],
-            segments=len({id(member.segment) for member in self._members()}),
-            alone=len(self.installed) - len(self._members()),
+            rerun={region.module: region.blocks[0] for region in self.regions},
+            segments=self.segments,
             engines=self.engines,
         )
 
@@ -133,7 +136,8 @@ class AppliedPolicy:
     def never_fired(self) -> list[str]:
         """Op groups of `save:` that kept nothing so far in any region."""
         fired = {group for selection in self.selections for group in selection.fired}
-        return [group for group in self.policy.save if group.partition("/")[0] not in fired]
+        asked = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
+        return [group for group in asked if group.partition("/")[0] not in fired]
 
     def _members(self) -> list[SegmentMember]:
         return [stand_in for stand_in in self.installed if isinstance(stand_in, SegmentMember)]

@@ -12,6 +12,8 @@ from ckpt_ft.policy import Policy
 
 from .blocks import Blocks, submodules
 
+SEGMENTED = ("segments", "sqrt")  # scopes whose regions are runs of blocks
+
 
 @dataclass(frozen=True)
 class Region:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ckpt_ft.checkpointing.blocks import Blocks, find_blocks
+from ckpt_ft.checkpointing.towers import find_towers
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
@@ -38,8 +39,20 @@ def others(model: nn.Module) -> list[str]:
         cuts = range(1, count) if count <= _FEW_STAGES else (count // 2,)
         for cut in cuts:
             found += [f"stages:{'+'.join(map(str, part))}" for part in (range(1, cut + 1), range(cut + 1, count + 1))]
-    found += ["modules:attention,pointwise", "modules:mlp,pointwise"]
+    found += ["modules:attention,pointwise", "modules:mlp,pointwise", *_by_tower(model, blocks)]
     return [str(Policy.parse(text)) for text in dict.fromkeys(found)]
+
+
+def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
+    """Policies that treat one tower otherwise than the rest; none where only one keeps anything for backward."""
+    towers = [
+        tower.name
+        for tower in find_towers(model, blocks.blocks)
+        if tower.name == "language"  # which comes last: what it keeps does not hang on its own weights
+        or any(p.requires_grad for module in tower.modules.values() for p in module.parameters())
+    ]
+    terms = ("full@{}", "full,pointwise@{}") if len(towers) > 1 else ()
+    return [term.format(tower) for tower in towers for term in terms]
 
 
 def with_term(policy: str, term: str) -> str:

@@ -1,0 +1,120 @@
+"""Finds the towers of a model: the language model, vision encoder and audio encoder that it is put together of.
+
+Structure decides, not names. From a block outwards, the first module says what it hears of that is
+
+    declared    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
+    built       otherwise, of the layers that stand before the blocks: an embedding of tokens (language), a convolution
+                over two or three dimensions (vision) or over one (audio).
+
+A block that one finds only together with blocks of several senses (a resampler between the towers, say) is of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import TOWERS, Policy
+
+from .blocks import Blocks, library_class
+
+_SENSES = {"text": "language", "image": "vision", "video": "vision", "audio": "audio"}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One sense of a model: the modules that hold it, which hold no other, and its blocks, by qualified name."""
+
+    name: str
+    modules: dict[str, nn.Module]
+    blocks: dict[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a policy stands: in the tower of that name, or ("") in all that no other part has."""
+
+    tower: str
+    policy: Policy
+    modules: dict[str, nn.Module]
+    found: Blocks
+
+
+def find_towers(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Tower]:
+    """The towers of a model that has these blocks, in the order of `TOWERS`."""
+    inside = set(blocks.values())
+    senses = {path: _sense_of(model, path, inside) for path in blocks}
+    found = []
+    for name in TOWERS:
+        own = {path: block for path, block in blocks.items() if senses[path] == name}
+        if own:
+            others = [path for path in blocks if path not in own]
+            roots = dict.fromkeys(_root(path, others) for path in own)
+            found.append(Tower(name, {root: model.get_submodule(root) for root in roots}, own))
+    return found
+
+
+def parts_of(policy: Policy, model: nn.Module, found: Blocks) -> list[Part]:
+    """Where the terms of `policy` stand in a model with these blocks: its towers, then what is left of it.
+
+    Raises:
+        UserError: the model has no tower of that name.
+    """
+    towers = {tower.name: tower for tower in find_towers(model, found.blocks)} if policy.towers else {}
+    left, parts = found, []
+    for name, own in policy.towers:
+        if name not in towers:
+            has = f"it has {', '.join(towers)}" if towers else "none can be told in it"
+            raise UserError(f"policy '{policy}': {type(model).__name__} has no {name} tower; {has}")
+        tower = towers[name]
+        parts.append(Part(name, own, tower.modules, _only(found, tower.blocks)))
+        left = _only(left, {path: block for path, block in left.blocks.items() if path not in tower.blocks})
+    return [*parts, Part("", policy.parts[""], {"": model}, left)]
+
+
+def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
+    return Blocks(blocks, [stage for stage in found.stages if all(path in blocks for path in stage.blocks)])
+
+
+def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
+    """The tower that the block at `path` is of; "" for none."""
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        senses = _declared(module) or set(_built(module, blocks))
+        if senses:
+            return senses.pop() if len(senses) == 1 else ""
+    return ""
+
+
+def _root(path: str, others: list[str]) -> str:
+    """The outermost module around the block at `path` with none of the blocks `others` in it; "" for the model."""
+    names = path.split(".")
+    for depth in range(len(names)):
+        root = ".".join(names[:depth])
+        if not any(other.startswith(f"{root}." if root else "") for other in others):
+            return root
+    return path
+
+
+def _declared(module: nn.Module) -> set[str]:
+    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
+    if kind is None or not isinstance(module, kind):
+        return set()
+    declared: Any = module.input_modalities
+    senses = {_SENSES[sense] for sense in ([declared] if isinstance(declared, str) else declared) if sense in _SENSES}
+    return senses if len(senses) == 1 and senses != {"language"} else set()
+
+
+def _built(module: nn.Module, blocks: set[nn.Module]) -> Iterator[str]:
+    """The senses of the layers in `module` before and beside its blocks, which are not looked into."""
+    children = [child for child in module.children() if child not in blocks]
+    kinds = {"vision" for child in children if isinstance(child, (nn.Conv2d, nn.Conv3d))}
+    kinds |= {"audio" for child in children if isinstance(child, nn.Conv1d)}
+    yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # else of positions
+    for child in children:
+        yield from _built(child, blocks)

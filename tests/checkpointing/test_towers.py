@@ -1,0 +1,178 @@
+"""Policies by tower: found from structure, the same bits with and without, each tower under its own terms."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import vision_language_models as vlm
+from language_models import differing
+from torch import nn
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.blocks import find_blocks
+from ckpt_ft.checkpointing.towers import find_towers
+from ckpt_ft.errors import UserError
+
+POLICIES = (
+    "full@language", "full@vision", "every:2@language,full@vision", "full,none@vision", "segments:1@vision",
+    "save:attention+matmul@language,modules:mlp@vision", "save:matmul@vision",
+)  # fmt: skip
+CLOSE = ("pointwise@vision", "full@language,pointwise@vision", "pointwise,full@vision", "pointwise@language,head")
+ROOTS = {
+    "qwen2_vl": ("model.language_model", "model.visual"),
+    "qwen2_5_vl": ("model.language_model", "model.visual"),
+    "idefics3": ("model.text_model", "model.vision_model"),
+    "smolvlm": ("model.text_model", "model.vision_model"),
+}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", vlm.CONFIGS)
+def test_the_same_numbers(name: str, lora: bool) -> None:
+    model = vlm.make(name, lora)
+    expected = vlm.numbers(model, name)
+    towers = find_towers(model, find_blocks(model).blocks)
+    roots = ROOTS.get(name, ("model.language_model", "model.vision_tower"))
+    assert [root.removeprefix("base_model.model.") for tower in towers for root in tower.modules] == list(roots)
+    trained = {key.removeprefix("gradient ") for key in expected if key.startswith("gradient ")}
+    for tower in towers:
+        assert any(key.startswith(next(iter(tower.modules))) for key in trained), tower.name
+    for policy in POLICIES:
+        applied = apply_policy(model, policy)
+        assert differing(vlm.numbers(model, name), expected) == [], policy
+        applied.remove()
+    for policy in CLOSE:
+        applied = apply_policy(model, policy)
+        found = vlm.numbers(model, name)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+        applied.remove()
+
+
+def runs(model: nn.Module, name: str) -> Counter[str]:
+    """How often the blocks of each tower run in a step."""
+    seen: Counter[str] = Counter()
+    hooks = []
+    for tower in find_towers(model, find_blocks(model).blocks):
+        for block in tower.blocks.values():
+            inner = next(module for module in block.modules() if isinstance(module, nn.Linear))
+            hooks.append(inner.register_forward_hook(lambda *_, tower=tower: seen.update([tower.name])))
+    vlm.numbers(model, name)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("none", {"vision": 2, "language": 2}),
+        ("full@language", {"vision": 2, "language": 4}),
+        ("full@vision", {"vision": 4, "language": 2}),
+        ("first:1@language,full@vision", {"vision": 4, "language": 3}),
+        ("full,none@vision", {"vision": 2, "language": 4}),
+        ("full,first:1@vision", {"vision": 3, "language": 4}),
+        ("pointwise@vision,full@language", {"vision": 2, "language": 4}),
+    ],
+)
+def test_each_tower_has_its_own_terms(policy: str, expected: dict[str, int]) -> None:
+    model = vlm.make("llava")
+    apply_policy(model, policy)
+    assert runs(model, "llava") == expected
+
+
+def saved_bytes(model: nn.Module, within: str) -> int:
+    """Bytes of what autograd saved in the forward of the submodule `within` and holds when the whole forward ends."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    inside = False
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alias = tensor.detach()
+        if inside and not isinstance(tensor, nn.Parameter):
+            kept.append(weakref.ref(alias))
+        return alias
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    part = model.get_submodule(within)
+    hooks = [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**vlm.batch("llava")).loss
+    for hook in hooks:
+        hook.remove()
+    assert loss.requires_grad
+    return sum(alias.nbytes for ref in kept if (alias := ref()) is not None)
+
+
+def test_a_frozen_tower_keeps_nothing_with_or_without_a_policy() -> None:
+    model = vlm.make("llava")
+    model.model.vision_tower.requires_grad_(False)
+    assert saved_bytes(model, "model.vision_tower") == 0
+    assert saved_bytes(model, "model.language_model") > 0
+    apply_policy(model, "full")
+    assert saved_bytes(model, "model.vision_tower") == 0
+
+
+def test_explain_names_the_towers() -> None:
+    model = vlm.make("qwen2_vl")
+    lines = apply_policy(model, "full@language,pointwise@vision").explain().splitlines()
+    assert next(line.split() for line in lines if "Qwen2VLVisionBlock" in line) == [
+        "vision", "Qwen2VLVisionBlock", "2", "0", "see", "pointwise",
+    ]  # fmt: skip
+    assert next(line.split() for line in lines if "Qwen2VLDecoderLayer" in line) == [
+        "language", "Qwen2VLDecoderLayer", "2", "2", "input", "only",
+    ]  # fmt: skip
+    said = " ".join(lines)
+    assert "2 of 4 blocks are re-run" in said
+    assert "towers: language model.language_model (2 blocks); vision model.visual (2 blocks)" in said
+    assert "towers:" in apply_policy(model, "full").explain()  # what could be named
+
+
+def test_one_tower_may_be_named_and_others_are_refused() -> None:
+    from language_models import make
+
+    model = make("llama")
+    assert len(apply_policy(model, "full@language").covered) == 4
+    with pytest.raises(UserError, match="LlamaForCausalLM has no vision tower; it has language"):
+        apply_policy(model, "full@vision")
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)))
+    with pytest.raises(UserError, match="Sequential has no audio tower; none can be told in it"):
+        apply_policy(plain, "full@audio")
+    with pytest.raises(UserError, match="the vision tower of Qwen2VLForConditionalGeneration has no stages"):
+        apply_policy(vlm.make("qwen2_vl"), "stages@vision")
+
+
+def test_structure_tells_a_model_that_declares_nothing() -> None:
+    """A vision tower by its convolution, with positions; a language model by its tokens; the rest by nothing."""
+
+    class Tower(nn.Module):
+        def __init__(self, first: nn.Module, count: int) -> None:
+            super().__init__()
+            self.stem = nn.ModuleDict({"first": first, "positions": nn.Embedding(8, 4)})
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(count))
+
+    model = nn.ModuleDict({
+        "eyes": Tower(nn.Conv2d(3, 4, 2), 2),
+        "words": Tower(nn.Embedding(50, 4), 3),
+        "ears": Tower(nn.Conv1d(2, 4, 2), 4),
+        "between": nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(2)),
+    })  # fmt: skip
+    blocks = {f"{tower}.blocks.{i}": model[tower].blocks[i] for tower in ("eyes", "words", "ears") for i in range(2)}
+    blocks |= {f"between.{i}": model["between"][i] for i in range(2)}
+    found = {tower.name: (list(tower.modules), list(tower.blocks)) for tower in find_towers(model, blocks)}
+    assert found == {
+        "language": (["words"], ["words.blocks.0", "words.blocks.1"]),
+        "vision": (["eyes"], ["eyes.blocks.0", "eyes.blocks.1"]),
+        "audio": (["ears"], ["ears.blocks.0", "ears.blocks.1"]),
+    }
