@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -81,7 +82,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def t4(most: int | None) -> Group:
-    """LoRA steps on a prose.T4."""
+    """LoRA steps on a T4."""
     columns = ("allocated", "reserved", "forward", "backward", "optimizer")
     group = Group("LoRA steps on a T4", prose.T4, ("row", *columns))
     for row in islice(t4_lora.published(), most):
@@ -109,7 +110,7 @@ def flux2(most: int | None) -> Group:
 def figures(most: int | None) -> Group:
     """ResNet-50 on a T4; twelve blocks on an A100, of which no seconds were published."""
     group = Group(
-        "ResNet-50 on a prose.T4, twelve blocks on an A100",
+        "ResNet-50 on a T4, twelve blocks on an A100",
         prose.FIGURES,
         ("workload", "published MB", "traced MB", "error"),
     )
@@ -126,13 +127,15 @@ def figures(most: int | None) -> Group:
 
 def sharded(most: int | None) -> Group:
     """Llama 3 8B under FSDP2 on eight H100."""
-    header = ("batch x tokens", "checkpointing", "after forward", "reserved GiB: published", "predicted", "error")
+    row_name = "batch x tokens, checkpointing, after forward"
+    header = (row_name, "reserved GiB: published", "predicted", "error")
     group = Group("Sharded steps on eight H100", prose.SHARDED, header)
     for row, trace in islice(llama.published(), most):
         reserved, theirs = trace.peak_reserved / 2**30, float(row.reserved)
         error = reserved / theirs - 1
-        cells = [row.checkpointing, row.resharding, f"{theirs:.2f}", f"{reserved:.2f}", percent(error)]
-        group.add(row.shape, cells, row.seconds, trace.seconds, reserved=error)
+        name = f"{row.shape}, {row.checkpointing}, {row.resharding}"
+        cells = [f"{theirs:.2f}", f"{reserved:.2f}", percent(error)]
+        group.add(name, cells, row.seconds, trace.seconds, reserved=error)
     return group
 
 
@@ -157,7 +160,8 @@ def draw(groups: Iterable[Group], path: Path) -> None:
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():
             if abs(y / x - 1) > 0.11:
-                axes.annotate(name, (x, y), xytext=(5, -3), textcoords="offset points", fontsize=6.5, color="#444444")
+                side: dict[str, Any] = {"xytext": (5, -3)} if y < x else {"xytext": (-5, 2), "ha": "right"}
+                axes.annotate(name, (x, y), textcoords="offset points", fontsize=6.5, color="#444444", **side)
     ticks = [0.2, 0.5, 1, 2, 5, 10]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="seconds of a step, published")
     axes.set_ylabel("predicted")
