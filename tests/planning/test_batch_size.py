@@ -213,9 +213,7 @@ def _on_a_rank(rank: int, results: str) -> None:
 
 
 def test_ranks_agree_on_the_smallest(tmp_path: Path) -> None:
-    mp.start_processes(
-        _rank_main, (str(tmp_path),), nprocs=2, start_method="fork"
-    )  # spawned ones import for ten seconds
+    mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="fork")  # spawned ones import first
     sizes = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     alone = MODELS["llama"]()
     found = find_max_batch_size(alone.model, alone.step_for_batch, "4MiB", make_optimizer=alone.make_optimizer)

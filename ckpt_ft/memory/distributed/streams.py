@@ -18,6 +18,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .once import done_once
+
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
 
@@ -169,6 +171,7 @@ def streams_are_followed() -> Iterator[Streams]:
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)
         if propagator is not None:
             stack.enter_context(_shapes_are_asked_elsewhere(propagator))
+        stack.enter_context(done_once())
         stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
         stack.enter_context(_waits_are_followed(streams))
         for name in _ASKS:
