@@ -20,8 +20,8 @@ from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Batch, Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
