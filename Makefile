@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # One thread: the model is too small to be shared between two.
 demo: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/llm.py \
+	OMP_NUM_THREADS=1 $(BIN)/accelerate launch -q --config_file accelerate_configs/cpu.yaml recipes/llm.py \
 		--ac_policy save:attention+matmul --output_dir $(DEMO_DIR)
 	@echo "The memory report: $(DEMO_DIR)/memory_report.md (and .json, .html, .png)"
 

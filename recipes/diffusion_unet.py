@@ -1,15 +1,32 @@
 """Fine-tune the U-Net of a Stable Diffusion 1.x, 2.x or XL pipeline, whole or by LoRA, under a checkpointing policy.
 
-    accelerate launch recipes/diffusion_unet.py
+    accelerate launch -q recipes/diffusion_unet.py
         a tiny pipeline on drawn shapes, offline, on a CPU; what it learned is in out/diffusion_unet/samples.png
 
-    accelerate launch recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir IMAGES
+    accelerate launch -q recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir DIR
         a real one on a folder of images with metadata.jsonl; what is on the command line wins over the file
 
 Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
 """
 
 from __future__ import annotations
+
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.run.help import CONFIG, answer_help
+
+if __name__ == "__main__":  # before the libraries are imported, which takes seconds
+    answer_help(
+        __doc__,
+        {
+            "model": DiffusionModelArguments,
+            "data": ImageArguments,
+            "memory": ACArguments,
+            "training": LoopArguments,
+            "run": CONFIG,
+        },
+    )
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +41,6 @@ from accelerate.utils.memory import clear_device_cache
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.data import endless_batches, load_samples
 from ckpt_ft.training.diffusion.encoders import (
     Encoders,
@@ -43,7 +58,6 @@ from ckpt_ft.training.diffusion.unet import prepare_unet, save_result
 from ckpt_ft.training.diffusion.unet_workload import fit_unet, unet_workload
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.fit import Fitted
-from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import Attempt, run_within

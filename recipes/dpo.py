@@ -1,12 +1,12 @@
 """Train a language model on preferences (DPO) with TRL: all weights, LoRA or QLoRA, under a checkpointing policy.
 
-    accelerate launch recipes/dpo.py
+    accelerate launch -q recipes/dpo.py
         the built-in model on built-in preferences, offline, in about two minutes on a CPU
 
-    accelerate launch recipes/dpo.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft --ac_policy full
+    accelerate launch -q recipes/dpo.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'prompt', 'chosen' and 'rejected', texts or conversations
 
-    accelerate launch recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
+    accelerate launch -q recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
         the policy chosen for a budget; what the reference model takes is counted
 
 Flags: those of ModelArguments, PreferenceArguments and ACArguments, and DPOArguments: every one of trl.DPOConfig, all
@@ -15,6 +15,24 @@ TrainingArguments among them, and --overwrite_output_dir.
 
 from __future__ import annotations
 
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.flags import SplitArguments
+from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config
+from ckpt_ft.training.run.help import DPO, RUN, TRAINING, answer_help
+
+if __name__ == "__main__":  # before the libraries are imported, which takes seconds
+    answer_help(
+        __doc__,
+        {
+            "model": ModelArguments,
+            "data": SplitArguments,
+            "memory": ACArguments,
+            "preferences (trl.DPOConfig)": DPO,
+            "training (transformers.TrainingArguments)": TRAINING,
+            "run": RUN,
+        },
+    )
+
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,9 +40,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOTrainer
 
 from ckpt_ft.errors import run
-from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.card import write_model_card

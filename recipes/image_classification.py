@@ -1,12 +1,12 @@
 """Fine-tune an image classifier (ViT, ResNet, ConvNeXt, Swin ...), all weights or LoRA, under a checkpointing policy.
 
-    accelerate launch recipes/image_classification.py
+    accelerate launch -q recipes/image_classification.py
         a small ResNet on drawn shapes, offline, in about a minute on a CPU
 
-    accelerate launch recipes/image_classification.py --config recipes/vision/resnet50.yaml --dataset_name FOLDER
+    accelerate launch -q recipes/image_classification.py --config recipes/vision/resnet50.yaml --dataset_name FOLDER
         a real model on FOLDER/class/*.jpg; what is on the command line wins over the file
 
-    accelerate launch recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
+    accelerate launch -q recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
         LoRA; the head, and BatchNorm where there is any, are trained and saved along with the adapters
 
 Flags: those of ModelArguments, VisionArguments and ACArguments, and RunArguments: every one of
@@ -15,12 +15,28 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 
 from __future__ import annotations
 
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
+from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
+
+if __name__ == "__main__":  # before the libraries are imported, which takes seconds
+    answer_help(
+        __doc__,
+        {
+            "model": ModelArguments,
+            "data": VisionArguments,
+            "memory": ACArguments,
+            "training (transformers.TrainingArguments)": TRAINING,
+            "run": RUN,
+        },
+    )
+
 from collections.abc import Sequence
 
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
-from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
@@ -31,8 +47,6 @@ from ckpt_ft.training.images.classifiers import (
     own_resolution,
     position_arguments,
 )
-from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
-from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments

@@ -1,12 +1,12 @@
 """Fine-tune a causal language model: all weights, LoRA or QLoRA, under an activation-checkpointing policy.
 
-    accelerate launch recipes/llm.py
+    accelerate launch -q recipes/llm.py
         the built-in model on the built-in sample, offline, in about a minute on a CPU
 
-    accelerate launch recipes/llm.py --config recipes/llm/qwen2.5_0.5b_full.yaml --ac_policy save:attention+matmul
+    accelerate launch -q recipes/llm.py --config recipes/llm/qwen2.5_0.5b_full.yaml --ac_policy save:attention+matmul
         a real model; what is on the command line wins over the file
 
-    accelerate launch recipes/llm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft --ac_policy full
+    accelerate launch -q recipes/llm.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
 
 Flags: those of ModelArguments, DataArguments and ACArguments, and RunArguments: every one of
@@ -15,6 +15,23 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 
 from __future__ import annotations
 
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
+from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
+from ckpt_ft.training.text.data import DataArguments, load_rows
+
+if __name__ == "__main__":  # before the libraries are imported, which takes seconds
+    answer_help(
+        __doc__,
+        {
+            "model": ModelArguments,
+            "data": DataArguments,
+            "memory": ACArguments,
+            "training (transformers.TrainingArguments)": TRAINING,
+            "run": RUN,
+        },
+    )
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,10 +39,8 @@ from typing import Any
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments
@@ -33,7 +48,6 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
-from ckpt_ft.training.text.data import DataArguments, load_rows
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
 from ckpt_ft.training.text.sample import make_sample
 

@@ -70,6 +70,11 @@ def fences(page: Path, *languages: str) -> list[Fence]:
 
 
 BASH = [fence for page in PAGES for fence in fences(page, "bash", "sh", "shell", "console")]
+SHOWING = [
+    *sorted((ROOT / "recipes").glob("*.py")),
+    *sorted((ROOT / "recipes").glob("*/*.yaml")),
+    *sorted((ROOT / "accelerate_configs").glob("*.yaml")),
+]
 PYTHON = [fence for page in PAGES for fence in fences(page, "python", "py")]
 
 
@@ -102,6 +107,7 @@ def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.M
         if program == "ckpt-ft":
             parse_cli(arguments)
         elif program in ("accelerate", "torchrun"):
+            assert program == "torchrun" or arguments[:2] == ["launch", "-q"], "its own traceback hides our one line"
             parse_launch(arguments)
         elif program == "make":
             targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -110,6 +116,35 @@ def test_commands_exist_and_take_these_flags(fence: Fence, monkeypatch: pytest.M
             assert arguments[0] == "-c" or (ROOT / arguments[0]).is_file()
         else:
             assert program in NOT_OURS or fence.mark
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in SHOWING])
+def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docstrings of recipes and headers of YAML files, from the launcher to the script's own flags."""
+    monkeypatch.chdir(ROOT)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "bitsandbytes" or found(name))
+    text = re.sub(r"\\\n[# ]*", "", path.read_text(encoding="utf-8"))
+    shown = re.findall(r"(?:^[# ]*|: )accelerate (launch .*?recipes/\S+\.py.*)$", text, re.MULTILINE)
+    assert shown
+    for command in shown:
+        words = command.split()
+        assert words[:2] == ["launch", "-q"]
+        parse_launch([word for word in words if word != "HOST"])
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_indented_commands_take_their_flags(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are shown above a page and would take minutes, or a card."""
+    monkeypatch.chdir(ROOT)
+    for line in re.findall(r"^    (?:ckpt-ft|accelerate) .*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "ckpt-ft":
+            parse_cli(arguments)
+        else:
+            assert arguments[:2] == ["launch", "-q"]
+            if not any(word.startswith("plan.json") for word in arguments):  # a file that was to be written first
+                parse_launch(arguments)
 
 
 def parse_cli(arguments: Sequence[str]) -> None:

@@ -23,7 +23,8 @@ from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, 
 from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
 from ckpt_ft.units import format_bytes, parse_bytes
-from ckpt_ft.workloads.settings import IMAGE_SIZE, SEQ_LENGTH, Settings
+from ckpt_ft.workloads.defaults import SEQ_LENGTH
+from ckpt_ft.workloads.settings import IMAGE_SIZE, Settings
 
 from .options import (
     DEFAULT_GPU,

@@ -24,7 +24,7 @@ def command(plan: Plan, settings: Settings, dataset: str, config_file: str) -> s
     """
     launch = plan.best.launch
     assert launch is not None, "one process needs no launch"
-    words = ["accelerate", "launch", *(["--config_file", config_file] if config_file else launch_words(launch))]
+    words = ["accelerate", "launch", "-q", *(["--config_file", config_file] if config_file else launch_words(launch))]
     if launch.machines > 1:
         words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
     script, flags = _recipe(plan, settings, dataset)

@@ -17,12 +17,12 @@ PACKAGE = Path(__file__).parents[1]
 
 def recipe(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="llm, diffusion_unet or image_classification")],
+    name: Annotated[str, typer.Argument(help="llm, dpo, diffusion_unet, image_classification, ...")],
     path: Annotated[bool, typer.Option("--path", help="only print the script's path, to read or launch")] = False,
 ) -> None:
     """Run a recipe in this process, with its own flags behind its name; its --help lists them.
 
-    On several processes: accelerate launch "$(ckpt-ft recipe --path llm)" ...
+    On several processes: accelerate launch -q "$(ckpt-ft recipe --path llm)" ...
     """
     script = find_recipe(name)
     if path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.measure.report import KINDS as REPORT_KINDS
+from ckpt_ft.memory.measure.kinds import KINDS as REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
 

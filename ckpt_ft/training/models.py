@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads
+from ckpt_ft.workloads.defaults import LORA_DROPOUT
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.settings import LORA_DROPOUT
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -149,6 +147,7 @@ def lora_config(args: ModelArguments, **more: Any) -> LoraConfig:
 def _quantization(args: ModelArguments) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    import torch
     from transformers import BitsAndBytesConfig
 
     compute = torch.bfloat16 if args.dtype in ("auto", "float32") else getattr(torch, args.dtype)

@@ -10,7 +10,8 @@ import torch
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 
-from .settings import DTYPES, LORA_DROPOUT, Settings
+from .defaults import LORA_DROPOUT
+from .settings import DTYPES, Settings
 from .valueless import Valueless
 
 # Of a configuration what is not of training.

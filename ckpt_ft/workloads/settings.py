@@ -13,13 +13,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
 
+from .defaults import SEQ_LENGTH
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SEQ_LENGTH = 1024
 IMAGE_SIZE = (1024, 1024)
 _MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
 _MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
-LORA_DROPOUT = 0.05  # of the recipes that train transformers models
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
 ROWS = ("alike", "padded", "packed")

@@ -200,7 +200,7 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
     assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
     assert load_config_from_file(str(file)).distributed_type == DistributedType.FSDP
     assert "fits on 1: none at batch 2" in shown
-    command = f'accelerate launch --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
+    command = f'accelerate launch -q --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
     assert command in shown
     assert "--ac_policy none --per_device_train_batch_size 2 --max_length 32 --dtype float32 --bf16" in shown
 

@@ -347,7 +347,7 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
     assert images.cache_latents
     assert ac.policy is not None
     comment = " ".join(line.strip("# \\") for line in config.read_text().splitlines() if line.startswith("#"))
-    assert f"accelerate launch --config_file accelerate_configs/single_gpu.yaml {SCRIPT}" in comment
+    assert f"accelerate launch -q --config_file accelerate_configs/single_gpu.yaml {SCRIPT}" in comment
     assert f"--config recipes/diffusion/{config.name}" in comment
 
 

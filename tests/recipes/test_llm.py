@@ -188,6 +188,7 @@ def test_configs_parse_and_carry_their_command(llm: ModuleType, root: Path, path
     header = "".join(line[1:] for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     command = re.sub(r"\\\s+", "", header[header.index("accelerate launch") :]).split()
     assert command[2:] == [
+        "-q",
         "--config_file", "accelerate_configs/single_gpu.yaml",
         "recipes/llm.py",
         "--config", str(path.relative_to(root)),

@@ -25,6 +25,7 @@ from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
 
+from .kinds import KINDS
 from .records import Facts, Prediction, RunMemory
 from .report_tables import headline, lines, markdown_report, print_report, tables
 from .run_view import report_page
@@ -32,7 +33,6 @@ from .run_view import report_page
 if TYPE_CHECKING:
     from rich.console import Console
 
-KINDS = ("json", "md", "html", "png")
 _HERE = ("main", "step")  # fields that are not of the report's JSON
 _PACKAGES = ("torch", "transformers", "accelerate", "diffusers", "peft")
 

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import flag
@@ -26,6 +23,7 @@ from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from torch import Tensor
 
 
 @dataclass
@@ -179,6 +177,9 @@ def framed(image: Image.Image, resolution: int, args: ImageArguments, draw: rand
     `draw` decides where to crop and whether to mirror when `args` ask for either. See section 2.2 of the SDXL report,
     https://arxiv.org/abs/2307.01952, for what the time ids are.
     """
+    import numpy as np
+    import torch
+
     original = (image.height, image.width)
     scale = resolution / min(original)
     height, width = (max(resolution, round(side * scale)) for side in original)

@@ -6,6 +6,7 @@ types and checks, and the command line, coming later, wins.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import sys
@@ -19,11 +20,23 @@ from ckpt_ft.reading import load_yaml
 from ckpt_ft.synonyms import known_as
 
 
+class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples as they are written, defaults behind each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.default not in (None, False, argparse.SUPPRESS)
+        return super()._get_help_string(action) if shown else action.help
+
+
 class Parser(HfArgumentParser):
     """`HfArgumentParser` whose errors are a `UserError` (one line, exit 2) and which takes no abbreviated flags."""
 
     def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
-        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        super().__init__(
+            dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_AsWritten, usage="%(prog)s [flags]",
+            **kwargs,
+        )  # fmt: skip
+        self.add_argument("-h", "--help", "--help-all", action="help", help="Show every flag.")
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
 
     @property

@@ -94,5 +94,5 @@ def resuming_command() -> str:
         if not skip and flag not in ("__resume_from_checkpoint", "__overwrite_output_dir"):
             kept.append(token)
         skip = flag in ("__resume_from_checkpoint",) and "=" not in token
-    launcher = ["accelerate", "launch"] if PartialState().num_processes > 1 else ["python"]
+    launcher = ["accelerate", "launch", "-q"] if PartialState().num_processes > 1 else ["python"]
     return shlex.join([*launcher, sys.argv[0], *redacted(kept), "--resume_from_checkpoint", "latest"])

@@ -1,0 +1,111 @@
+"""A recipe's `--help`, answered from its dataclasses of flags alone: importing the libraries that train takes seconds.
+
+What of TrainingArguments is asked for most is listed here; `--help-all` is the parser's own list, of every flag.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_WIDEST = 100
+_FEW = 5  # choices that are shown
+_FLAGS = 34  # characters of the column of flags
+
+
+class Line(NamedTuple):
+    """A flag as it is shown. value: what stands behind it, "" for a switch. default: "" for none worth a word."""
+
+    name: str
+    value: str
+    default: str
+    text: str
+
+
+# Of transformers.TrainingArguments, in the order in which people come to need them.
+TRAINING = (
+    Line("output_dir", "DIR", "", "Where the result, checkpoints and reports go."),
+    Line("per_device_train_batch_size", "N", "8", "Samples on a device at once."),
+    Line("gradient_accumulation_steps", "N", "1", "Micro-batches of an optimizer step."),
+    Line("learning_rate", "RATE", "5e-05", "Peak learning rate."),
+    Line("num_train_epochs", "N", "3.0", "Passes over the data."),
+    Line("max_steps", "N", "-1", "Optimizer steps, in place of passes over the data."),
+    Line("lr_scheduler_type", "NAME", "linear", "linear, cosine, constant, constant_with_warmup, ..."),
+    Line("warmup_steps", "N", "0", "Steps of warm-up; below 1, a share of all."),
+    Line("optim", "NAME", "adamw_torch_fused", "adamw_torch, adamw_bnb_8bit, paged_adamw_8bit, adafactor, sgd, ..."),
+    Line("bf16", "", "", "Mixed precision in bfloat16."),
+    Line("fp16", "", "", "Mixed precision in float16."),
+    Line("max_grad_norm", "NORM", "1.0", "Gradients are clipped to it; 0 for no clipping."),
+    Line("torch_compile", "", "", "Compile the model."),
+    Line("logging_steps", "N", "500", "Steps between two lines of the log."),
+    Line("save_steps", "N", "500", "Steps between checkpoints."),
+    Line("eval_strategy", "WHEN", "no", "no, steps or epoch."),
+    Line("report_to", "NAME", "none", "Trackers: tensorboard, wandb, ..., all, or none."),
+    Line("seed", "N", "42", "Of everything random."),
+)
+DPO = (
+    Line("max_length", "N", "1024", "Tokens of a prompt with its answer; longer ones are cut."),
+    Line("beta", "B", "0.1", "How far the model may go from the reference."),
+    Line("loss_type", "NAME", "sigmoid", "sigmoid, hinge, ipo, ..."),
+    Line("precompute_ref_log_probs", "", "", "Run the reference once, before training; it is then not in memory."),
+)
+CONFIG = (
+    Line("config", "FILE.yaml", "", "Flags from a file; those on the command line win."),
+    Line("help-all", "", "", "Every flag."),
+)
+RUN = (
+    Line("overwrite_output_dir", "", "", "Throw an earlier run in output_dir away."),
+    Line("resume_from_checkpoint", "WHICH", "", "latest, or the path of a checkpoint."),
+    *CONFIG,
+)
+
+Group = type | Sequence[Line]
+
+
+def answer_help(description: str | None, groups: Mapping[str, Group], argv: Sequence[str] | None = None) -> None:
+    """Print the help that is asked for with `-h` or `--help` and leave; do nothing where none is.
+
+    Args:
+        description: what stands above the flags, as it is written.
+        groups: titles, each with a dataclass of flags or with lines.
+    """
+    if not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+        return
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    print(f"usage: {Path(sys.argv[0]).name} [flags]\n\n{(description or '').strip()}")
+    for title, group in groups.items():
+        lines = map(_line, fields(group)) if isinstance(group, type) else group
+        print(f"\n{title}:\n" + "\n".join(_shown(lines, width)))
+    raise SystemExit(0)
+
+
+def _line(field: Field[Any]) -> Line:
+    default = field.default if field.default is not MISSING else None
+    said = "" if default in (None, "") or isinstance(default, bool) else str(default)
+    text = str(field.metadata.get("help", ""))
+    choices = field.metadata.get("choices")
+    if default is True:
+        return Line(f"no_{field.name}", "", "", text)
+    value = "|".join(choices) if choices and len(choices) < _FEW else field.name.rpartition("_")[2].upper()
+    for kind, short in (("bool", ""), ("int", "N"), ("float", "X"), ("list", "A B ...")):
+        if str(field.type).startswith(kind):
+            value = short
+    return Line(field.name, value, said, text)
+
+
+def _shown(lines: Iterable[Line], width: int) -> Iterable[str]:
+    for line in lines:
+        flag = f"  --{line.name} {line.value}".rstrip()
+        text = f"{line.text} [{line.default}]" if line.default else line.text
+        wrapped = textwrap.wrap(text, width - _FLAGS - 2, break_on_hyphens=False)
+        column = [flag] if len(flag) <= _FLAGS else [flag, ""]
+        if len(flag) > _FLAGS:
+            wrapped.insert(0, "")
+        for left, right in zip_longest(column, wrapped, fillvalue=""):
+            yield f"{left:{_FLAGS}}  {right}".rstrip()
