@@ -43,6 +43,16 @@ def one_line(error: object, limit: int | None = None) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
+def is_oom(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a device or on the host."""
+    import torch
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, Exception) and should_reduce_batch_size(error)
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
     for stream in (sys.stdout, sys.stderr):
@@ -50,15 +60,21 @@ def run(main: Callable[[], int | None]) -> None:
             stream.reconfigure(errors="replace")  # a stream in ASCII must not cost what was trained
     try:
         code = main() or 0
-    except (UserError, WorkFailed, KeyboardInterrupt, OSError) as error:
-        unforeseen = isinstance(error, OSError) and error.errno not in _DISK
-        if unforeseen or os.environ.get("CKPT_FT_TRACEBACK") == "1":
+    except (Exception, KeyboardInterrupt) as error:
+        if not _is_foreseen(error) or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
-        said = one_line(error) if isinstance(error, OSError) else str(error)
+        ours = isinstance(error, (UserError, WorkFailed, KeyboardInterrupt))
+        said = str(error) if ours else one_line(error, _LONGEST)
         if said or not isinstance(error, Interrupted):  # of several ranks one says it
             print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
         code = _exit_code(error)
     sys.exit(code)
+
+
+def _is_foreseen(error: BaseException) -> bool:
+    if isinstance(error, (UserError, WorkFailed, KeyboardInterrupt)):
+        return True
+    return error.errno in _DISK if isinstance(error, OSError) else is_oom(error)
 
 
 def _exit_code(error: BaseException) -> int:

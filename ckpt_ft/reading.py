@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,21 +57,21 @@ def load_yaml(path: str | Path, source: str) -> Any:
 
 @contextmanager
 def library_reads(what: str) -> Iterator[None]:
-    """Inside, a library reads someone else's files. Whatever it raises is one line: `what`, and the library's reason.
+    """Inside, a library reads what someone gave: files, flags. Whatever it raises is one line: `what`, and why.
 
-    A damaged file makes a library raise anything (KeyError, RecursionError, one of its own). Memory that runs out says
-    nothing of the file, so that error passes.
+    What is damaged makes a library raise anything (KeyError, RecursionError, one of its own). Memory that runs out
+    says nothing of it, so that error passes.
 
     Raises:
         UserError: in place of what was raised inside.
     """
-    import torch
-
     try:
         yield
-    except (UserError, WorkFailed, MemoryError, torch.OutOfMemoryError):
+    except (UserError, WorkFailed):
         raise
     except Exception as error:
+        if is_oom(error):
+            raise
         raise UserError(f"{what}: {one_line(f'{type(error).__name__}: {error}', 400)}") from error
 
 

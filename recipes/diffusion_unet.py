@@ -41,6 +41,7 @@ from accelerate.utils.memory import clear_device_cache
 from tqdm.auto import tqdm
 
 from ckpt_ft.errors import run
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.diffusion.data import endless_batches, load_samples
 from ckpt_ft.training.diffusion.encoders import (
     Encoders,
@@ -63,6 +64,7 @@ from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.first_step import FirstStep
 from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full, written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.parser import parse_args
@@ -183,12 +185,13 @@ def train(
 
 def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
     """Accelerate with its trackers, the output directory for this run alone, the seed."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        mixed_precision=args.mixed_precision,
-        log_with=None if args.report_to == "none" else args.report_to.split(","),
-        project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
-    )
+    with library_reads("Accelerate cannot start with these flags"):
+        accelerator = Accelerator(
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            mixed_precision=args.mixed_precision,
+            log_with=None if args.report_to == "none" else args.report_to.split(","),
+            project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
+        )
     directory.open()
     torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
     set_seed(args.seed)
@@ -226,17 +229,21 @@ def run_steps(
     progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
     stopping = False
     with (
+        progress,
         Stop() as stop,
+        FirstStep("training cannot begin with these flags") as first,
         advise_on_oom(memory, "--train_batch_size"),
         memory.measure(state.unet, state.optimizer, state.total_steps - state.step, args.output_dir),
     ):
         while not (state.done or stopping):
+            first.begins()
             micro_batches: Iterable[Batch] = map(data.noisy, islice(batches, args.gradient_accumulation_steps))
             optimizer_step(
                 state.unet, state.optimizer, micro_batches if state.step else checked(micro_batches, memory),
                 compute_loss, max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
             )  # fmt: skip
             memory.step()
+            first.made()
             progress.update()
             progress.set_postfix(loss=f"{losses.step(state.step + 1, state.learning_rate):.4f}")
             state.advance()
@@ -247,7 +254,6 @@ def run_steps(
                 draw(data.validation, state)
             if not state.done:
                 memory.begin_step()  # what was between is not part of a step
-    progress.close()
     return stop.signal
 
 

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOTrainer
 
 from ckpt_ft.errors import run
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
@@ -98,14 +99,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_pretrained(model_args, AutoModelForCausalLM)
 
     # 2. TRL's trainer tokenizes, and makes the reference: a copy of the model, or the model without its adapters
-    trainer = DPOTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        processing_class=tokenizer,
-        peft_config=lora_config(model_args, task_type="CAUSAL_LM") if model_args.use_peft else None,
-    )
+    with library_reads("TRL cannot train with these flags and preferences"):
+        trainer = DPOTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            peft_config=lora_config(model_args, task_type="CAUSAL_LM") if model_args.use_peft else None,
+        )
 
     # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report
     memory = ACCallback(ac_args).attach(trainer)

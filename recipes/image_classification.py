@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
@@ -49,7 +50,7 @@ from ckpt_ft.training.images.classifiers import (
 )
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
-from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
@@ -80,6 +81,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
         description=__doc__,
     )
     check_conflicts(training_args, ac_args.policy)
+    check_best_metric(training_args, ("loss", "accuracy"))
     return model_args, data_args, ac_args, training_args
 
 
@@ -114,17 +116,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 5. Training: the policy and the memory report are one callback
     memory = ACCallback(fitted)
-    trainer = Trainer(
-        model=model,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processor,
-        data_collator=collator,
-        compute_metrics=accuracy,
-        preprocess_logits_for_metrics=choose,
-        callbacks=[memory, NewCropsEachEpoch(train_dataset)],
-    )
+    with library_reads("no Trainer can be made of these flags"):
+        trainer = Trainer(
+            model=model,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processor,
+            data_collator=collator,
+            compute_metrics=accuracy,
+            preprocess_logits_for_metrics=choose,
+            callbacks=[memory, NewCropsEachEpoch(train_dataset)],
+        )
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
         metrics = train_within(trainer, memory, directory)
 

@@ -19,6 +19,12 @@ from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
         (WorkFailed("failed"), 1, "error: failed\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (Interrupted("stopped", signal.SIGTERM), 143, "error: stopped\n"),
+        (MemoryError("Unable to allocate 3 TiB"), 1, "error: Unable to allocate 3 TiB\n"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            1,
+            "error: DefaultCPUAllocator: can't allocate memory\n",
+        ),
         (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "error: [Errno 28] No space left on device: 'x'\n"),
     ],
 )

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.checkpointing.parity import Parity, check_parity
-from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.gpus import current_gpu, find_gpu
 from ckpt_ft.reading import library_reads, require_weights
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.batches import task_of
@@ -24,6 +24,7 @@ from ckpt_ft.workloads.model_config import hub_answers
 from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
+_CARD = "a100-80gb"  # whose step stands for a CPU's
 _TOPS = {"timestep": 1000, "class_labels": 1000}  # of a diffusion model's whole numbers; masks and styles stay
 
 
@@ -34,30 +35,60 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     there is only a config; a note says which.
 
     Raises:
-        UserError: no such model, weights that cannot be read, or the policy does not fit it.
+        UserError: no such model, weights that cannot be read, a step that does not fit into memory, or the policy does
+            not fit the model.
     """
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     workload = load(name, settings, current_gpu() or "cpu")
     _check_room(name, workload.model, device)
+    notes = _check_batch(name, workload, batch_size, device)
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
     parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
-    return replace(parity, notes=[*parity.notes, f"note: {name} with {weights}"])
+    return replace(parity, notes=[*parity.notes, *notes, f"note: {name} with {weights}"])
 
 
 def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
     """Raises UserError where not even the weights and the gradients, which are kept twice, fit: said before a kill."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     needed = sum(size for size, _ in sizes) + 2 * sum(size for size, trained in sizes if trained)
-    free = psutil.virtual_memory().available if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
+    free = _free(device)
     if needed > free:
         raise UserError(
             f"{name}: a check takes {format_bytes(needed)} for weights and gradients alone, {format_bytes(free)} are "
             "free; check a config with fewer layers: the blocks are alike"
         )
+
+
+def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.device) -> list[str]:
+    """Raises UserError where a step does not fit; a note where that cannot be told.
+
+    Of a card's step, because a CPU's is traced by making it; without an optimizer, and with the gradients once more.
+    """
+    step = replace(workload, device=current_gpu() or find_gpu(_CARD), make_optimizer=None)
+    try:
+        trace = step.trace(batch_size)
+    except UserError:
+        raise
+    except Exception as error:  # of any model: a check runs what a trace cannot
+        return [f"note: a step cannot be traced, so whether it fits is not known: {one_line(error, 200)}"]
+    gradients = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
+    needed, free = trace.peak_allocated + gradients, _free(device)
+    if needed > free:
+        raise UserError(
+            f"{name}: a check of batch {batch_size} takes about {format_bytes(needed)}, {format_bytes(free)} are "
+            "free; check a smaller batch: a policy does the same to each sample"
+        )
+    return []
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.accelerator.get_memory_info(device)[0])
 
 
 def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
+from ckpt_ft.errors import is_oom
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.workloads.workload import Workload
 
@@ -90,7 +90,7 @@ class Runner:
         try:
             peak = self._measured(batch)
         except Exception as error:
-            if not (isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)):
+            if not is_oom(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold activations
         everywhere = agreed(int(peak is not None))

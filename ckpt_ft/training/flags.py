@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,53 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Arguments = TypeVar("Arguments")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a flag takes: from `least` on (or above it, where it is `open`), up to `most` and below `end`.
+
+    Infinity and what is no number are in none.
+    """
+
+    least: int
+    most: int | None = None
+    end: float = float("inf")
+    open: bool = False
+
+    def holds(self, number: float) -> bool:
+        above = number > self.least if self.open else number >= self.least
+        return above and number < self.end and (self.most is None or number <= self.most)
+
+    def __str__(self) -> str:
+        if self.most is not None:
+            return f"a number from {self.least} to {self.most}"
+        if self.end < float("inf"):
+            return f"a number from {self.least} up to, but not including, {self.end}"
+        if self.open:
+            return f"a number above {self.least}"
+        return f"at least {self.least}" if self.least else "a number from 0 on"
+
+
+AT_LEAST_ONE = Range(1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, open=True)
+SHARE = Range(0, end=1)
+SEED = Range(0, 2**32 - 1)  # numpy's
+LORA_RANK = Range(1, 2**16)  # no model's layer is wider
+PIXELS = Range(8, 2**14)  # of an image's side
+
+
+def check_numbers(args: object, ranges: Mapping[str, Range]) -> None:
+    """Every flag of `ranges` that is given; None stands for one that is not.
+
+    Raises:
+        UserError: a number that its flag does not take.
+    """
+    for name, numbers in ranges.items():
+        value = getattr(args, name)
+        if value is not None and not numbers.holds(float(value)):
+            raise UserError(f"--{name} {value}: give {numbers}")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
@@ -25,6 +73,15 @@ def changed(args: Arguments, **values: Any) -> Arguments:
     other = copy.copy(args)
     vars(other).update(values)
     return other
+
+
+def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
+    """Raises UserError where `--report_to` names a tracker that is not among those `here`."""
+    for name in names:
+        if name not in here:
+            raise UserError(
+                f"--report_to {name}: not installed; of trackers there are here: {', '.join(here) or 'none'}"
+            )
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads
+from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
 from ckpt_ft.workloads.defaults import LORA_DROPOUT
 from ckpt_ft.workloads.model_config import read_config
 
@@ -54,10 +55,7 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.load_in_4bit and not self.use_peft:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
-        if self.use_peft and self.lora_r < 1:
-            raise UserError(f"--lora_r {self.lora_r}: a LoRA rank is at least 1")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(f"--lora_dropout {self.lora_dropout}: give a share from 0 up to, but not including, 1")
+        check_numbers(self, {"lora_r": LORA_RANK, "lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
 
     @property
     def source(self) -> dict[str, Any]:

@@ -7,10 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-from accelerate.utils.memory import should_reduce_batch_size
-
-from ckpt_ft.errors import WorkFailed, one_line
+from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.policy import Policy
 
 # From what keeps most to what keeps least: each drops something that the one before it keeps.
@@ -25,13 +22,6 @@ class Measured(Protocol):
     def peak_holders(self) -> list[str]: ...
 
     def close(self) -> None: ...
-
-
-def is_oom(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a device or on the host."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, Exception) and should_reduce_batch_size(error)
-    )
 
 
 def cheaper_policies(policy: Policy | None) -> list[str]:

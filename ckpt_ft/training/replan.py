@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from accelerate import PartialState
 from transformers import Trainer
 
-from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.planning.plan import Plan
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.trainer_checkpoints import Finished, load_finished
@@ -25,7 +25,6 @@ from ckpt_ft.units import format_bytes
 
 from .arguments import ACArguments
 from .fit import Fitted, make_plan, say
-from .oom import is_oom
 
 logger = logging.getLogger(__name__)
 _LEANER = 0.9  # of the budget: what is planned for after memory ran out

@@ -215,7 +215,7 @@ class Workload:
         """The trace of one of the workload's steps as it is launched.
 
         Raises:
-            UserError: a tensor of it has more bytes than can be counted.
+            UserError: a tensor of it has more bytes than can be counted, or the model's norms need a larger batch.
         """
         try:
             return trace_step(
@@ -227,6 +227,10 @@ class Workload:
                 launch=self.launch,
                 alloc_conf=self.alloc_conf,
             )
+        except ValueError as error:
+            if "Expected more than 1" not in str(error):  # torch's words for a norm's statistics of one value
+                raise
+            raise UserError(f"a batch of 1: {one_line(error, 200)}; give at least 2, or a larger budget") from error
         except RuntimeError as error:
             if "overflow" not in str(error):  # torch's word for it
                 raise

@@ -236,3 +236,22 @@ def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(po
     assert found.batch < found.last
     assert found.retries == 1
     assert f"up to {found.last} runs, but gives cached memory back once a step" in str(found)
+
+
+def test_norms_that_cannot_take_one_sample() -> None:
+    """Where a batch of 2 does not fit either, that is one line; where it does, it is found."""
+
+    def step_for_batch(samples: int) -> Step:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            model(torch.ones(samples, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    asked = Workload.of_loop(model, step_for_batch, lambda m: torch.optim.SGD(m.parameters(), 0.1), "cpu")
+    needs = {n: asked.trace(n).peak_allocated for n in (2, 3)}
+    assert predict_max_batch_size(asked, "none", needs[3] - 1).batch == 2
+    with pytest.raises(UserError, match="a batch of 1: Expected more than 1 value .*; give at least 2, or"):
+        predict_max_batch_size(asked, "none", needs[2] - 1)

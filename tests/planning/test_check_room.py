@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,3 +31,35 @@ def test_weights_and_two_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             check.check_model(str(path), "full", Settings(seq_length=8), 1, 0)
     else:
         check._check_room("m", check.load(str(path), Settings(seq_length=8), "cpu").model, check.torch.device("cpu"))
+
+
+def test_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes beside the weights is told from its trace, to the byte; gradients are kept twice."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    settings, cpu = Settings(seq_length=8), check.torch.device("cpu")
+    workload = check.load(str(path), settings, "cpu")
+    card = replace(workload, device=check.find_gpu("a100-80gb"), make_optimizer=None)
+    needed = card.trace(64).peak_allocated + 4 * PARAMETERS
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=needed))
+    assert check._check_batch("m", workload, 64, cpu) == []
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **kwargs: None)
+    monkeypatch.setattr(check, "_with_weights", lambda *args: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match="a check of batch 64 takes about .* check a smaller batch"):
+        check.check_model(str(path), "full", settings, 64, 0)
+
+
+def test_a_model_that_cannot_be_traced_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+
+    def untraceable(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("aten.odd\nhas no fake kernel")
+
+    monkeypatch.setattr(check.Workload, "trace", untraceable)
+    parity = check.check_model(str(path), "full", Settings(seq_length=8), 1, 0)
+    assert parity.ok
+    assert (
+        "note: a step cannot be traced, so whether it fits is not known: aten.odd has no fake kernel" in parity.notes
+    )

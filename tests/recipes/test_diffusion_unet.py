@@ -311,6 +311,7 @@ def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, mon
         (["--train_data_dir", "/nowhere"], "no such directory"),
         (["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         (["--ac_policy", "save:atention"], "did you mean 'attention'"),
+        (["--mixed_precision", "fp16"], "--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no"),
         (["--lerning_rate", "1"], "did you mean '--learning_rate'"),
     ],
 )
@@ -319,6 +320,17 @@ def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, fla
     with pytest.raises(UserError, match=words):
         train(recipe, tiny["sd1"], out, *flags)
     assert not out.exists() or {path.name for path in out.iterdir()} <= {"_run.lock"}
+
+
+def test_a_first_step_that_fails_is_one_line(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("mat1 and mat2\nmust agree")
+
+    monkeypatch.setattr(recipe, "optimizer_step", fails)
+    with pytest.raises(UserError, match="the first step failed .*: RuntimeError: mat1 and mat2 must agree"):
+        train(recipe, tiny["sd1"], tmp_path / "out", "--rank", "2")
 
 
 def test_exit_codes(

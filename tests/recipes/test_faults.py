@@ -253,6 +253,38 @@ def test_a_checkpoint_that_was_written_damaged(
     assert sorted(path.name for path in out.iterdir()) == ["_run.lock", "checkpoint-2"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--push_to_hub", "--hub_model_id", "a/b/c"], "no Trainer can be made of these flags: HFValidationError"),
+        (["--lr_scheduler_kwargs", '{"a": 1}'], "training cannot begin with these flags: TypeError: .* argument 'a'"),
+    ],
+)
+def test_what_fails_before_a_step_is_made_is_one_line(
+    llm: ModuleType, tmp_path: Path, flags: list[str], says: str
+) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        train(llm, tmp_path / "out", *QUIET, *flags)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_step_that_fails(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is one line: what was given cannot be trained. A later one keeps its traceback."""
+
+    def fails() -> None:
+        raise ZeroDivisionError("by\nnought")
+
+    with monkeypatch.context() as patch:
+        at_step(1, fails, patch)
+        with pytest.raises(UserError) as refused:
+            train(llm, tmp_path / "one", *QUIET)
+    said = "the first step failed (CKPT_FT_TRACEBACK=1 shows where): ZeroDivisionError: by nought"
+    assert str(refused.value) == said
+    at_step(2, fails, monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        train(llm, tmp_path / "two", *QUIET)
+
+
 def test_a_checkpoint_of_other_adapters(llm: ModuleType, tmp_path: Path) -> None:
     out = train(llm, tmp_path / "out", *QUIET, "--use_peft", "--lora_r", "2", "--max_steps", "2")
     flags = ["--use_peft", "--lora_r", "4", "--max_steps", "3", "--resume_from_checkpoint", "latest"]

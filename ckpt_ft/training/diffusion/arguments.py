@@ -6,10 +6,42 @@ import importlib.util
 from dataclasses import dataclass, field
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import flag
+from ckpt_ft.training.flags import (
+    AT_LEAST_ONE,
+    LORA_RANK,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SHARE,
+    check_numbers,
+    check_trackers,
+    flag,
+)
 
 # Those of diffusers' get_scheduler that need nothing else.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+_NUMBERS = {
+    "seed": SEED,
+    "train_batch_size": AT_LEAST_ONE,
+    "gradient_accumulation_steps": AT_LEAST_ONE,
+    "num_train_epochs": AT_LEAST_ONE,
+    "max_train_steps": AT_LEAST_ONE,
+    "learning_rate": NOT_NEGATIVE,
+    "lr_warmup_steps": NOT_NEGATIVE,
+    "adam_beta1": SHARE,
+    "adam_beta2": SHARE,
+    "adam_weight_decay": NOT_NEGATIVE,
+    "adam_epsilon": NOT_NEGATIVE,
+    "max_grad_norm": NOT_NEGATIVE,
+    "snr_gamma": POSITIVE,
+    "noise_offset": NOT_NEGATIVE,
+    "checkpointing_steps": AT_LEAST_ONE,
+    "checkpoints_total_limit": AT_LEAST_ONE,
+    "num_validation_images": AT_LEAST_ONE,
+    "validation_steps": AT_LEAST_ONE,
+    "validation_inference_steps": AT_LEAST_ONE,
+    "validation_guidance_scale": NOT_NEGATIVE,
+}
 
 
 @dataclass
@@ -36,14 +68,12 @@ class DiffusionModelArguments:
     def __post_init__(self) -> None:
         if self.rank is None and (self.lora_alpha is not None or self.lora_dropout):
             raise UserError("--lora_alpha and --lora_dropout belong to LoRA; add --rank, or drop them")
-        if self.rank is not None and self.rank < 1:
+        if self.rank is not None and not LORA_RANK.holds(self.rank):
             raise UserError(
-                f"--rank {self.rank}: a LoRA rank is at least 1; leave --rank out to train the whole U-Net"
+                f"--rank {self.rank}: a LoRA rank is at least 1, at most {LORA_RANK.most}; leave --rank out to train "
+                "the whole U-Net"
             )
-        if self.lora_alpha is not None and self.lora_alpha < 1:
-            raise UserError(f"--lora_alpha {self.lora_alpha}: give at least 1, or leave it out for the rank")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(f"--lora_dropout {self.lora_dropout}: give a share from 0 up to, but not including, 1")
+        check_numbers(self, {"lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
 
 
 @dataclass
@@ -94,21 +124,14 @@ class LoopArguments:
     logging_dir: str = flag("logs", "Where trackers write, inside output_dir.")
 
     def __post_init__(self) -> None:
-        counts = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_train_steps",
-                  "checkpointing_steps", "checkpoints_total_limit", "num_validation_images", "validation_steps",
-                  "validation_inference_steps")  # fmt: skip
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} {value}: give at least 1")
-        for name in ("learning_rate", "lr_warmup_steps", "adam_weight_decay", "adam_epsilon", "max_grad_norm"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise UserError(f"--{name} {value}: give a number from 0 on")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)}: give a number from 0 up to, but not including, 1")
+        check_numbers(self, _NUMBERS)
+        check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
         if self.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--use_8bit_adam needs bitsandbytes, which is not installed: pip install bitsandbytes")
-        if self.snr_gamma is not None and self.snr_gamma <= 0:
-            raise UserError(f"--snr_gamma {self.snr_gamma}: give a positive number, usually 5.0, or leave it out")
+
+
+def _trackers() -> list[str]:
+    """Those of Accelerate that are installed."""
+    from accelerate.tracking import get_available_trackers
+
+    return [tracker.value for tracker in get_available_trackers()]

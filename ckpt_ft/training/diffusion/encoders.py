@@ -107,7 +107,13 @@ class Encoders:
 
 
 def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
-    """That of weights which are not trained: mixed precision's."""
+    """That of weights which are not trained: mixed precision's.
+
+    Raises:
+        UserError: fp16 on a CPU, where Accelerate casts nothing to it.
+    """
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no")
     return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import flag
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, check_numbers, flag
 
 from .files import named_columns, readable
 from .shapes import drawn_shapes
@@ -24,6 +24,13 @@ from .shapes import drawn_shapes
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
+
+
+_NUMBERS = {
+    "resolution": Range(0, PIXELS.most),
+    "max_train_samples": AT_LEAST_ONE,
+    "dataloader_num_workers": NOT_NEGATIVE,
+}
 
 
 @dataclass
@@ -55,17 +62,16 @@ class ImageArguments:
     dataloader_num_workers: int = flag(0, "Processes that prepare batches.")
 
     def __post_init__(self) -> None:
-        if self.resolution is not None and (self.resolution < 8 or self.resolution % 8):
+        check_numbers(self, _NUMBERS)
+        if self.resolution is not None and (self.resolution < PIXELS.least or self.resolution % 8):
             below = max(8, self.resolution // 8 * 8)
             raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
         if self.dataset_name is not None and self.train_data_dir is not None:
             raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
-        if not 0 <= self.proportion_empty_prompts < 1:
+        if not SHARE.holds(self.proportion_empty_prompts):
             raise UserError(
                 f"--proportion_empty_prompts {self.proportion_empty_prompts}: give a share from 0 to below 1"
             )
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 1")
         if self.cache_latents and self.is_random:
             raise UserError(
                 "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import SplitArguments, flag
+from ckpt_ft.training.flags import PIXELS, SplitArguments, flag
 
 from .files import named_columns, readable
 from .shapes import drawn_shapes
@@ -54,8 +54,10 @@ class VisionArguments(SplitArguments):
         super().__post_init__()
         if self.max_train_samples is not None and self.max_train_samples < 2:
             raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 2, of two classes")
-        if self.resolution is not None and self.resolution < 8:
-            raise UserError(f"--resolution {self.resolution}: give at least 8 pixels")
+        if self.resolution is not None and not PIXELS.holds(self.resolution):
+            raise UserError(
+                f"--resolution {self.resolution}: give at least {PIXELS.least} pixels, and at most {PIXELS.most}"
+            )
         if not 0 < self.min_crop <= 1:
             raise UserError(f"--min_crop {self.min_crop}: give a share of the image, above 0 and up to 1")
 

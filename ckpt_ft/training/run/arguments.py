@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from accelerate.utils import DynamoBackend
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
-from transformers.training_args import OptimizerNames
+from transformers.training_args import OptimizerNames, ParallelMode
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_numbers, check_trackers
 
-_AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-_NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs", "warmup_steps")
+_EPOCHS = -1  # what --max_steps is where --num_train_epochs says how long
+_NUMBERS = {
+    "per_device_train_batch_size": AT_LEAST_ONE,
+    "per_device_eval_batch_size": AT_LEAST_ONE,
+    "gradient_accumulation_steps": AT_LEAST_ONE,
+    "eval_accumulation_steps": AT_LEAST_ONE,
+    "num_train_epochs": POSITIVE,
+    "learning_rate": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "adam_beta1": SHARE,
+    "adam_beta2": SHARE,
+    "adam_epsilon": NOT_NEGATIVE,
+    "max_grad_norm": NOT_NEGATIVE,
+    "warmup_steps": NOT_NEGATIVE,
+    "label_smoothing_factor": SHARE,
+    "neftune_noise_alpha": NOT_NEGATIVE,
+    "logging_steps": POSITIVE,
+    "save_steps": POSITIVE,
+    "eval_steps": POSITIVE,
+    "save_total_limit": AT_LEAST_ONE,
+    "dataloader_num_workers": NOT_NEGATIVE,
+    "dataloader_prefetch_factor": AT_LEAST_ONE,
+    "seed": SEED,
+    "data_seed": SEED,
+}
 
 
 @dataclass
@@ -32,18 +58,22 @@ class RunArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)}: give at least 1")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 <= float(value) < float("inf"):
-                raise UserError(f"--{name} {value}: give a number from 0 on")
+        check_numbers(self, _NUMBERS)
+        if self.max_steps != _EPOCHS and self.max_steps < 1:
+            raise UserError(f"--max_steps {self.max_steps}: give at least 1, or leave it out to train for epochs")
         token: str | None = getattr(self, "hub_token")  # noqa: B009  its type cannot be determined
         if token is not None:
             os.environ["HF_TOKEN"] = token
             self.hub_token: str | None = None
+        backends = [backend.value.lower() for backend in DynamoBackend]
+        if self.torch_compile_backend is not None and self.torch_compile_backend.lower() not in backends:
+            raise UserError(f"--torch_compile_backend {self.torch_compile_backend}: one of {', '.join(backends)}")
         super().__post_init__()
+        if self.fsdp and self.parallel_mode is not ParallelMode.DISTRIBUTED:
+            raise UserError(
+                "--fsdp on one process: it shards a model over several; start them with `accelerate launch "
+                "--num_processes N`, or drop it"
+            )
         optim = OptimizerNames(self.optim).value
         needed = {
             "--use_liger_kernel": ("liger_kernel", self.use_liger_kernel),
@@ -52,11 +82,14 @@ class RunArguments(TrainingArguments):
         for flag, (package, wanted) in needed.items():
             if wanted and importlib.util.find_spec(package) is None:
                 raise UserError(f"{flag} needs {package}, which is not installed")
-        here = get_available_reporting_integrations()
-        for name in self.report_to:
-            if name not in here:
-                raise UserError(f"--report_to {name}: not installed; of trackers there are here: {_or_none(here)}")
+        check_trackers(self.report_to, get_available_reporting_integrations())
+        if self.optim_args and not all("=" in pair for pair in self.optim_args.split(",")):
+            raise UserError(f"--optim_args {self.optim_args}: give pairs as in rank=64,scale=0.1")
 
 
-def _or_none(names: list[str]) -> str:
-    return ", ".join(names) or "none"
+def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
+    """Raises UserError where `--metric_for_best_model` is none of what an evaluation gives: a Trainer meets that after
+    the first one."""
+    name = args.metric_for_best_model
+    if name is not None and name.removeprefix("eval_") not in metrics:
+        raise UserError(f"--metric_for_best_model {name}: an evaluation gives {', '.join(metrics)}; name one of them")

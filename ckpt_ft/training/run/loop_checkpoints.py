@@ -28,7 +28,7 @@ from ckpt_ft.units import format_bytes
 
 from .directory import RunDirectory
 from .manifest import write_manifest
-from .resume import checkpoints, last_complete_checkpoint
+from .resume import checkpoints, last_complete_checkpoint, unfit
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,10 +94,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
     Raises:
         UserError: its `identity` is another, or it was not written by this module.
     """
-    what = (
-        f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
-    )
-    with library_reads(what):
+    with library_reads(unfit(checkpoint)):
         state = _State.model_validate_json((Path(checkpoint) / MARK).read_bytes())
         for name, ours in identity.items():
             theirs = state.identity.get(name)

@@ -88,3 +88,10 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
             f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with"
         )
     return chosen
+
+
+def unfit(checkpoint: str) -> str:
+    """What an error says first, where what is read from `checkpoint` is not what this run needs."""
+    return (
+        f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
+    )

@@ -8,10 +8,9 @@ The loop of the diffusion recipe has the same from loop_checkpoints.py.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +19,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ckpt_ft.errors import WorkFailed, one_line
-from ckpt_ft.reading import library_reads
 from ckpt_ft.units import format_bytes
 
 from .directory import RunDirectory
+from .first_step import FirstStep, is_of_the_disk
 from .manifest import read_manifest, write_manifest
-from .resume import checkpoints
+from .resume import checkpoints, unfit
 from .stop import Stop, stopped
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
-
-_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 class Finished(Exception):
@@ -46,7 +42,10 @@ class Checkpoints(TrainerCallback):
         self.trainer, self.directory, self.stop = trainer, directory, stop
         self.limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # a Trainer deletes older ones while the new one has no manifest yet
-        self.began = self.stopping = False
+        self.stopping = False
+        self.first = FirstStep(
+            "training cannot begin with these flags" if directory.checkpoint is None else unfit(directory.checkpoint)
+        )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,11 +55,12 @@ class Checkpoints(TrainerCallback):
         self.directory.check_space(kwargs["model"], kwargs["optimizer"])
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.began = True
+        self.first.begins()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.first.made()
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopping = control.should_save = control.should_training_stop = True
 
@@ -84,7 +84,8 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM came; the step before has a checkpoint.
-        UserError: the checkpoint to go on from is of another model, or not what a Trainer writes.
+        UserError: the checkpoint to go on from is of another model, or not what a Trainer writes; not one step can be
+            made with the flags and data there are.
         WorkFailed: a checkpoint or the result could not be written; those before it are whole.
     """
     directory.clear()
@@ -92,29 +93,14 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         keeper = Checkpoints(trainer, directory, stop)
         trainer.callback_handler.callbacks.insert(0, keeper)
         try:
-            with nullcontext() if directory.checkpoint is None else _resuming(keeper, directory.checkpoint):
+            with keeper.first:
                 yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            if not _is_of_the_disk(error):
+            if not is_of_the_disk(error):
                 raise
             raise WorkFailed(_not_written(directory, error)) from error
     if keeper.stopping:
         raise stopped(stop.signal, directory.last_complete())
-
-
-@contextmanager
-def _resuming(keeper: Checkpoints, checkpoint: str) -> Iterator[None]:
-    """Before the first step a Trainer reads `checkpoint`, and what cannot be read may raise anything."""
-    what = (
-        f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
-    )
-    try:
-        yield
-    except Exception as error:
-        if keeper.began or _is_of_the_disk(error):
-            raise
-        with library_reads(what):
-            raise
 
 
 def load_finished(trainer: Trainer) -> None:
@@ -122,13 +108,6 @@ def load_finished(trainer: Trainer) -> None:
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()
     trainer.save_model()
-
-
-def _is_of_the_disk(error: Exception) -> bool:
-    """Whether a write failed: the system's word for it, or what torch and safetensors make of that."""
-    if isinstance(error, OSError):
-        return error.errno in _WRITING
-    return any(text in str(error) for text in ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "IoError"))
 
 
 def _not_written(directory: RunDirectory, error: Exception) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.arguments import LoopArguments
-from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images.labelled import VisionArguments
+from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.parser import parse_args
 
 
@@ -24,6 +28,18 @@ from ckpt_ft.training.run.parser import parse_args
         (["--use_liger_kernel"], "--use_liger_kernel needs liger_kernel, which is not installed"),
         (["--report_to", "wandb"], "--report_to wandb: not installed"),
         (["--max_steps", "9" * 5000], "invalid int value"),
+        (["--max_steps", "-5"], "--max_steps -5: give at least 1, or leave it out"),
+        (["--num_train_epochs", "0"], "--num_train_epochs 0.0: give a number above 0"),
+        (["--neftune_noise_alpha", "-1"], "--neftune_noise_alpha -1.0: give a number from 0 on"),
+        (["--adam_beta1", "1"], "--adam_beta1 1.0: give a number from 0 up to, but not including, 1"),
+        (["--seed", "-1"], "--seed -1: give a number from 0 to 4294967295"),
+        (["--save_total_limit", "0"], "--save_total_limit 0: give at least 1"),
+        (["--fsdp", "full_shard"], "--fsdp on one process: it shards a model over several"),
+        (["--optim_args", "x"], "--optim_args x: give pairs as in rank=64,scale=0.1"),
+        (
+            ["--torch_compile_backend", "nosuch"],
+            "--torch_compile_backend nosuch: one of no, eager, aot_eager, inductor",
+        ),
     ],
 )
 def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +54,37 @@ def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch)
         (["--adam_beta2", "1"], "--adam_beta2 1.0: give a number from 0 up to"),
         (["--lr_scheduler", "cosin"], "invalid choice: 'cosin'"),
         (["--use_8bit_adam"], "--use_8bit_adam needs bitsandbytes"),
+        (["--seed", str(2**32)], f"--seed {2**32}: give a number from 0 to {2**32 - 1}"),
+        (["--noise_offset", "nan"], "--noise_offset nan: give a number from 0 on"),
+        (["--snr_gamma", "0"], "--snr_gamma 0.0: give a number above 0"),
+        (["--report_to", "nope"], "--report_to nope: not installed; of trackers there are here: "),
     ],
 )
 def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(LoopArguments, flags, says, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "says"),
+    [
+        (ModelArguments, ["--use_peft", "--lora_r", "100000000000"], "--lora_r 100000000000: give a number from 1 to"),
+        (DiffusionModelArguments, ["--rank", "65537"], "--rank 65537: a LoRA rank is at least 1, at most 65536;"),
+        (ImageArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 0 to 16384"),
+        (ImageArguments, ["--dataloader_num_workers", "-1"], "--dataloader_num_workers -1: give a number from 0 on"),
+        (VisionArguments, ["--resolution", "100000"], "give at least 8 pixels, and at most 16384"),
+    ],
+)
+def test_models_and_images(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(kind, flags, says, monkeypatch)
+
+
+def test_the_metric_of_the_best_model() -> None:
+    """Before an evaluation is waited for that does not give it."""
+    args = SimpleNamespace(metric_for_best_model="foo")
+    with pytest.raises(UserError, match="--metric_for_best_model foo: an evaluation gives loss, accuracy"):
+        check_best_metric(args, ("loss", "accuracy"))  # type: ignore[arg-type]
+    for name in (None, "loss", "eval_accuracy"):
+        check_best_metric(SimpleNamespace(metric_for_best_model=name), ("loss", "accuracy"))  # type: ignore[arg-type]
 
 
 def assert_refused(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
