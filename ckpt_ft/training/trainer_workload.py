@@ -141,16 +141,23 @@ def _optimizer(args: TrainingArguments, model: nn.Module) -> Any:
 
 
 def _by_length(args: TrainingArguments, rows: Any) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
-    """(samples, length) -> rows of which the first is the one of that length; and the lengths there are."""
+    """(samples, length) -> rows of which the first is the one of that length; and the lengths there are.
+
+    Where rows have images, those beside the longest are the row with most `pixels`.
+    """
     if not have_lengths(rows):
         return lambda samples, length: [rows[0]] * samples, None
     lengths = row_lengths(rows)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
 
+    pixels = list(rows.with_format(None)["pixels"]) if "pixels" in rows.column_names else []
+
     def of_length(samples: int, length: int) -> list[Any]:
         first = min(bisect_left(order, length, key=lengths.__getitem__), len(order) - 1)
-        shorter = rows[order[first // 2]]  # as in most batches, the others are padded
-        return [rows[order[first]], *[shorter] * (samples - 1)]
+        beside = order[first // 2]  # as in most batches, the others are padded
+        if pixels and first == len(order) - 1:
+            beside = pixels.index(max(pixels))
+        return [rows[order[first]], *[rows[beside]] * (samples - 1)]
 
     by_length = getattr(args, "train_sampling_strategy", "") == "group_by_length"
     return of_length, Lengths.of(lengths, by_length)

@@ -51,7 +51,7 @@ class MemoryProfiler:
         limit: on CPU, bytes; the step that would pass it raises torch.OutOfMemoryError. Every step is then measured.
 
     Attributes:
-        batch: the largest batch that the model was given in a measured step.
+        batch: the largest batch that the model was given in the fullest of the measured steps.
 
     Raises:
         UserError: `sample` is not positive.
@@ -79,7 +79,8 @@ class MemoryProfiler:
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.history = History()
-        self.batch = LargestBatch()
+        self.batch = LargestBatch()  # of the fullest step
+        self._noted = LargestBatch()  # of the step that runs
         self._resident: dict[str, int] = {}
         self._open = False
         self._failed: StepTrace | None = None  # of a step that broke off
@@ -129,6 +130,7 @@ class MemoryProfiler:
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
+            self._noted = LargestBatch()
             self._open = True
         self._began = time.perf_counter()
 
@@ -150,6 +152,8 @@ class MemoryProfiler:
             self.sampled += 1
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(self.model, self.optimizer)
+            if self._noted.elements and _allocated(peaks) > _allocated(self.peaks):
+                self.batch = self._noted
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
             scalars = _scalars(peaks)
@@ -211,7 +215,7 @@ class MemoryProfiler:
         if torch.is_grad_enabled():
             self.meter.enter("forward")
         if self._open and module.training:
-            self.batch.note(args, kwargs)
+            self._noted.note(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in _outputs(output):
@@ -260,6 +264,10 @@ def _outputs(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _outputs(item)
+
+
+def _allocated(peaks: Peaks) -> int:
+    return max((phase["allocated"] for phase in peaks.values()), default=0)
 
 
 def _scalars(peaks: Peaks) -> dict[str, float]:

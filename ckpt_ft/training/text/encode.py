@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,10 +21,11 @@ from .data import DataArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 IGNORED = -100
 Segments = list[tuple[str, bool]]
+Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
 
 def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> Dataset:
@@ -102,9 +103,9 @@ class _Encoder:
 
     def _segments(self, row: dict[str, Any], index: int) -> Segments:
         if self.layout == "messages":
-            return _chat_segments(row["messages"], 0, self.tokenizer, index)
+            return chat_segments(row["messages"], 0, self.tokenizer, index)
         if self.layout == "completion" and isinstance(row["prompt"], list):
-            return _chat_segments(row["prompt"] + row["completion"], len(row["prompt"]), self.tokenizer, index)
+            return chat_segments(row["prompt"] + row["completion"], len(row["prompt"]), self.tokenizer, index)
         columns = ("prompt", "completion") if self.layout == "completion" else (self.text_field,)
         for column in columns:
             if not isinstance(row[column], str):
@@ -125,8 +126,10 @@ class _Encoder:
         return ids[: self.max_length], labels[: self.max_length]
 
 
-def _chat_segments(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase, index: int) -> Segments:
+def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) -> Segments:
     """The rendered conversation, cut where each assistant turn from message `first` on begins and ends.
+
+    tokenizer: or a processor, whose chat template is used as well. index: of the row, for errors.
 
     The cuts come from rendering the conversation up to there, so a template must render a beginning of a conversation
     as the beginning of the whole; one that rewrites earlier turns (some drop their reasoning) is refused rather than
@@ -156,7 +159,7 @@ def _chat_segments(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase
     return [*segments, (whole[at:], False)]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any], index: int, **kwargs: bool) -> str:
+def _render(tokenizer: Renderer, messages: list[Any], index: int, **kwargs: bool) -> str:
     from jinja2 import TemplateError
 
     if not messages:

@@ -12,7 +12,7 @@ import inspect
 import json
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ def _write(directory: Path) -> None:
     pairs = docstring_pairs()
     lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
     (directory / "docstrings.jsonl").write_text(lines, encoding="utf-8")
-    _make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")
+    make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")
     _make_model().save_pretrained(directory / "model")
 
 
@@ -91,11 +91,12 @@ def _documented(path: Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]
                 stack.append((f"{name}.{child.name}", child))
 
 
-def _make_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(corpus: Iterable[str], extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the special tokens of `CHAT_TEMPLATE`, and the `extra` ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", *extra]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,208 @@
+"""Conversations about images to what a model takes: tokens and labels once, ahead; pixels whenever a row is fetched.
+
+The model's own processor decides how many tokens an image has. A conversation is cut where the assistant's turns begin
+and end, as in text/encode.py; a piece with images goes through the processor, one without through its tokenizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.training.text.encode import IGNORED, PadCollator, chat_segments
+
+from .rows import Cell, Pictures, conversation
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+    from transformers import ProcessorMixin
+
+    from .arguments import VisionLanguageArguments
+
+TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one for each token
+KINDS = TOKENS[3:]  # which tokens are an image's, as some models ask
+
+
+def encode_conversations(
+    rows: Dataset, processor: ProcessorMixin, pictures: Pictures, args: VisionLanguageArguments
+) -> Dataset:
+    """`rows` as `input_ids`, `labels` and the number of `pixels`; in a row that is fetched, `images` are tensors.
+
+    Every image is read once. Rows whose images do not fit in `max_length` or that have no answer in it are left out.
+
+    Raises:
+        UserError: a row is no conversation, an image cannot be used, or nothing is left to train on.
+    """
+    encoded = rows.map(
+        _Encoder(processor, pictures, args.max_length),
+        with_indices=True,
+        batched=True,
+        batch_size=16,  # pictures at a time
+        remove_columns=rows.column_names,
+        features=_features(),
+        num_proc=args.dataset_num_proc,
+        desc="Looking through the images",
+    )
+    if len(encoded) == 0:
+        raise UserError(
+            f"none of the {len(rows)} rows has its images and a token to learn within --max_length {args.max_length}; "
+            "raise it, or make the images smaller"
+        )
+    if len(encoded) < len(rows):
+        left_out = len(rows) - len(encoded)
+        print(f"{left_out} of {len(rows)} rows are left out: nothing to learn within --max_length {args.max_length}")
+    return encoded.with_transform(_WithPixels(processor, pictures))
+
+
+def _features() -> Features:
+    from datasets import Features, List, Value
+
+    tokens = {name: List(Value("int64")) for name in ("input_ids", "labels", *KINDS)}
+    images = List({"bytes": Value("binary"), "path": Value("string")})
+    return Features(**tokens, text=Value("string"), images=images, pixels=Value("int64"), length=Value("int64"))
+
+
+@dataclass
+class _Encoder:
+    """Picklable, so that `datasets` can run it in other processes and recognise it in its cache."""
+
+    processor: ProcessorMixin
+    pictures: Pictures
+    max_length: int
+
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        encoded: dict[str, list[Any]] = {name: [] for name in _features()}
+        for position, index in enumerate(indices):
+            row = self._row({column: values[position] for column, values in batch.items()}, index)
+            if row is not None:
+                for name, values in encoded.items():
+                    values.append(row[name])
+        return encoded
+
+    def _row(self, row: dict[str, Any], index: int) -> dict[str, Any] | None:
+        """The encoded row; None where it has nothing to learn."""
+        place = f"row {index + 1}"
+        talk = conversation(row, place)
+        segments = chat_segments(talk.messages, 0, self.processor, index)
+        tokens: dict[str, list[int]] = {name: [] for name in ("input_ids", "labels", *KINDS)}
+        if beginning := self._beginning(segments[0][0]):
+            _extend(tokens, {"input_ids": beginning}, trained=False)
+        images, pixels, seen = list(talk.images), 0, 0
+        for (text, trained), count in zip(segments, _images_of(talk.messages), strict=True):
+            cells, images = images[:count], images[count:]
+            made = self._piece(text, cells, place)
+            pixels += sum(value.numel() for name, value in made.items() if name not in TOKENS)
+            _extend(tokens, {name: value for name, value in made.items() if name in TOKENS}, trained)
+            seen = len(tokens["input_ids"]) if count else seen
+        labels = tokens["labels"][: self.max_length]
+        if seen > self.max_length or all(label == IGNORED for label in labels):
+            return None
+        cut = {name: values[: self.max_length] for name, values in tokens.items()}
+        whole = "".join(text for text, _ in segments)
+        return {**cut, "text": whole, "images": talk.images, "pixels": pixels, "length": len(labels)}
+
+    def _beginning(self, text: str) -> list[int]:
+        """What the tokenizer puts before every text, where the chat template has not."""
+        tokenizer: Any = self.processor.tokenizer  # type: ignore[attr-defined]
+        bos = tokenizer.bos_token
+        return (
+            []
+            if bos is None or text.startswith(bos) or bos not in tokenizer("").tokens()
+            else [tokenizer.bos_token_id]
+        )
+
+    def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
+        if cells:
+            return processed(self.processor, text, cells, self.pictures, place)
+        tokenizer: Any = self.processor.tokenizer  # type: ignore[attr-defined]
+        return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
+
+
+def processed(
+    processor: ProcessorMixin, text: str, cells: list[Cell], pictures: Pictures, place: str
+) -> dict[str, Any]:
+    """What the processor makes of a text and its images: lists for the `TOKENS`, tensors of pixels for the rest.
+
+    Raises:
+        UserError: an image cannot be used, or the processor refuses it.
+    """
+    images = [pictures.open(cell, place) for cell in cells]
+    try:
+        made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"{place}: the model's processor refuses its images: {one_line(error, 200)}") from error
+    return {name: value[0].tolist() if name in TOKENS else value for name, value in made.items()}
+
+
+def _extend(tokens: dict[str, list[int]], piece: dict[str, list[int]], trained: bool) -> None:
+    ids = piece["input_ids"]
+    nothing = [0] * len(ids)
+    tokens["input_ids"] += ids
+    tokens["labels"] += ids if trained else [IGNORED] * len(ids)
+    for name in KINDS:
+        tokens[name] += piece.get(name, nothing)
+
+
+def _images_of(messages: list[dict[str, Any]]) -> list[int]:
+    """How many images stand in each segment of a conversation: in what is before an answer, in it, and in the rest."""
+    counts = [0]
+    for message in messages:
+        if message["role"] == "assistant":
+            counts += [0, 0]
+        counts[-1] += sum(part["type"] == "image" for part in message["content"])
+    return counts
+
+
+@dataclass
+class _WithPixels:
+    """What rows are fetched with: their tokens, and in place of their images what the processor makes of them."""
+
+    processor: ProcessorMixin
+    pictures: Pictures
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if "images" not in batch:
+            return batch  # a column for itself
+        images = [self._tensors(text, cells) for text, cells in zip(batch["text"], batch["images"], strict=True)]
+        return {**batch, "images": images}
+
+    def _tensors(self, text: str, cells: list[Cell]) -> dict[str, torch.Tensor]:
+        if not cells:
+            return {}
+        made = processed(self.processor, text, cells, self.pictures, "a row that was read before")
+        return {name: value for name, value in made.items() if name not in TOKENS}
+
+
+@dataclass
+class PixelCollator:
+    """Rows to one batch: tokens padded to the longest, `(batch, longest)`, and all images after one another.
+
+    kinds: of `KINDS`, those that the model takes.
+    """
+
+    pad_token_id: int
+    kinds: tuple[str, ...]
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = PadCollator(self.pad_token_id)(rows)
+        longest = batch["input_ids"].shape[1]
+        for name in self.kinds:
+            batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
+        seen = [row["images"] for row in rows if row["images"]]
+        return {**batch, **{name: joined([images[name] for images in seen]) for name in (seen[0] if seen else ())}}
+
+
+def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other along the first dimension; along the others the smaller ones are padded with zeros, as the
+    processors do themselves."""
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    return torch.cat([pad(tensor, _missing(tensor, largest)) for tensor in tensors])
+
+
+def _missing(tensor: torch.Tensor, largest: list[int]) -> list[int]:
+    """As `pad` wants it: (before, after) of the last dimension first."""
+    return [n for have, want in reversed([*zip(tensor.shape[1:], largest, strict=True)]) for n in (0, want - have)]

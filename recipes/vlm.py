@@ -1,0 +1,139 @@
+"""Fine-tune a vision-language model: all weights or LoRA, of one tower or both, under a policy for each or for all.
+
+    accelerate launch recipes/vlm.py
+        the built-in model on drawn shapes and charts, offline, in about two minutes on a CPU
+
+    accelerate launch recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
+        a real model; what is on the command line wins over the file
+
+    accelerate launch recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
+        --train_towers both --ac_policy full@language,pointwise@vision
+        LoRA in both towers, on rows of 'messages' and 'images', each tower under a policy of its own
+
+Flags: those of VisionLanguageModelArguments, VisionLanguageArguments and ACArguments, and RunArguments: every one of
+transformers.TrainingArguments, and --overwrite_output_dir.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import Trainer, set_seed
+
+from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.fit import fit_to_memory
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.vision_language.answers import Questions, check_answers
+from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
+from ckpt_ft.training.vision_language.encode import PixelCollator, encode_conversations
+from ckpt_ft.training.vision_language.models import kinds_of, load_model, load_processor, patch_of
+from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
+from ckpt_ft.training.vision_language.sample import make_sample
+
+# What runs when no model is named.
+BUILT_IN = {
+    "output_dir": "out/vlm",
+    "train_towers": "both",
+    "test_split_size": 0.05,
+    "answered": 100,
+    "max_steps": 400,
+    "per_device_train_batch_size": 16,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "eval_strategy": "steps",
+    "eval_steps": 200,
+    "logging_steps": 50,
+}
+
+
+def parse(
+    argv: Sequence[str] | None,
+) -> tuple[VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments]:
+    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    model_args, data_args, ac_args, training_args = parse_args(
+        (VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments),
+        argv,
+        builtin=BUILT_IN,
+        unless="model_name_or_path",
+        description=__doc__,
+    )
+    check_conflicts(training_args, ac_args.policy)
+    check_answers(data_args.answered, training_args.do_eval)
+    training_args.remove_unused_columns = False  # a row's images are fetched with it
+    return model_args, data_args, ac_args, training_args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    model_args, data_args, ac_args, training_args = parse(argv)
+    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory.open()
+    set_seed(training_args.seed)
+
+    # 1. Model and processor
+    if model_args.model_name_or_path is None:
+        with training_args.main_process_first(desc="making the built-in sample"):
+            built_in, drawn = make_sample()
+        model_args = replace(model_args, model_name_or_path=built_in)
+        data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
+    processor = load_processor(model_args, data_args)
+    model = load_model(model_args)
+
+    # 2. Data: one process reads every image and its tokens, the others read its cache
+    with training_args.main_process_first(desc="looking through the images"):
+        train_rows, eval_rows, folder = load_conversations(
+            data_args, evaluate=training_args.do_eval, seed=training_args.seed
+        )
+        pictures = Pictures(folder, smallest=patch_of(model))
+        train_dataset = encode_conversations(train_rows, processor, pictures, data_args)
+        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, data_args)
+
+    # 3. What --ac_policy auto and --find_max_batch_size leave open
+    collator = PixelCollator(processor.tokenizer.pad_token_id, kinds_of(model))
+    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
+
+    # 4. Training: the policy and the memory report are one callback
+    trainer = Trainer(
+        model=model,
+        args=fitted.args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processor,
+        data_collator=collator,
+    )
+    questions = None
+    if data_args.answered and eval_dataset is not None:
+        asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
+        questions = Questions(asked, processor.tokenizer, collator)
+        before = questions.right(model)
+    memory = ACCallback(fitted).attach(trainer)
+    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
+        metrics = train_within(trainer, memory, directory)
+
+    # 5. What is left behind beside the weights or the adapter and the processor, which training ends with: metrics, a
+    # card with the memory table
+    trainer.save_state()
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    if eval_dataset is not None:
+        metrics = trainer.evaluate()
+        if questions is not None:
+            metrics |= {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
+            print(f"held-out questions answered: {before} of {len(asked)} before, {metrics['answers_after']} after")
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+
+
+if __name__ == "__main__":
+    run(main)
