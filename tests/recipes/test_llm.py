@@ -95,10 +95,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: 
         (["--ac_policy", "stages"], "no stages"),
         (["--ac_policy", "full", "--gradient_checkpointing", "true"], "are both on"),
         (["--ac_policy", "full", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "use_reentrant=True"),
-        (
-            ["--ac_policy", "full", "--fsdp", "--fsdp_config", '{"activation_checkpointing": true}'],
-            "FSDP's own",
-        ),
+        (["--ac_policy", "full", "--fsdp"], "--fsdp on one process"),
         (["--max_length", "0"], "--max_length 0"),
         (["--max_length", "4096"], "the model has 512 positions"),
         (["--dataset_name", "{tmp}/columns.csv"], "the dataset has the columns body"),
