@@ -63,13 +63,12 @@ from .options import (
     PeftConfig,
     PrepareKbit,
     Processes,
+    QuantStorage,
     Resolution,
     SeqLength,
     UsePeft,
     memory,
 )
-
-_ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
 
 Command = Callable[..., None]
 
@@ -166,6 +165,7 @@ def _settings(
     ema: Ema = False,
     load_in_4bit: FourBit = False,
     double_quant: DoubleQuant = False,
+    quant_storage: QuantStorage = "uint8",
     load_in_8bit: EightBit = False,
     launch: LaunchOption = "",
     processes: Processes = 0,
@@ -207,6 +207,7 @@ def _settings(
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         double_quant=double_quant,
+        quant_storage=quant_storage,
         load_in_8bit=load_in_8bit,
         prepare_kbit=prepare_kbit,
         lora_dropout=lora_dropout,
@@ -276,11 +277,11 @@ def _launch(given: str, processes: int, machines: int, link: str, mixed_precisio
 def _rate(link: str) -> float | None:
     """Bytes a second, of `--link`."""
     try:
-        rate = parse_bytes(link) if link else None
+        rate = parse_bytes(link.removesuffix("/s")) if link else None
     except UserError:
         rate = 0
     if rate == 0:
-        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB for example")
+        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB/s for example")
     return rate
 
 
@@ -292,8 +293,7 @@ def _launches(
         said = f"--processes {processes}" if processes else f"--launch {given}"
         raise UserError(f"--gpus {gpus} and {said}: --gpus chooses among strategies by name, a file is one launch")
     strategies = [name.strip() for name in given.split(",")] if given else WORTH_A_LOOK
-    on = machines or (gpus // _ON_A_MACHINE if gpus % _ON_A_MACHINE == 0 else 1)
-    return tuple(launches_on(gpus, on, strategies, mixed_precision=mixed_precision, link=_rate(link)))
+    return tuple(launches_on(gpus, machines, strategies, mixed_precision=mixed_precision, link=_rate(link)))
 
 
 _MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}

@@ -128,6 +128,7 @@ class Described:
         yield "load-in-4bit", quantised
         yield "load-in-8bit", self.get("load_in_8bit")
         yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "quant-storage", self.get("quant_storage")
         yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
 
     def _policy(self) -> str:

@@ -51,6 +51,13 @@ class ModelArguments:
     load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: the frozen weights in 4 bits (bitsandbytes)."})
     bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "4-bit type.", "choices": ["fp4", "nf4"]})
     use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the quantisation constants too."})
+    bnb_4bit_quant_storage: str = field(
+        default="uint8",
+        metadata={
+            "help": "What 4-bit weights are held as; FSDP2 shards none but floating ones.",
+            "choices": ["uint8", "bfloat16", "float16", "float32"],
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.load_in_4bit and not self.use_peft:
@@ -154,6 +161,7 @@ def _quantization(args: ModelArguments) -> Any:
         bnb_4bit_quant_type=args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage,
     )
 
 
