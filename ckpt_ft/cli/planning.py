@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,8 +86,6 @@ def plan(
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
-    if html and settings.launches:
-        raise UserError(f"--html {html}: a page shows the choice within one launch; give --launch instead of --gpus")
     for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
@@ -227,11 +225,16 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
             "jobs": jobs or cores(),
             "report": say,
         }
-        if not html:
-            return make_plan(workload, asked.budget, **given, launches=settings.launches)
-        surveyed = survey(workload, asked.budget, **given)
+        if html and not settings.launches:
+            surveyed = survey(workload, asked.budget, **given)
+            found = surveyed.plan
+        else:
+            found = make_plan(workload, asked.budget, **given, launches=settings.launches)
+            if not html:
+                return found
+            surveyed = survey(replace(workload, launch=found.best.launch), asked.budget, **given)  # within the pick's
     write_survey(surveyed, html)
-    return surveyed.plan
+    return found
 
 
 def _on_fewer(plan: Plan) -> str:

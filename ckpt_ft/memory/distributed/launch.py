@@ -34,6 +34,8 @@ class Launch:
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
+        find_unused_parameters: whether DDP looks for parameters that a step leaves out, as Trainer has it by default:
+            it copies each output of the model then.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
         zero: DeepSpeed's bucket sizes and thresholds.
@@ -50,6 +52,7 @@ class Launch:
     mixed_precision: str = "no"
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
     wrap: tuple[str, ...] | None = ()
     link: float | None = None
     zero: ZeroOptions = field(default_factory=ZeroOptions)

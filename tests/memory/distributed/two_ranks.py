@@ -68,6 +68,7 @@ def _all() -> Iterator[Case]:
     yield "fsdp2 experts", fsdp, "none", "experts", 1
     yield "ddp viewed", viewed, "none", "llama", 1
     yield "ddp viewed accumulated", viewed, "none", "llama", 3
+    yield "ddp unused", replace(ddp, find_unused_parameters=True), "full", "llama", 1
     yield "ddp batch norm", ddp, "none", "batch norm", 1
 
 
@@ -199,7 +200,9 @@ def main(out: str, few: str = "") -> None:
         asked = workload(launch, policy, kind, accumulation)
         model: nn.Module = asked.model
         if launch.strategy == "ddp":
-            model = DistributedDataParallel(model, gradient_as_bucket_view=launch.gradient_as_bucket_view)
+            options = {name: getattr(launch, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
+            model = DistributedDataParallel(model, **options)
+            asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
         else:
             share(model, launch, mesh)
         peaks[name] = measured(asked, model, STEPS[launch.strategy])
