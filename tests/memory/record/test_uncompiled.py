@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 from torch import nn
 
 from ckpt_ft.memory.record.tracker import Tracker
