@@ -25,7 +25,7 @@ from ckpt_ft.plots import draw_plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import read_json
 from ckpt_ft.tables import DASH, Table, markdown_table
-from ckpt_ft.units import format_at_least, format_bytes, format_number
+from ckpt_ft.units import format_bytes, format_number
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
@@ -35,10 +35,12 @@ from .estimates import Estimates
 from .fitting import Room, make_room
 from .launches import Launches
 from .plan_file import check_versions, fingerprint, versions
-from .proposals import blocks_of
 from .question import Question
+from .refusal import too_small
 from .search import search
 from .tracing import Report, Tracer
+
+_FEW = 3  # candidates: with fewer, what did not fit is shown too
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Plan:
         notes: what the traces assume, one sentence each.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that are no candidates for this model, and why.
+        beyond: where few fit, what else was traced and holds more than the room, the smallest first.
         fewest: of several launches, what fits on the fewest GPUs, where these are fewer than the launches have.
         model, device, target: what the plan is for; `fingerprint` is the model's.
         versions: what it was made with.
@@ -70,6 +73,7 @@ class Plan:
     data: str = ""
     notes: list[str] = field(default_factory=list)
     fewest: Candidate | None = None
+    beyond: list[Candidate] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -132,7 +136,7 @@ class Plan:
     @property
     def candidates_table(self) -> Table:
         """The candidates as a table; the last column marks the pick and the frontier."""
-        edge = self.frontier
+        edge, shown = self.frontier, [*self.candidates, *self.beyond]
         rows: list[tuple[str, ...]] = [
             (
                 candidate.policy,
@@ -142,17 +146,22 @@ class Plan:
                 format_number(candidate.seconds),
                 format_number(candidate.samples_per_second),
                 candidate.bound or DASH,
-                "pick" if candidate == self.best else "frontier" if candidate in edge else "",
+                self._mark(candidate, edge),
             )
-            for candidate in self.candidates
+            for candidate in shown
         ]
         header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", "")
         if any(candidate.launch for candidate in self.candidates):
-            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(self.candidates, rows, strict=True)]
+            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(shown, rows, strict=True)]
             gpus = self.best.launch.processes if self.best.launch else 1
             title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
             return Table(title, ("launch", *header), rows, text=(0, 1, 7, 8))
         return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6, 7))
+
+    def _mark(self, candidate: Candidate, edge: list[Candidate]) -> str:
+        if candidate.reserved > self.room.limit:
+            return "does not fit"
+        return "pick" if candidate == self.best else "frontier" if candidate in edge else ""
 
     def table(self) -> str:
         """The candidates as a Markdown table."""
@@ -170,7 +179,8 @@ class Plan:
         """
         title, speed = f"{self.model} on {self.device}", self.speed
         speed = speed if speed.startswith("nominal") else f"predicted {speed}"
-        return draw_plan(path, self.candidates, self.frontier, limit=self.room.limit, title=title, speed=speed)
+        shown = [*self.candidates, *self.beyond]
+        return draw_plan(path, shown, self.frontier, limit=self.room.limit, title=title, speed=speed)
 
 
 @or_loop
@@ -244,7 +254,7 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
         found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
-        raise UserError(_too_small(estimates, workload.model))
+        raise UserError(too_small(estimates, workload.model))
     best = estimates.tracer.traced[found[0].policy, found[0].batch]
     assert not isinstance(best, str), "a candidate has a trace"
     made = Plan(
@@ -258,6 +268,7 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
         holders=best.grouped_holders(8),
         rejected=rejected,
         fewest=fewest,
+        beyond=estimates.beyond() if len(found) < _FEW else [],
         notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
@@ -268,27 +279,4 @@ def _describe(lengths: Lengths, batch: int) -> str:
     return (
         f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
         f"{lengths.padded(batch)} at batch {batch}"
-    )
-
-
-def _too_small(estimates: Estimates, model: nn.Module) -> str:
-    """What to say when nothing fits: by how much, and the smallest budget that would do."""
-    room, at = estimates.room, estimates.batch or 1
-    if not estimates.anchors:
-        return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
-    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
-    estimates.tracer.trace(leanest, at)
-    needed = room.needs(estimates.estimate(leanest, at))
-    parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
-    below = ""
-    if parameters > room.budget:
-        below = (
-            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
-        )
-    launch = estimates.tracer.workload.launch
-    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
-    blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
-    return (
-        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
-        f"works is {format_at_least(needed)}, under {under}{blocks}"
     )

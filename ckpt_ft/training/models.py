@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
-from ckpt_ft.workloads.defaults import LORA_DROPOUT
+from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -83,6 +86,27 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def within_positions(args: ModelArguments, max_length: int) -> int:
+    """Tokens of a sequence: `max_length`, or the model's positions where the default is more than them, which is said.
+
+    Past the last position lies an index error deep in the model, or silently worse numbers.
+
+    Raises:
+        UserError: another length than the default was asked for, and the model has not as many positions.
+    """
+    from transformers import AutoConfig
+
+    with library_reads(f"model {args.model_name_or_path}: no configuration can be loaded"):
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or max_length <= positions:
+        return max_length
+    if max_length != SEQ_LENGTH:
+        raise UserError(f"--max_length {max_length}: the model has {positions} positions; give at most that")
+    logger.warning("--max_length %d: the model has no more positions", positions)
+    return int(positions)
 
 
 def load_model(args: ModelArguments) -> PreTrainedModel:

@@ -77,7 +77,10 @@ def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
     out = train(llm, tmp_path / "out", *flags, "--ac_policy", "every:2")
     assert len(history(out, "eval_loss")) >= 2
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 8
-    assert "library_name: transformers" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert card.count("`````text\nRow ") >= 1  # how it goes on is shown behind an arrow
+    assert "## A sample" in card
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(llm: ModuleType, tmp_path: Path) -> None:
