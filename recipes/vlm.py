@@ -1,12 +1,12 @@
 """Fine-tune a vision-language model: all weights or LoRA, of one tower or both, under a policy for each or for all.
 
-    accelerate launch recipes/vlm.py
+    accelerate launch -q recipes/vlm.py
         the built-in model on drawn shapes and charts, offline, in about two minutes on a CPU
 
-    accelerate launch recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
+    accelerate launch -q recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
         a real model; what is on the command line wins over the file
 
-    accelerate launch recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
+    accelerate launch -q recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
         --train_towers both --ac_policy full@language,pointwise@vision
         LoRA in both towers, on rows of 'messages' and 'images', each tower under a policy of its own
 
