@@ -74,7 +74,7 @@ def trained(out: Path) -> set[str]:
     ("flags", "policy"),
     [
         (["--train_towers", "both"], "full@language,full@vision"),
-        (["--train_towers", "language", *LORA], "full@language"),
+        pytest.param(["--train_towers", "language", *LORA], "full@language", marks=pytest.mark.slow),
         (["--train_towers", "vision", *LORA], "save:attention+matmul"),
     ],
     ids=["full", "language", "vision"],
@@ -93,6 +93,7 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
+@pytest.mark.slow  # three runs
 def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
     vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path
 ) -> None:
