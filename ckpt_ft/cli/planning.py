@@ -26,6 +26,7 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.plan import Plan
+    from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
     from ckpt_ft.workloads.lengths import Lengths
 
 logger = logging.getLogger(__name__)
@@ -90,18 +91,20 @@ def plan(
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
-    lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
+    images = _images(dataset, model, settings.seq_length) if dataset else None
+    lengths = images.lengths if images else _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
         **vars(asked),
         "model": model,
         "config": read_config(model),
         "settings": asdict(settings),
         "lengths": vars(lengths) if lengths else None,
+        "pixels": images.pixels if images else None,
     }
     cached = cache_path(question)
     found = None if fresh or html else _read(cached)
     if found is None:
-        found = _make(model, settings, asked, jobs, lengths, html)
+        found = _make(model, settings, asked, jobs, lengths, images, html)
         _keep(cached, found)
     if as_json:
         print(found.to_json())
@@ -204,7 +207,28 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Lengths | None, html: str) -> Plan:
+def _images(dataset: str, model: str, seq_length: int) -> DatasetRows | None:
+    """The dataset's rows where they have images and the model sees them."""
+    from ckpt_ft.workloads.model_config import read_config
+
+    if "vision_config" not in read_config(model):
+        return None
+    from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+
+    with progress() as say:
+        say(f"looking through the images of {dataset}")
+        return rows_with_images(dataset, model, seq_length)
+
+
+def _make(
+    model: str,
+    settings: Settings,
+    asked: Asked,
+    jobs: int,
+    lengths: Lengths | None,
+    images: DatasetRows | None,
+    html: str,
+) -> Plan:
     from ckpt_ft.planning.choice_view import write_survey
     from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
@@ -216,7 +240,7 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     make_room(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, asked.gpu or "cpu", lengths)
+        workload = load(model, settings, asked.gpu or "cpu", lengths, images.batches if images else None)
         given: dict[str, Any] = {
             "batch_size": asked.batch_size,
             "max_batch_size": asked.max_batch_size,
