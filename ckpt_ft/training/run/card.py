@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_ft.files import write
 
@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from ckpt_ft.memory.measure.report import MemoryReport
-    from ckpt_ft.training.text.answers import Answer
+
+
+class Answer(NamedTuple):
+    """What the model was given, and what it made of it."""
+
+    prompt: str
+    text: str
 
 
 def write_model_card(

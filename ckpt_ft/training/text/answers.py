@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt_ft.training.reporting import never_fatal
+from ckpt_ft.training.run.card import Answer
 
 from .encode import IGNORED
 
@@ -19,13 +20,6 @@ SHOWN = 3
 _BEGINNING = 16  # tokens of a plain text that are given
 _LONGEST = 512  # tokens of a prompt
 _NEW = 32  # tokens
-
-
-class Answer(NamedTuple):
-    """What the model was given, and what it made of it."""
-
-    prompt: str
-    text: str
 
 
 def prompts_of(rows: Dataset) -> list[list[int]]:
