@@ -182,10 +182,10 @@ def _settings(
         mixed_precision=mixed_precision,
         optimizer=optimizer,
         lora_r=lora or (LORA_R if use_peft else 0),
-        lora_targets=_parts(lora_targets),
+        lora_targets=_parts("--lora-targets", lora_targets),
         use_dora=dora,
         peft=_peft(peft_config) if peft_config else None,
-        frozen=_parts(freeze),
+        frozen=_parts("--freeze", freeze),
         rows=_rows(packing, padding),
         ema=ema,
         seq_length=SEQ_LENGTH if seq_length is None else seq_length,
@@ -203,8 +203,11 @@ def _settings(
     )
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _parts(flag: str, text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not parts:
+        raise UserError(f"{flag} '{text}': names nothing; give comma-separated names, or leave it out")
+    return parts
 
 
 def _rows(packing: bool, padding: bool) -> str:

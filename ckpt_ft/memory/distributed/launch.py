@@ -14,6 +14,7 @@ from .zero_options import ZeroOptions
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision: another training, by name alone
 PRECISIONS = ("no", "bf16", "fp16")
+_MOST = 2**20  # processes
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Launch:
             raise UserError(
                 f"launch: mixed precision '{self.mixed_precision}' is not modelled ({', '.join(PRECISIONS)})"
             )
-        if self.processes < 1 or self.machines < 1 or self.processes % self.machines:
+        if not 1 <= self.processes <= _MOST or self.machines < 1 or self.processes % self.machines:
             raise UserError(
                 f"launch: {self.processes} processes on {self.machines} machines; give at least one, and as many on "
-                "each machine"
+                f"each machine, {_MOST} in all at most"
             )
 
     @property
