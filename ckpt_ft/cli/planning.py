@@ -67,7 +67,7 @@ def plan(
     gpu: GPU | None,
     settings: Settings,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=0, help="processes to trace on; 0 for as many as there are cores")
+        int, typer.Option("--jobs", min=0, max=256, help="processes to trace on; 0 for as many as there are cores")
     ] = 0,
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",

@@ -18,6 +18,7 @@ WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision:
 _ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("no", *DTYPES)
+_MOST = 2**20  # processes
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Launch:
         if not self.machines:
             whole = self.processes % _ON_A_MACHINE == 0
             object.__setattr__(self, "machines", max(self.processes // _ON_A_MACHINE, 1) if whole else 1)
-        if self.processes < 1 or self.machines < 1 or self.processes % self.machines:
+        if not 1 <= self.processes <= _MOST or self.machines < 1 or self.processes % self.machines:
             raise UserError(
                 f"launch: {self.processes} processes on {self.machines} machines; give at least one, and as many on "
-                "each machine"
+                f"each machine, {_MOST} in all at most"
             )
 
     @property

@@ -73,6 +73,11 @@ def test_our_own_files() -> None:
         ),
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
+        ("distributed_type: FSDP\nfsdp_config: 7", "fsdp_config 7: give 'key: value' lines"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: [zero]",
+            "deepspeed_config .'zero'.: give 'key: value' lines",
+        ),
         ("- a", "not an accelerate configuration"),
         ("a: [", "is not valid YAML"),
     ],
