@@ -1,15 +1,19 @@
 """How long a trace takes, beside `torch.distributed._tools.MemTracker` on the same step in the same process.
 
 python benchmarks/trace_speed.py            # Llama-7B and SDXL's U-Net, AdamW, two steps; real sizes, no weights
+python benchmarks/trace_speed.py --help-times   # of the recipes
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -97,11 +101,24 @@ def seconds(call: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
+def help_seconds(script: Path) -> float:
+    """CPU seconds of a recipe's `--help`, Python's own start included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, str(script), "--help"], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(MODELS), help="one of them")
     parser.add_argument("--alone", action="store_true", help="leave MemTracker out")
+    parser.add_argument("--help-times", action="store_true", help="of the recipes, and nothing else")
     arguments = parser.parse_args()
+    if arguments.help_times:
+        for script in sorted((Path(__file__).parents[1] / "recipes").glob("*.py")):
+            print(f"{script.name} --help: {help_seconds(script):.2f} s of CPU time", flush=True)
+        return 0
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in [arguments.only] if arguments.only else MODELS:

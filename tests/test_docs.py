@@ -124,7 +124,7 @@ def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "bitsandbytes" or found(name))
-    text = re.sub(r"\\\n[# ]*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"\\+\n[# ]*", "", path.read_text(encoding="utf-8"))
     shown = re.findall(r"(?:^[# ]*|: )accelerate (launch .*?recipes/\S+\.py.*)$", text, re.MULTILINE)
     assert shown
     for command in shown:
