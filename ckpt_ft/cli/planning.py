@@ -25,7 +25,7 @@ from .how_to_run import command
 from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.plan import Plan
+    from ckpt_ft.planning.answer import Plan
     from ckpt_ft.workloads.lengths import Lengths
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _batch(text: str) -> int | None:
 
 def _read(path: Path) -> Plan | None:
     """The plan in the cache; None where there is none, or none that can be read."""
-    from ckpt_ft.planning.plan import Plan
+    from ckpt_ft.planning.answer import Plan
 
     try:
         return Plan.from_json(path.read_bytes(), str(path)) if path.is_file() else None

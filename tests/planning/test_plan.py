@@ -18,10 +18,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.advice import without_kept
+from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.candidate import Candidate, better, frontier
 from ckpt_ft.planning.estimates import HIGH, LOW
 from ckpt_ft.planning.fitting import largest_fitting, make_room
-from ckpt_ft.planning.plan import Plan, plan
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.plan_file import fingerprint
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer, trace_policies
