@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,10 +54,7 @@ class _Session:
         traced: dict[str, Traced] = dict(self.refused)
         if self._todo:
             order = [self._todo[0], *self._todo]  # the first one warms up
-            steps = iter(order)
-            trace = self.workload.trace_of(
-                lambda model, optimizer: self._one(next(steps), model, optimizer), warmup_steps=len(self._todo)
-            )
+            trace = self.workload.trace_of([partial(self._one, policy) for policy in order])
             start = trace.start
             alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
             windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]

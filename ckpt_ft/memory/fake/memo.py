@@ -7,6 +7,7 @@ dtypes and on the default dtype only: new tensors, views of an argument, or the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,15 +62,19 @@ class Memo:
         if kind == "none":
             return None
         _, source, shape, stride, offset, dtype = recipe
+        if source is None:
+            return new_fake(self.fake_mode, shape, stride, dtype)
         with torch._C._DisableTorchDispatch():
-            meta = (
-                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                if source is None
-                else torch.empty(0, dtype=dtype, device="meta")
-            )
-            if source is not None:
-                meta.set_(args[source].untyped_storage(), offset, shape, stride)
+            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta.set_(args[source].untyped_storage(), offset, shape, stride)
         return FakeTensor(self.fake_mode, meta, CPU)
+
+
+def new_fake(fake_mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+    """A fake tensor with a storage of its own, of which no dispatch mode hears."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(fake_mode, meta, CPU)
 
 
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
