@@ -114,7 +114,7 @@ def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> Step
         trace,
         storages=[trace.storages[index] for index in number],
         events=events,
-        ops=[replace(op, at=op.at + shift) for op in trace.ops if start <= op.at < stop],
+        ops=[op.later(shift) for op in trace.ops if start <= op.at < stop],
         marks=[(mark + shift, name) for mark, name in trace.marks if start <= mark < stop],
     )
 

@@ -78,10 +78,15 @@ def _reference(leaf: Any) -> Any:
 def _wire(leaf: Any, *sources: tuple[str, list[Any]]) -> Wire:
     if isinstance(leaf, weakref.ref):
         tensor = leaf()
-        assert tensor is not None, "it is in use"
+        assert isinstance(tensor, Tensor), "it is in use"
         for kind, leaves in sources:
             for at, other in enumerate(leaves):
                 if isinstance(other, weakref.ref) and other() is tensor:
-                    return kind, at
+                    return _NEW if kind == "output" and not _is_mere(tensor) else (kind, at)
         return _NEW
     return _NEW if leaf is _OBJECT else ("value", (type(leaf), leaf))
+
+
+def _is_mere(tensor: Tensor) -> bool:
+    """Whether nothing depends on the values of what a block has made: they are not known (values.py) and no counts."""
+    return tensor.is_floating_point() and "_value" not in vars(tensor)

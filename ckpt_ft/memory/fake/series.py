@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy
 from torch import nn
 
 from ckpt_ft.memory.record.passages import FIRST, NotPeriodic, Skipped
@@ -36,6 +40,7 @@ class Series:
         self._entered: list[tuple[int, int]] = []  # what the record had reached when the first three were called
         self._left = (0, 0)  # when the last one returned
         self._holders: list[tuple[int, int, int]] = []  # of what the third one was given
+        self._drawn = _random_states()
 
     def skips(self, number: int, call: Call) -> bool:
         """Block `number` is called: whether it is skipped.
@@ -95,6 +100,8 @@ class Series:
             return True
         if number == FIRST and not self._third_repeats_second():
             return False
+        if number == FIRST and self._drawn != _random_states():  # a block may be dropped by a coin
+            return False
         return holders == self._holders and self._left == self.tracker.reached
 
     def _third_repeats_second(self) -> bool:
@@ -104,3 +111,9 @@ class Series:
         one = self.tracker.between(self._entered[1], self._entered[2])
         other = self.tracker.between(self._entered[2], self.tracker.reached)
         return are_handed_on(third.outputs, self._wires) and one == other
+
+
+def _random_states() -> tuple[object, ...]:
+    """Of the generators that Python code draws from: torch's, asked for fakes, draw nothing."""
+    drawn: Any = numpy.random.get_state()
+    return random.getstate(), drawn[1].tobytes(), drawn[2]

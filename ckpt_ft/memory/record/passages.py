@@ -57,11 +57,15 @@ class Part(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """The parts of the second and third block in it, and whether it goes up."""
+    """The parts of the second and third block in it, and whether it goes up; where it does, the last block's ops.
+
+    After these come others that are not the last block's: the head's, and a backward's.
+    """
 
     second: Part
     third: Part
     up: bool
+    last: range = range(0)
 
     @property
     def cut(self) -> tuple[int, int]:
@@ -79,7 +83,7 @@ class Passages(list[Passage]):
     """
 
     def __init__(self, trace: StepTrace, skipped: Skipped) -> None:
-        self._ops, self._marks = trace.ops, trace.marks
+        self._ops, self._marks, self._end = trace.ops, trace.marks, skipped.ops.stop
         starts = list(_starts(trace, skipped))
         self._blocks = [block for block, _ in starts]
         self._starts = [at for _, at in starts]
@@ -98,7 +102,9 @@ class Passages(list[Passage]):
             if step == (THIRD, LAST):
                 if blocks[max(k - 2, 0) : k] != [0, SECOND]:
                     raise NotPeriodic("a passage turns back")
-                yield Passage(self._part(k - 1), self._part(k), up=True)
+                end = self._starts[k + 2] if k + 2 < len(self._starts) else self._end
+                last = range(self._starts[k + 1], end)
+                yield Passage(self._part(k - 1), self._part(k), up=True, last=last)
             elif step == (LAST, THIRD):
                 if blocks[k + 2 : k + 4] != [SECOND, 0]:
                     raise NotPeriodic("a passage turns back")

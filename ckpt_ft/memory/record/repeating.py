@@ -1,8 +1,6 @@
 """Whether blocks repeat each other: what the second and the third one do in every passage, event for event, op for op.
 
-They make the same allocations, and free what stands at the same place in the block itself, in the one before it or in
-the one after it. Then the blocks between the third and the last, which were skipped, do so too.
-"""
+They make the same allocations, and free what stands at the same place in the block itself, in the one before"""
 
 from __future__ import annotations
 
@@ -51,6 +49,8 @@ class Repeating:
             self._settle(THIRD, number, passage.third)
         for passage in self.passages:
             self._compare(passage.second, passage.third)
+            if passage.up and self._inside(passage.third.ops, THIRD) != self._inside(passage.last, LAST):
+                raise NotPeriodic("the last block does something else than the third")
 
     def is_of_third(self, storage: int) -> bool:
         """Whether the third block allocates it in a passage."""
@@ -81,6 +81,16 @@ class Repeating:
         if known is None:
             known = self._as_third[module] = renamed(module, self.names[SECOND], self.names[THIRD])
         return known
+
+    def _inside(self, ops: range, block: int) -> list[tuple[object, ...]]:
+        """What the modules of one of the four blocks do in a forward."""
+        name = self.names[-1 if block == LAST else block]
+        found = (op for op in (self.trace.ops[at] for at in ops) if op.phase == "forward")
+        return [
+            (op.name, op.flops, op.nbytes, op.dtype, op.shape, op.kernels, op.around, op.module[len(name) :])
+            for op in found
+            if op.module == name or op.module.startswith(f"{name}.")
+        ]
 
     def _rows(self, part: Part) -> Iterator[range]:
         """A part's events: each allocation by itself, and frees in a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -292,6 +293,55 @@ def test_blocks_that_differ_all_run(change: Callable[[nn.ModuleList], None]) -> 
     whole, skipping, ran = both(model, step)
     assert whole.to_json() == skipping.to_json()
     assert ran == BLOCKS
+
+
+class Dropped(Block):
+    """A block that a coin drops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.1 else super().forward(x)
+
+
+class Late(Block):
+    """A block that works more from the fourth on, told by its number when it runs."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() if self.number > 3 else super().forward(x)
+
+
+class Counting(Block):
+    """A block that counts, beside what it computes, in a tensor whose value is known."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, count = given
+        return super().forward(x) + count.nonzero().sum(), count + 1
+
+
+@pytest.mark.parametrize("kind", [Dropped, Late, Counting], ids=lambda kind: kind.__name__)
+def test_blocks_of_one_kind_that_do_not_do_the_same(kind: type[Block]) -> None:
+    model = Stack(_counted if kind is Counting else _plain)
+    for k in range(BLOCKS):
+        model.blocks[k] = kind()
+        model.blocks[k].number = k
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        random.seed(1)
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, skipping, ran = both(model, step)
+    assert whole.to_json() == skipping.to_json()
+    assert ran >= BLOCKS
+
+
+def _counted(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    given = x, torch.tensor([-2, 1, 3])
+    for block in blocks:
+        given = block(given)
+    return given[0]
 
 
 def test_only_the_step_in_which_blocks_differ_is_traced_again() -> None:
