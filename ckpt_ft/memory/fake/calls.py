@@ -79,10 +79,11 @@ def _wire(leaf: Any, *sources: tuple[str, list[Any]]) -> Wire:
     if isinstance(leaf, weakref.ref):
         tensor = leaf()
         assert isinstance(tensor, Tensor), "it is in use"
+        mere = _is_mere(tensor)
         for kind, leaves in sources:
             for at, other in enumerate(leaves):
                 if isinstance(other, weakref.ref) and other() is tensor:
-                    return _NEW if kind == "output" and not _is_mere(tensor) else (kind, at)
+                    return _NEW if kind == "output" and not mere else (kind, at)
         return _NEW
     return _NEW if leaf is _OBJECT else ("value", (type(leaf), leaf))
 

@@ -11,7 +11,6 @@ nothing. The first three tell; where it is otherwise (layers that alternate, or 
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -142,9 +141,6 @@ class _List:
     def __init__(self, blocks: list[nn.Module], names: list[str], shared: set[int], tracker: Tracker) -> None:
         self.blocks, self.names, self.tracker = blocks, names, tracker
         self.shares = [any(id(p) in shared for p in block.parameters()) for block in blocks]
-        self._modules = [module for block in blocks for module in block.modules()]
-        self._stood: list[Callable[[], Any]] = []  # in place of forwards when the blocks were compared
-        self._alike: list[bool] = []  # each block but the last with the next one
         self.forget(0)
 
     def forget(self, step: int) -> None:
@@ -162,19 +158,16 @@ class _List:
         return self._series_of[number]
 
     def _divide(self) -> None:
-        """Find the series of this step: policies may have changed since the last."""
-        standing = [module.__dict__.get("forward") for module in self._modules]
-        if len(standing) != len(self._stood) or any(a() is not b for a, b in zip(self._stood, standing, strict=True)):
-            alike = Alike()
-            self._alike = [
-                not (self.shares[k] or self.shares[k + 1]) and alike(one, other, k)
-                for k, (one, other) in enumerate(pairwise(self.blocks))
-            ]
-            self._stood = [_weakly(forward) for forward in standing]
+        """Find the series of this step: policies and what is trained may have changed since the last."""
+        alike = Alike()
+        repeats = [
+            not (self.shares[k] or self.shares[k + 1]) and alike(one, other, k)
+            for k, (one, other) in enumerate(pairwise(self.blocks))
+        ]
         self._series_of = [(None, 0)] * len(self.blocks)
         first = 0
         for k in range(1, len(self.blocks) + 1):
-            if k == len(self.blocks) or not self._alike[k - 1]:
+            if k == len(self.blocks) or not repeats[k - 1]:
                 if k - first >= FEWEST:
                     series = Series(self.blocks[first:k], self.names[first:k], self.step, self.tracker)
                     self.series.append(series)
@@ -196,14 +189,6 @@ def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:
         if len({id(block) for block in blocks} - taken) == len(blocks):
             taken |= {id(block) for block in blocks}
             yield _List(blocks, [names[id(block)] for block in blocks], shared, tracker)
-
-
-def _weakly(forward: Any) -> Callable[[], Any]:
-    """A reference that does not keep a policy alive, nor what it holds."""
-    try:
-        return weakref.ref(forward)
-    except TypeError:
-        return object if forward is not None else lambda: None
 
 
 def _is_whole(gradient: torch.Tensor) -> bool:
