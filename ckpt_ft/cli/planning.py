@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
@@ -22,13 +20,12 @@ from ckpt_ft.workloads.settings import Settings
 from .asked import takes
 from .console import progress, stdout
 from .how_to_run import command
+from .kept import Kept, asked_of
 from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.answer import Plan
     from ckpt_ft.workloads.lengths import Lengths
-
-logger = logging.getLogger(__name__)
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -81,8 +78,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.plan_file import cache_path
-    from ckpt_ft.workloads.model_config import read_config
+    from ckpt_ft.planning.answer import Plan
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
@@ -94,17 +90,15 @@ def plan(
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
     lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
+        **asked_of(model, settings),
         **vars(asked),
-        "model": model,
-        "config": read_config(model),
-        "settings": asdict(settings),
         "lengths": vars(lengths) if lengths else None,
     }
-    cached = cache_path(question)
-    found = None if fresh or html else _read(cached)
+    kept = Kept("plan", question, Plan.from_json)
+    found = None if fresh or html else kept.get()
     if found is None:
         found = _make(model, settings, asked, jobs, lengths, html)
-        _keep(cached, found)
+        kept.put(found.to_json())
     if as_json:
         print(found.to_json())
     else:
@@ -178,24 +172,6 @@ def _batch(text: str) -> int | None:
     if not number:
         raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
     return number
-
-
-def _read(path: Path) -> Plan | None:
-    """The plan in the cache; None where there is none, or none that can be read."""
-    from ckpt_ft.planning.answer import Plan
-
-    try:
-        return Plan.from_json(path.read_bytes(), str(path)) if path.is_file() else None
-    except (UserError, OSError) as error:
-        logger.warning("the plan is made again: %s", one_line(error))
-        return None
-
-
-def _keep(path: Path, found: Plan) -> None:
-    try:
-        write(path, found.to_json())
-    except OSError as error:
-        logger.warning("the plan is not kept for the next time: %s", one_line(error))
 
 
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:

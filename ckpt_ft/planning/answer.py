@@ -1,4 +1,4 @@
-"""Plan: what a search answers, as a value that is printed, drawn and kept. It is read without torch."""
+"""What searches answer, as values that are printed, drawn and kept: a Plan, an Answer. They are read without torch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,29 @@ class Fix:
     change: str
     saves: int
     slower: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """A change under which the step fits.
+
+    Attributes:
+        change: the options to type in place of, or beside, those that were given.
+        reserved: bytes, predicted.
+        slower: seconds a sample (a token, where sequences are shorter) over those of the step asked for, less 1.
+    """
+
+    change: str
+    reserved: int
+    slower: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
+
+    ways: list[Way]
+    needed: int
 
 
 @dataclass(frozen=True)
