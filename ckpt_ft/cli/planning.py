@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,8 +78,11 @@ def plan(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.answer import Plan
+    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak.
+
+    Ctrl-C stops the search and shows the best so far.
+    """
+    from ckpt_ft.planning.answer import Plan, Stopped
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
@@ -97,12 +101,15 @@ def plan(
     kept = Kept("plan", question, Plan.from_json)
     found = None if fresh or html else kept.get()
     if found is None:
-        found = _make(model, settings, asked, jobs, lengths, html)
+        try:
+            found = _make(model, settings, asked, jobs, lengths, html)
+        except Stopped as stop:
+            if stop.plan is not None:
+                _show(stop.plan, as_json)
+            print(stop, file=sys.stderr)
+            raise typer.Exit(128 + stop.number) from stop
         kept.put(found.to_json())
-    if as_json:
-        print(found.to_json())
-    else:
-        print_plan(found)
+    _show(found, as_json)
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
@@ -219,6 +226,13 @@ def _on_fewer(plan: Plan) -> str:
     how = f"{fewest.launch.sharing}, " if fewest.launch else ""
     speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
+
+
+def _show(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        print(plan.to_json())
+    else:
+        print_plan(plan)
 
 
 def print_plan(plan: Plan) -> None:

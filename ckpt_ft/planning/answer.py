@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.page.fragments import fragment, paragraph, table_html
@@ -193,3 +193,11 @@ class Plan:
         title, speed = f"{self.model} on {self.device}", self.speed
         speed = speed if speed.startswith("nominal") else f"predicted {speed}"
         return draw_plan(path, self.candidates, self.frontier, limit=self.room.limit, title=title, speed=speed)
+
+
+class Stopped(Interrupted):
+    """A search was stopped: `plan` is the best so far, parts of it estimated; None where too little was traced."""
+
+    def __init__(self, message: str, plan: Plan | None) -> None:
+        super().__init__(message)
+        self.plan = plan

@@ -16,19 +16,21 @@ from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .advice import advise
-from .answer import Plan
+from .answer import Plan, Stopped
+from .candidate import Candidate
 from .estimates import Estimates
 from .fitting import make_room
 from .launches import Launches
 from .plan_file import fingerprint
 from .proposals import blocks_of
 from .question import Question
-from .search import search
+from .search import search, so_far
 from .tracing import Report, Tracer
 
 
@@ -68,6 +70,7 @@ def plan(
 
     Raises:
         UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
+        Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
     asked = Question(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
     with searching(replace(workload, launch=None) if launches else workload, jobs, report) as tracer:
@@ -100,27 +103,57 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
         rejected = {**estimates.rejected, **several.rejected}
     else:
         estimates = Estimates(tracer, room, *limits)
-        found = search(estimates, asked.chosen)
+        with _stoppable(estimates):
+            found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
         raise UserError(_too_small(estimates, workload.model))
     best = estimates.tracer.traced[found[0].policy, found[0].batch]
     assert not isinstance(best, str), "a candidate has a trace"
-    made = Plan(
+    with _stoppable(estimates):
+        fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
+    made = _made(estimates, found, best)
+    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest), estimates
+
+
+def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:
+    """The plan of these candidates; `best` is the trace of the first."""
+    workload = estimates.tracer.workload
+    gpu = gpu_of(workload.device)
+    return Plan(
         candidates=found,
-        room=room,
+        room=estimates.room,
         model=workload.name or type(workload.model).__name__,
         device=gpu.name if gpu else "cpu",
-        target=asked.target,
+        target=estimates.target,
         fingerprint=fingerprint(workload.model),
-        fixes=advise(estimates.tracer, found[0], best, asked.batch_size is not None),
         holders=best.grouped_holders(8),
-        rejected=rejected,
-        fewest=fewest,
+        rejected=estimates.rejected,
         notes=best.notes,
         data="" if workload.lengths is None else _describe(workload.lengths, found[0].batch),
     )
-    return made, estimates
+
+
+@contextmanager
+def _stoppable(estimates: Estimates) -> Iterator[None]:
+    """A Ctrl-C inside brings the best that was found."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise _stopped(estimates) from stop
+
+
+def _stopped(estimates: Estimates) -> Stopped:
+    found = so_far(estimates)
+    if not found:
+        return Stopped("stopped before a policy was found that fits", None)
+    pick = found[0]
+    traced = estimates.tracer.traced.get((pick.policy, pick.batch))
+    best = (
+        traced if isinstance(traced, StepTrace) else estimates.growth.scale(estimates.anchors[pick.policy], pick.batch)
+    )
+    looked = f"the best of {len(estimates.anchors)} policies that were looked at, others may be better"
+    return Stopped(f"stopped before the search was over: this is {looked}", _made(estimates, found, best))
 
 
 def _describe(lengths: Lengths, batch: int) -> str:

@@ -126,11 +126,15 @@ class Tracer:
         jobs: processes to trace on; 1 traces in this one. They are forked, so that a step may be any closure; where
             that cannot be (CUDA in use, other threads that hold locks, no fork on this system) this process does all.
         report: told a line before each trace.
+
+    Attributes:
+        expected: how many traces there will be, about; 0 where nobody has said so.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[tuple[str, int], Traced] = {}
+        self.expected = 0
         self._alone: set[tuple[str, int]] = set()  # of them, those that had a session to themselves
         self._jobs = jobs if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
@@ -207,8 +211,13 @@ class Tracer:
     ) -> Iterator[list[Traced]]:
         where = f" with {self.workload.launch}" if self.workload.launch else ""
         for (policies, batch), future in zip(sessions, running, strict=True):
-            self.report(f"tracing batch {batch} under {'; '.join(policies)}{where}")
+            self.report(f"{self._progress(len(policies))}tracing batch {batch} under {'; '.join(policies)}{where}")
             yield _session(self.workload, policies, batch, usual) if future is None else future.result()
+
+    def _progress(self, more: int) -> str:
+        """How far it is: what was traced, of what there will be in all with `more` now."""
+        done = len(self.traced)
+        return f"{done} of about {max(self.expected, done + more)}: " if self.expected else ""
 
 
 def trace_all(asked: Sequence[tuple[Tracer, Iterable[tuple[str, int]]]], alone: bool = False) -> list[list[Traced]]:

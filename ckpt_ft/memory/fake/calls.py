@@ -34,8 +34,8 @@ class Call:
         self.outputs = [_wire(leaf, ("argument", self.given)) for leaf in self.returned]
 
     def wires(self, before: Call) -> list[Wire]:
-        """What each argument is to the call of the block before."""
-        return [_wire(leaf, ("output", before.returned), ("argument", before.given)) for leaf in self.given]
+        """What each argument is to the call of the block before; what that handed on is an argument of both."""
+        return [_wire(leaf, ("argument", before.given), ("output", before.returned)) for leaf in self.given]
 
     def holders(self, wires: list[Wire]) -> list[tuple[int, int, int]]:
         """How many hold each argument that the block before made: its Python object, C++ object, storage."""

@@ -11,6 +11,7 @@ nothing. The first three tell; where it is otherwise (layers that alternate, or 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from .alike import Alike
 from .calls import Call
 from .memo import new_fake
 from .series import FEWEST, Series
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Skipping:
@@ -141,6 +144,10 @@ class _List:
     def __init__(self, blocks: list[nn.Module], names: list[str], shared: set[int], tracker: Tracker) -> None:
         self.blocks, self.names, self.tracker = blocks, names, tracker
         self.shares = [any(id(p) in shared for p in block.parameters()) for block in blocks]
+        self._modules = [module for block in blocks for module in block.modules()]
+        self._stood: list[Callable[[], Any]] = []  # in place of forwards when the blocks were compared
+        self._were: list[object] = []  # the rest that may change between steps
+        self._alike: list[bool] = []  # each block but the last with the next one
         self.forget(0)
 
     def forget(self, step: int) -> None:
@@ -159,20 +166,33 @@ class _List:
 
     def _divide(self) -> None:
         """Find the series of this step: policies and what is trained may have changed since the last."""
-        alike = Alike()
-        repeats = [
-            not (self.shares[k] or self.shares[k + 1]) and alike(one, other, k)
-            for k, (one, other) in enumerate(pairwise(self.blocks))
-        ]
+        if not self._stand_as_they_did():
+            alike = Alike()
+            self._alike = [
+                not (self.shares[k] or self.shares[k + 1]) and alike(one, other, k)
+                for k, (one, other) in enumerate(pairwise(self.blocks))
+            ]
         self._series_of = [(None, 0)] * len(self.blocks)
         first = 0
         for k in range(1, len(self.blocks) + 1):
-            if k == len(self.blocks) or not repeats[k - 1]:
+            if k == len(self.blocks) or not self._alike[k - 1]:
                 if k - first >= FEWEST:
                     series = Series(self.blocks[first:k], self.names[first:k], self.step, self.tracker)
                     self.series.append(series)
                     self._series_of[first:k] = [(series, first)] * (k - first)
                 first = k
+
+    def _stand_as_they_did(self) -> bool:
+        """Whether all is as when blocks were compared; those that ran have learned since what others have not."""
+        standing = [module.__dict__.get("forward") for module in self._modules]
+        are: list[object] = [
+            p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None
+        ]
+        are += [(module.training, *(list(getattr(module, hooks)) for hooks in _HOOKS)) for module in self._modules]
+        same = len(standing) == len(self._stood) and are == self._were
+        same = same and all(stood() is now for stood, now in zip(self._stood, standing, strict=True))
+        self._stood, self._were = [_weakly(forward) for forward in standing], are
+        return same
 
 
 def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:
@@ -189,6 +209,14 @@ def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:
         if len({id(block) for block in blocks} - taken) == len(blocks):
             taken |= {id(block) for block in blocks}
             yield _List(blocks, [names[id(block)] for block in blocks], shared, tracker)
+
+
+def _weakly(forward: Any) -> Callable[[], Any]:
+    """A reference that does not keep a policy alive, nor what it holds."""
+    try:
+        return weakref.ref(forward)
+    except TypeError:
+        return object if forward is not None else lambda: None
 
 
 def _is_whole(gradient: torch.Tensor) -> bool:

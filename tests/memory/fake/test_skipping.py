@@ -364,6 +364,25 @@ def test_only_the_step_in_which_blocks_differ_is_traced_again() -> None:
     assert [op.name for op in skipping.ops].count("aten.addmm.default") == 3 * BLOCKS
 
 
+def test_what_changes_between_steps_is_seen() -> None:
+    """A block frozen before the second step: it and its neighbours no longer repeat each other."""
+    model = Stack(_plain)
+
+    def first(model: nn.Module, optimizer: Any) -> None:
+        model.blocks.requires_grad_(True)
+        model(torch.zeros(2, 4)).sum().backward()
+        model.zero_grad()
+
+    def second(model: nn.Module, optimizer: Any) -> None:
+        model.blocks[4].requires_grad_(False)
+        model(torch.zeros(2, 4)).sum().backward()
+        model.zero_grad()
+
+    calls = iter([first, second])
+    whole = trace_step(model, lambda model, optimizer: next(calls)(model, optimizer))
+    assert trace_steps(model, [first, second]).to_json() == whole.to_json()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_what_several_processes_share_is_traced_whole(strategy: str) -> None:
     model, loss = language_model(num_hidden_layers=6)
