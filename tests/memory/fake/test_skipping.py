@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +92,16 @@ def assert_same(one: StepTrace, other: StepTrace) -> None:
         assert one.seconds == other.seconds
 
 
+def few(every: Iterable[str], *fast: str) -> list[Any]:
+    """All of them, those that are not `fast` as slow tests."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in every]
+
+
 # blocks that differ are traced one by one: jamba's alternate; of T5 the first of each stack has a bias of its own
 RAN = {"jamba": BLOCKS, "t5": 2 * (FOUR + 1)}
 
 
-@pytest.mark.parametrize("name", language_models.CONFIGS)
+@pytest.mark.parametrize("name", few(language_models.CONFIGS, "t5", "mixtral", "jamba"))
 def test_every_architecture(name: str) -> None:
     whole, skipping, ran = both(*deep(name))
     assert whole.to_json() == skipping.to_json()
@@ -118,14 +123,14 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", few(POLICIES, "full", "segments:1", "every:2"))
 def test_every_kind_of_policy(policy: str) -> None:
     whole, skipping, ran = both(*deep("phi"), policy, device="cpu")
     assert whole.to_json() == skipping.to_json()
     assert ran == POLICIES[policy]
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "pointwise"])
+@pytest.mark.parametrize("policy", few(["none", "full", "pointwise"], "full"))
 def test_under_autocast(policy: str) -> None:
     """Weights that autocast has cast are freed when it ends, those of all blocks together."""
     model, loss = vit(num_hidden_layers=BLOCKS)
