@@ -28,6 +28,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
+from ckpt_ft.memory.fake.memo import forget
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.memory.fake.surroundings import faked_model
 from ckpt_ft.units import GIB
@@ -124,7 +125,9 @@ def traces(names: Sequence[str], alone: bool) -> None:
     for name in names:
         model, step = MODELS[name]()
         options: Any = {"make_optimizer": adamw, "device": "a100-80gb"}
+        forget()
         once = timed(lambda: trace_steps(model, [step, step], **options))  # noqa: B023
+        forget()
         every = timed(lambda: trace_step(model, step, **options))  # noqa: B023
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         show(f"{name}, two steps, alike blocks once", once)

@@ -6,6 +6,7 @@ directory is atomic on POSIX. So a killed run, a full disk or another process at
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -33,7 +34,7 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
     Raises:
         OSError: it cannot be written; what stood there before stands there still.
     """
-    path = Path(path)
+    path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
     try:
@@ -53,8 +54,8 @@ def check_writable(path: str | Path, flag: str) -> None:
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a directory; give a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trial = _beside(path)
+        trial = _beside(_target(path))
+        trial.parent.mkdir(parents=True, exist_ok=True)
         trial.touch()
         trial.unlink()
     except OSError as error:
@@ -108,6 +109,20 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _target(path: str | Path) -> Path:
+    """Where a file goes that is asked for at `path`: a link stays, and what it names is written.
+
+    Raises:
+        OSError: it is a device or a pipe, which a file must not take the place of.
+    """
+    path = Path(path)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a device or a pipe", str(path))
+    return path
 
 
 def _beside(path: Path) -> Path:

@@ -102,7 +102,7 @@ def draw_plan(
 ) -> Path:
     """Draw samples a second against GiB reserved, the frontier as a line, the limit as another, to `path`.
 
-    The first candidate is the pick; `speed` names its axis.
+    The first candidate is the pick; those beyond the limit are hollow. `speed` names its axis.
 
     Raises:
         UserError: as `draw_step`.
@@ -115,7 +115,8 @@ def draw_plan(
     points = []
     for i, candidate in enumerate(candidates):
         at = (candidate.reserved / unit, candidate.samples_per_second)
-        axes.plot(*at, "o", color="tab:blue" if i else "tab:red")
+        fits = candidate.reserved <= limit
+        axes.plot(*at, "o", color="tab:blue" if i else "tab:red", fillstyle="full" if fits else "none")
         points.append((at, f"{candidate.policy}, batch {candidate.batch}"))
     axes.axvline(limit / unit, color="#444444", ls="--", lw=1)
     axes.set_xlabel(f"predicted bytes reserved ({name}); dashed: budget less context and margin")

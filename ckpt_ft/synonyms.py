@@ -17,6 +17,7 @@ SYNONYMS = (  # the first is the command line's
     ("lora_targets", "lora_target_modules", "lora_target"),
     ("dora", "use_dora", "peft_use_dora"),
     ("double_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
+    ("quant_storage", "bnb_4bit_quant_storage"),
     ("packing", "sample_packing"),
     ("dtype", "torch_dtype"),
     ("optimizer", "optim"),

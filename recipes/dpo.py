@@ -16,8 +16,8 @@ TrainingArguments among them, and --overwrite_output_dir.
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.flags import SplitArguments
-from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config
+from ckpt_ft.training.flags import SplitArguments, changed
+from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config, within_positions
 from ckpt_ft.training.run.help import DPO, RUN, TRAINING, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -48,8 +48,15 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
-from ckpt_ft.training.text.preferences import DPOArguments, PreferenceArguments, check_preferences, make_preferences
+from ckpt_ft.training.text.preferences import (
+    DPOArguments,
+    PreferenceArguments,
+    check_preferences,
+    make_preferences,
+    preference_prompts,
+)
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -93,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or preferences)
     tokenizer = load_tokenizer(model_args)
+    if training_args.max_length is not None:
+        training_args = changed(training_args, max_length=within_positions(model_args, training_args.max_length))
     with training_args.main_process_first(desc="loading the preferences"):
         train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
     check_preferences(train_rows, str(data_args.dataset_name))
@@ -114,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
         metrics = train_within(trainer, memory, directory)
 
-    # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with the
-    # memory table
+    # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
+    # a sample of answers and the memory table
     trainer.save_state()
     if metrics:
         trainer.log_metrics("train", metrics)
@@ -124,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
+    said = answers(trainer, tokenizer, preference_prompts(train_rows, tokenizer))
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
+from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
 from ckpt_ft.training.text.data import DataArguments, load_rows
 
@@ -34,11 +34,10 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from transformers import Trainer, set_seed
 
-from ckpt_ft.errors import UserError, run
+from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
@@ -49,6 +48,7 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
 from ckpt_ft.training.text.sample import make_sample
 
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or corpus)
     tokenizer = load_tokenizer(model_args)
+    data_args = replace(data_args, max_length=within_positions(model_args, data_args.max_length))
 
     # 2. Data: one process tokenizes, the others read its cache
     with training_args.main_process_first(desc="tokenizing"):
@@ -101,7 +102,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
     model = load_model(model_args)
-    check_context(model, data_args.max_length)
 
     # 3. What --ac_policy auto and --find_max_batch_size leave open
     collator = PadCollator(tokenizer.pad_token_id)
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
         metrics = train_within(trainer, memory, directory)
 
-    # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with the
-    # memory table
+    # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
+    # a sample of answers and the memory table
     trainer.save_state()
     if metrics:
         trainer.log_metrics("train", metrics)
@@ -131,14 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
-
-
-def check_context(model: Any, max_length: int) -> None:
-    """A sequence past the last position is an index error deep in the model, or silently worse numbers."""
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and max_length > context:
-        raise UserError(f"--max_length {max_length}: the model has {context} positions; give at most that")
+    said = answers(trainer, tokenizer, prompts_of(train_dataset))
+    write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 
 
 if __name__ == "__main__":

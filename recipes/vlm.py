@@ -1,12 +1,12 @@
 """Fine-tune a vision-language model: all weights or LoRA, of one tower or both, under a policy for each or for all.
 
-    accelerate launch recipes/vlm.py
+    accelerate launch -q recipes/vlm.py
         the built-in model on drawn shapes and charts, offline, in about two minutes on a CPU
 
-    accelerate launch recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
+    accelerate launch -q recipes/vlm.py --config recipes/vlm/qwen2.5_vl_7b_lora_24gb.yaml --dataset_name data.jsonl
         a real model; what is on the command line wins over the file
 
-    accelerate launch recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
+    accelerate launch -q recipes/vlm.py --model_name_or_path MODEL --dataset_name data.jsonl --use_peft \\
         --train_towers both --ac_policy full@language,pointwise@vision
         LoRA in both towers, on rows of 'messages' and 'images', each tower under a policy of its own
 
@@ -16,13 +16,28 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 
 from __future__ import annotations
 
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
+from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
+
+if __name__ == "__main__":  # before the libraries are imported, which takes seconds
+    answer_help(
+        __doc__,
+        {
+            "model": VisionLanguageModelArguments,
+            "data": VisionLanguageArguments,
+            "memory": ACArguments,
+            "training (transformers.TrainingArguments)": TRAINING,
+            "run": RUN,
+        },
+    )
+
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
-from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.oom import advise_on_oom
@@ -33,7 +48,6 @@ from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.vision_language.answers import Questions, check_answers
-from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
 from ckpt_ft.training.vision_language.encode import PixelCollator, encode_conversations
 from ckpt_ft.training.vision_language.models import kinds_of, load_model, load_processor, patch_of
 from ckpt_ft.training.vision_language.rows import Pictures, load_conversations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_ft.errors import one_line
-from ckpt_ft.files import cache_root, make_directory, write
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import cache_root, check_writable, make_directory, write
 
 
 def half(path: Path) -> None:
@@ -54,6 +54,25 @@ def test_write_makes_directories_and_takes_text_or_a_writer(tmp_path: Path) -> N
     assert write(tmp_path / "a" / "b.png", writer).read_bytes() == b"\x00\xff"
     assert seen == [".png"]  # by which a writer may choose its format
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b.json", "b.png"]
+
+
+def test_no_file_takes_the_place_of_a_device_or_of_a_link(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "real" / "x.json"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is a device or a pipe"):
+        write(pipe, "x")
+    with pytest.raises(UserError, match=r"--html .*pipe: cannot be written \(it is a device or a pipe\)"):
+        check_writable(pipe, "--html")
+    assert pipe.is_fifo()
+    link.symlink_to(target)
+    check_writable(link, "--html")
+    assert write(link, "through it") == target
+    assert link.is_symlink()
+    assert link.read_text() == target.read_text() == "through it"
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(OSError, match="File exists|Too many levels"):
+        write(link / "x", "")
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

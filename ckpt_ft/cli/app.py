@@ -69,6 +69,7 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     for library in ("transformers", "diffusers"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours
     gc.disable()  # a command lives for seconds and makes no cycles worth looking for among its millions of objects
     try:
         run(_main)

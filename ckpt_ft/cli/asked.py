@@ -19,13 +19,12 @@ from typing import Any
 import typer
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
-from ckpt_ft.units import format_bytes, parse_bytes
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.defaults import SEQ_LENGTH
 from ckpt_ft.workloads.settings import IMAGE_SIZE, Settings
 
+from .launches import asked_launch, asked_launches
 from .options import (
     DEFAULT_GPU,
     LORA_R,
@@ -63,13 +62,12 @@ from .options import (
     PeftConfig,
     PrepareKbit,
     Processes,
+    QuantStorage,
     Resolution,
     SeqLength,
     UsePeft,
     memory,
 )
-
-_ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
 
 Command = Callable[..., None]
 
@@ -166,6 +164,7 @@ def _settings(
     ema: Ema = False,
     load_in_4bit: FourBit = False,
     double_quant: DoubleQuant = False,
+    quant_storage: QuantStorage = "uint8",
     load_in_8bit: EightBit = False,
     launch: LaunchOption = "",
     processes: Processes = 0,
@@ -177,8 +176,8 @@ def _settings(
     lora_dropout: LoraDropout = None,
 ) -> Settings:
     mixed_precision = _precision(mixed_precision, bf16, fp16)
-    launches = _launches(gpus, launch, processes, machines, link, mixed_precision) if gpus else ()
-    launched = None if gpus else _launch(launch, processes, machines, link, mixed_precision)
+    launches = asked_launches(gpus, launch, processes, machines, link, mixed_precision) if gpus else ()
+    launched = None if gpus else asked_launch(launch, processes, machines, link, mixed_precision)
     if launched is not None and mixed_precision == "no":
         mixed_precision = launched.mixed_precision
     return Settings(
@@ -189,10 +188,10 @@ def _settings(
         mixed_precision=mixed_precision,
         optimizer=optimizer,
         lora_r=lora or (LORA_R if use_peft else 0),
-        lora_targets=_parts(lora_targets),
+        lora_targets=_parts("--lora-targets", lora_targets),
         use_dora=dora,
         peft=_peft(peft_config) if peft_config else None,
-        frozen=_parts(freeze),
+        frozen=_parts("--freeze", freeze),
         rows=_rows(packing, padding),
         ema=ema,
         seq_length=SEQ_LENGTH if seq_length is None else seq_length,
@@ -207,6 +206,7 @@ def _settings(
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         double_quant=double_quant,
+        quant_storage=quant_storage,
         load_in_8bit=load_in_8bit,
         prepare_kbit=prepare_kbit,
         lora_dropout=lora_dropout,
@@ -221,8 +221,11 @@ def _image_size(given: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _parts(flag: str, text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not parts:
+        raise UserError(f"{flag} '{text}': names nothing; give comma-separated names, or leave it out")
+    return parts
 
 
 def _rows(packing: bool, padding: bool) -> str:
@@ -251,49 +254,6 @@ def _precision(named: str, bf16: bool, fp16: bool) -> str:
     if len(asked) > 1:
         raise UserError(f"mixed precision {' and '.join(asked)}: give one of them")
     return asked[0] if asked else "no"
-
-
-def _launch(given: str, processes: int, machines: int, link: str, mixed_precision: str) -> Launch | None:
-    """What `--launch` and the options beside it say; None for one process."""
-    if not given:
-        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
-            if value:
-                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
-        return None
-    if given in STRATEGIES:
-        if not processes:
-            raise UserError(f"--launch {given}: on how many GPUs? give --processes")
-        launch = Launch(given, processes, mixed_precision=mixed_precision)
-    elif Path(given).suffix in (".yaml", ".yml", ".json"):
-        launch = read_launch(given, processes or None, mixed_precision)
-    else:
-        raise UserError(
-            f"--launch {given}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
-        )
-    return replace(launch, machines=machines or launch.machines, link=_rate(link))
-
-
-def _rate(link: str) -> float | None:
-    """Bytes a second, of `--link`."""
-    try:
-        rate = parse_bytes(link) if link else None
-    except UserError:
-        rate = 0
-    if rate == 0:
-        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB for example")
-    return rate
-
-
-def _launches(
-    gpus: int, given: str, processes: int, machines: int, link: str, mixed_precision: str
-) -> tuple[Launch, ...]:
-    """The launches that `--gpus` and the options beside it leave to choose from."""
-    if processes or Path(given).suffix:
-        said = f"--processes {processes}" if processes else f"--launch {given}"
-        raise UserError(f"--gpus {gpus} and {said}: --gpus chooses among strategies by name, a file is one launch")
-    strategies = [name.strip() for name in given.split(",")] if given else WORTH_A_LOOK
-    on = machines or (gpus // _ON_A_MACHINE if gpus % _ON_A_MACHINE == 0 else 1)
-    return tuple(launches_on(gpus, on, strategies, mixed_precision=mixed_precision, link=_rate(link)))
 
 
 _MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}

@@ -69,6 +69,8 @@ def _recipe(plan: Plan, settings: Settings, dataset: str) -> tuple[str, list[str
         flags += [] if settings.lora_dropout is None else ["--lora_dropout", str(settings.lora_dropout)]
     if settings.load_in_4bit:
         flags.append("--load_in_4bit")
+    if settings.quant_storage != "uint8":
+        flags += ["--bnb_4bit_quant_storage", settings.quant_storage]
     if settings.attn_implementation:
         flags += ["--attn_implementation", settings.attn_implementation]
     if settings.optimizer != "none":

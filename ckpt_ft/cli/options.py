@@ -49,6 +49,9 @@ Attention = Annotated[
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
 DoubleQuant = Annotated[bool, typer.Option("--double-quant", help="with 4 bits: their scales in 8 bits")]
+QuantStorage = Annotated[
+    str, typer.Option("--quant-storage", help="with 4 bits: the dtype they are held as; FSDP2 shards none but floats")
+]
 EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="frozen weights in 8 bits (LLM.int8)")]
 Dora = Annotated[bool, typer.Option("--dora", help="DoRA in place of LoRA")]
 PeftConfig = Annotated[
@@ -74,7 +77,7 @@ Gpus = Annotated[
 ]
 Processes = Annotated[int, typer.Option("--processes", help="GPUs in all; by default the file's")]
 Machines = Annotated[
-    int, typer.Option("--machines", help="that they are on; by default the file's, or 1, or of --gpus 8 on each")
+    int, typer.Option("--machines", help="that they are on; by default the file's, or with 8 GPUs on each")
 ]
 Link = Annotated[
     str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +26,7 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.answer import Plan
+    from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
     from ckpt_ft.workloads.lengths import Lengths
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
@@ -64,7 +65,7 @@ def plan(
     gpu: GPU | None,
     settings: Settings,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=0, help="processes to trace on; 0 for as many as there are cores")
+        int, typer.Option("--jobs", min=0, max=256, help="processes to trace on; 0 for as many as there are cores")
     ] = 0,
     output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
     plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
@@ -86,23 +87,23 @@ def plan(
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
-    if html and settings.launches:
-        raise UserError(f"--html {html}: a page shows the choice within one launch; give --launch instead of --gpus")
     for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
-    lengths = _lengths(dataset, model, settings.seq_length) if dataset else None
+    images = _images(dataset, model, settings.seq_length) if dataset else None
+    lengths = images.lengths if images else _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
         **asked_of(model, settings),
         **vars(asked),
         "lengths": vars(lengths) if lengths else None,
+        "pixels": images.pixels if images else None,
     }
     kept = Kept("plan", question, Plan.from_json)
     found = None if fresh or html else kept.get()
     if found is None:
         try:
-            found = _make(model, settings, asked, jobs, lengths, html)
+            found = _make(model, settings, asked, jobs, lengths, images, html)
         except Stopped as stop:
             if stop.plan is not None:
                 _show(stop.plan, as_json)
@@ -189,7 +190,28 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Lengths | None, html: str) -> Plan:
+def _images(dataset: str, model: str, seq_length: int) -> DatasetRows | None:
+    """The dataset's rows where they have images and the model sees them."""
+    from ckpt_ft.workloads.model_config import read_config
+
+    if "vision_config" not in read_config(model):
+        return None
+    from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+
+    with progress() as say:
+        say(f"looking through the images of {dataset}")
+        return rows_with_images(dataset, model, seq_length)
+
+
+def _make(
+    model: str,
+    settings: Settings,
+    asked: Asked,
+    jobs: int,
+    lengths: Lengths | None,
+    images: DatasetRows | None,
+    html: str,
+) -> Plan:
     from ckpt_ft.planning.choice_view import write_survey
     from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
@@ -201,7 +223,7 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
     make_room(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, asked.gpu or "cpu", lengths)
+        workload = load(model, settings, asked.gpu or "cpu", lengths, images.batches if images else None)
         given: dict[str, Any] = {
             "batch_size": asked.batch_size,
             "max_batch_size": asked.max_batch_size,
@@ -210,11 +232,16 @@ def _make(model: str, settings: Settings, asked: Asked, jobs: int, lengths: Leng
             "jobs": jobs or cores(),
             "report": say,
         }
-        if not html:
-            return make_plan(workload, asked.budget, **given, launches=settings.launches)
-        surveyed = survey(workload, asked.budget, **given)
+        if html and not settings.launches:
+            surveyed = survey(workload, asked.budget, **given)
+            found = surveyed.plan
+        else:
+            found = make_plan(workload, asked.budget, **given, launches=settings.launches)
+            if not html:
+                return found
+            surveyed = survey(replace(workload, launch=found.best.launch), asked.budget, **given)  # within the pick's
     write_survey(surveyed, html)
-    return surveyed.plan
+    return found
 
 
 def _on_fewer(plan: Plan) -> str:

@@ -15,16 +15,18 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
-RECIPES = ("llm", "diffusion_unet", "trl", "axolotl")
+RECIPES = ("llm", "image_classification", "diffusion_unet", "trl", "axolotl")
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
     "paged_adamw_32bit": "adamw", "adafactor": "adafactor", "sgd": "sgd", "adamw": "adamw",
 }  # fmt: skip
+_PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
 # What each kind of file means where it says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
+    "image_classification": {"batch_size": 8},
     "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
     "axolotl": {"batch_size": 1},
     "diffusion_unet": {"batch_size": 16},
@@ -49,6 +51,11 @@ def with_file(words: Sequence[str]) -> list[str]:
 
     content = read_yaml(path)
     kind = recipe or _kind(content)
+    if kind == "dpo":
+        raise UserError(
+            f"--config {path}: a step on preferences, with its reference, is TRL's own; its recipe predicts it: "
+            f"python recipes/dpo.py --config {path} --ac_policy auto --ac_budget 24GiB"
+        )
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     described = Described(content, kind)
@@ -112,6 +119,9 @@ class Described:
         named = str(self.get("optimizer") or "adamw_torch_fused")
         if named not in _OPTIMIZERS:
             raise UserError(f"--config {path}: optimizer {named} is not modelled ({', '.join(_OPTIMIZERS)})")
+        if named in _PAGED:
+            print(f"note: {named}: its state is counted on the card; paging moves it to the host when memory runs out",
+                  file=sys.stderr)  # fmt: skip
         return _OPTIMIZERS[named]
 
     def _adapters(self) -> Iterator[tuple[str, Any]]:
@@ -129,6 +139,7 @@ class Described:
         yield "load-in-4bit", quantised
         yield "load-in-8bit", self.get("load_in_8bit")
         yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "quant-storage", self.get("quant_storage")
         yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
 
     def _policy(self) -> str:
@@ -142,6 +153,9 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
+    ("images", "images"),
+    ("image-size", "image_size"),
+    ("audio-seconds", "audio_seconds"),
     ("max-grad-norm", "max_grad_norm"),
     ("ema", "ema"),
     ("budget", "budget"),
@@ -151,6 +165,8 @@ _PLAIN = (
 def _kind(content: dict[str, Any]) -> str:
     if "base_model" in content:
         return "axolotl"
+    if "beta" in content:
+        return "dpo"
     return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
 
 

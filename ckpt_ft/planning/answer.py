@@ -75,6 +75,7 @@ class Plan:
         notes: what the traces assume, one sentence each.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that are no candidates for this model, and why.
+        beyond: where few fit, what else was traced and holds more than the room, the smallest first.
         fewest: of several launches, what fits on the fewest GPUs, where these are fewer than the launches have.
         model, device, target: what the plan is for; `fingerprint` is the model's.
         versions: what it was made with.
@@ -92,6 +93,7 @@ class Plan:
     data: str = ""
     notes: list[str] = field(default_factory=list)
     fewest: Candidate | None = None
+    beyond: list[Candidate] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -154,7 +156,7 @@ class Plan:
     @property
     def candidates_table(self) -> Table:
         """The candidates as a table; the last column marks the pick and the frontier."""
-        edge = self.frontier
+        edge, shown = self.frontier, [*self.candidates, *self.beyond]
         rows: list[tuple[str, ...]] = [
             (
                 candidate.policy,
@@ -164,17 +166,22 @@ class Plan:
                 format_number(candidate.seconds),
                 format_number(candidate.samples_per_second),
                 candidate.bound or DASH,
-                "pick" if candidate == self.best else "frontier" if candidate in edge else "",
+                self._mark(candidate, edge),
             )
-            for candidate in self.candidates
+            for candidate in shown
         ]
         header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", "")
         if any(candidate.launch for candidate in self.candidates):
-            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(self.candidates, rows, strict=True)]
+            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(shown, rows, strict=True)]
             gpus = self.best.launch.processes if self.best.launch else 1
             title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
             return Table(title, ("launch", *header), rows, text=(0, 1, 7, 8))
         return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6, 7))
+
+    def _mark(self, candidate: Candidate, edge: list[Candidate]) -> str:
+        if candidate.reserved > self.room.limit:
+            return "does not fit"
+        return "pick" if candidate == self.best else "frontier" if candidate in edge else ""
 
     def table(self) -> str:
         """The candidates as a Markdown table."""
@@ -192,7 +199,8 @@ class Plan:
         """
         title, speed = f"{self.model} on {self.device}", self.speed
         speed = speed if speed.startswith("nominal") else f"predicted {speed}"
-        return draw_plan(path, self.candidates, self.frontier, limit=self.room.limit, title=title, speed=speed)
+        shown = [*self.candidates, *self.beyond]
+        return draw_plan(path, shown, self.frontier, limit=self.room.limit, title=title, speed=speed)
 
 
 class Stopped(Interrupted):

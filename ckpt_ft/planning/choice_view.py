@@ -86,9 +86,11 @@ def survey_page(survey: Survey) -> Page:
     best = survey.traces[plan.best]
     gpu = gpu_of(plan.device) if best.gpu is None else best.gpu
     step = StepView.from_trace(best, f"{plan.best.policy}, batch {plan.best.batch}", plan.room.limit if gpu else None)
+    launched = f"each GPU of {plan.best.launch}" if plan.best.launch else ""
+    asked = f"a plan for {format_bytes(plan.room.budget)}, all figures predicted"
     return Page(
         f"{plan.model} on {plan.device}",
-        "; ".join(filter(None, (f"a plan for {format_bytes(plan.room.budget)}, all figures predicted", plan.data))),
+        "; ".join(filter(None, (asked, launched, plan.data))),
         [
             Section("figures", "", _figures(plan)),
             Section("choice", "What fits, and how fast it is", choice_view(survey)),

@@ -12,6 +12,7 @@ from .fitting import Room, largest_fitting
 from .scaling import Growth
 from .tracing import Tracer
 
+_SHOWN = 4  # of what does not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
 
@@ -86,6 +87,14 @@ class Estimates:
         if key not in self.scaled:
             self.scaled[key] = self._candidate(policy, batch, self.growth.scale(self.anchors[policy], batch))
         return self.scaled[key]
+
+    def beyond(self) -> list[Candidate]:
+        """Of each policy that was traced and found to hold more than the room, the smallest step that does."""
+        over: dict[str, Candidate] = {}
+        for (policy, batch), trace in sorted(self.tracer.traced.items()):
+            if isinstance(trace, StepTrace) and trace.peak_reserved > self.room.limit:
+                over.setdefault(policy, self.estimate(policy, batch))
+        return sorted(over.values(), key=lambda candidate: candidate.reserved)[:_SHOWN]
 
     def _candidate(self, policy: str, batch: int, trace: StepTrace) -> Candidate:
         """The candidate of a trace, which is of the longest batch; the seconds are a usual one's."""

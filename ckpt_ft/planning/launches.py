@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.launch import DTYPES, Launch
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .candidate import Candidate, better
@@ -65,9 +65,15 @@ class Launched(Estimates):
         """What is to be traced under the launch: what may well be its best; a lean policy where precision changes."""
         likely = self._likely()
         found = [(likely.policy, likely.batch)]
-        if self.launch.strategy == "fsdp2" and self.launch.mixed_precision != "no":
+        if self._casts():
             found.insert(0, (self.alone.leanest(1)[0].policy, self.batch or LOW))
         return list(dict.fromkeys(found))
+
+    def _casts(self) -> bool:
+        """Whether what FSDP2 gathers is in another precision than most of the model is held in."""
+        gathered = DTYPES.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
+        sizes = [(p.nbytes, p.dtype == gathered) for p in self.tracer.workload.model.parameters()]
+        return gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2
 
     def _likely(self) -> Candidate:
         """The best in one process, had it the bytes that the launch has other ranks hold."""

@@ -10,14 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torch import nn
-
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
@@ -28,10 +25,12 @@ from .estimates import Estimates
 from .fitting import make_room
 from .launches import Launches
 from .plan_file import fingerprint
-from .proposals import blocks_of
 from .question import Question
+from .refusal import too_small
 from .search import search, so_far
 from .tracing import Report, Tracer
+
+_FEW = 3  # candidates: with fewer, what did not fit is shown too
 
 
 @or_loop
@@ -107,13 +106,14 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
             found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
-        raise UserError(_too_small(estimates, workload.model))
+        raise UserError(too_small(estimates, workload.model))
     best = estimates.tracer.traced[found[0].policy, found[0].batch]
     assert not isinstance(best, str), "a candidate has a trace"
     with _stoppable(estimates):
         fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
-    return replace(made, fixes=fixes, rejected=rejected, fewest=fewest), estimates
+    beyond = estimates.beyond() if len(found) < _FEW else []
+    return replace(made, room=room, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), estimates
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:
@@ -160,27 +160,4 @@ def _describe(lengths: Lengths, batch: int) -> str:
     return (
         f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
         f"{lengths.padded(batch)} at batch {batch}"
-    )
-
-
-def _too_small(estimates: Estimates, model: nn.Module) -> str:
-    """What to say when nothing fits: by how much, and the smallest budget that would do."""
-    room, at = estimates.room, estimates.batch or 1
-    if not estimates.anchors:
-        return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
-    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
-    estimates.tracer.trace(leanest, at)
-    needed = room.needs(estimates.estimate(leanest, at))
-    parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
-    below = ""
-    if parameters > room.budget:
-        below = (
-            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
-        )
-    launch = estimates.tracer.workload.launch
-    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
-    blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
-    return (
-        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
-        f"works is {format_at_least(needed)}, under {under}{blocks}"
     )

@@ -66,7 +66,7 @@ def survey(
 ) -> Survey:
     """The plan for `budget`, and the picks for others up to the card's memory (on "cpu" up to twice `budget`).
 
-    Arguments and errors are those of `plan`. It takes about twice as long: budgets share their traces.
+    Arguments and errors are those of `plan`. It takes about three times as long: budgets share their traces.
     """
     question = Question(budget, batch_size, max_batch_size, target, margin, policies)
     say = report or (lambda line: None)

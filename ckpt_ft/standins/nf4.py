@@ -23,14 +23,18 @@ LEVELS = (
 
 @torch.library.custom_op("ckpt_ft::dequantize_nf4", mutates_args=())
 def dequantize(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    """The (out_features, in_features) weight in `dtype`; `packed` is (n / 2, 1) uint8, `absmax` (n / 64,) float32."""
-    codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1, BLOCK)
+    """The (out_features, in_features) weight in `dtype`.
+
+    packed: n / 2 bytes, as (n / 2, 1) of uint8 or fewer elements of another dtype; absmax: (n / 64,) float32.
+    """
+    packed = packed.view(torch.uint8).view(-1)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1, BLOCK)
     return (levels[codes.long()] * absmax[:, None]).to(dtype).view(out_features, -1)
 
 
 @dequantize.register_fake
 def _(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(out_features, 2 * packed.numel() // out_features, dtype=dtype)
+    return packed.new_empty(out_features, 2 * packed.nbytes // out_features, dtype=dtype)
 
 
 @torch.library.custom_op("ckpt_ft::dequantize_absmax", mutates_args=())
@@ -58,9 +62,18 @@ class _Matmul(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """`nn.Linear` with a frozen 4-bit weight, whose size must divide by 64. `nested`: under double quantisation."""
+    """`nn.Linear` with a frozen 4-bit weight, whose size must divide by 64.
 
-    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype, nested: bool = False) -> None:
+    nested: under double quantisation. storage: the dtype that the packed bytes are held as.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        compute_dtype: torch.dtype,
+        nested: bool = False,
+        storage: torch.dtype = torch.uint8,
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.compute_dtype = (
             linear.in_features,
@@ -73,7 +86,8 @@ class NF4Linear(nn.Linear):
         absmax = blocks.abs().amax(1)
         middles = (levels[1:] + levels[:-1]) / 2
         codes = torch.bucketize(blocks / absmax[:, None], middles).to(torch.uint8).view(-1, 2)
-        self.weight = nn.Parameter((codes[:, :1] << 4) | codes[:, 1:], requires_grad=False)
+        packed = ((codes[:, :1] << 4) | codes[:, 1:]).view(-1).view(storage).view(-1, 1)
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
         self.nested = nested
         if nested:
@@ -123,6 +137,7 @@ def to_nf4(
     compute_dtype: torch.dtype = torch.float16,
     skip: tuple[str, ...] = ("lm_head",),
     nested: bool = False,
+    storage: torch.dtype = torch.uint8,
 ) -> nn.Module:
     """Hold every linear layer of `model` in NF4, but for modules named in `skip`, and freeze all of it.
 
@@ -131,7 +146,7 @@ def to_nf4(
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype, nested))
+            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype, nested, storage))
     return model.requires_grad_(False)
 
 

@@ -34,9 +34,12 @@ def launch_of(accelerator: Accelerator) -> Launch | None:
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
     handler = accelerator.ddp_handler
-    as_view = handler is not None and handler.gradient_as_bucket_view
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    sharing = {"gradient_as_bucket_view": as_view} if plugin is None else _fsdp2(plugin)
+    sharing: dict[str, Any] = {}
+    if plugin is not None:
+        sharing = _fsdp2(plugin)
+    elif handler is not None:
+        sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
     return _launch(accelerator.mixed_precision, **sharing)
 
 
@@ -51,6 +54,8 @@ def launch_ahead(args: TrainingArguments) -> Launch | None:
         sharing = _fsdp2(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
     elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
         sharing = _fsdp2(FullyShardedDataParallelPlugin())  # reads what `accelerate launch` passes on
+    else:  # Trainer._build_accelerator_args, without checkpointing of the library's own
+        sharing = {"find_unused_parameters": args.ddp_find_unused_parameters is not False}
     return _launch(precision_of(args), **sharing)
 
 

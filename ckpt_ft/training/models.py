@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
-from ckpt_ft.workloads.defaults import LORA_DROPOUT
+from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -51,6 +54,13 @@ class ModelArguments:
     load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: the frozen weights in 4 bits (bitsandbytes)."})
     bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "4-bit type.", "choices": ["fp4", "nf4"]})
     use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the quantisation constants too."})
+    bnb_4bit_quant_storage: str = field(
+        default="uint8",
+        metadata={
+            "help": "What 4-bit weights are held as; FSDP2 shards none but floating ones.",
+            "choices": ["uint8", "bfloat16", "float16", "float32"],
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.load_in_4bit and not self.use_peft:
@@ -76,6 +86,27 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def within_positions(args: ModelArguments, max_length: int) -> int:
+    """Tokens of a sequence: `max_length`, or the model's positions where the default is more than them, which is said.
+
+    Past the last position lies an index error deep in the model, or silently worse numbers.
+
+    Raises:
+        UserError: another length than the default was asked for, and the model has not as many positions.
+    """
+    from transformers import AutoConfig
+
+    with library_reads(f"model {args.model_name_or_path}: no configuration can be loaded"):
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or max_length <= positions:
+        return max_length
+    if max_length != SEQ_LENGTH:
+        raise UserError(f"--max_length {max_length}: the model has {positions} positions; give at most that")
+    logger.warning("--max_length %d: the model has no more positions", positions)
+    return int(positions)
 
 
 def load_model(args: ModelArguments) -> PreTrainedModel:
@@ -154,6 +185,7 @@ def _quantization(args: ModelArguments) -> Any:
         bnb_4bit_quant_type=args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage,
     )
 
 

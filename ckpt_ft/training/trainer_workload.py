@@ -42,7 +42,8 @@ def trainer_workload(
             with a DPOTrainer's preferences, have lengths.
         compute_loss: the trainer's, where it has one of its own.
     """
-    of_length, lengths = _by_length(args, rows)
+    grouped = getattr(args, "train_sampling_strategy", "") == "group_by_length"
+    of_length, lengths = by_length(rows, grouped)
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.use_cache = args.use_cache  # as the Trainer does when it is made
@@ -140,10 +141,11 @@ def _optimizer(args: TrainingArguments, model: nn.Module) -> Any:
     return kind([p for p in model.parameters() if p.requires_grad], **options)
 
 
-def _by_length(args: TrainingArguments, rows: Any) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
+def by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
     """(samples, length) -> rows of which the first is the one of that length; and the lengths there are.
 
-    Where rows have images, those beside the longest are the row with most `pixels`.
+    Where rows have images, those beside the longest are the row with most `pixels`. grouped: whether batches are of
+    rows of like length.
     """
     if not have_lengths(rows):
         return lambda samples, length: [rows[0]] * samples, None
@@ -159,5 +161,4 @@ def _by_length(args: TrainingArguments, rows: Any) -> tuple[Callable[[int, int],
             beside = pixels.index(max(pixels))
         return [rows[order[first]], *[rows[beside]] * (samples - 1)]
 
-    by_length = getattr(args, "train_sampling_strategy", "") == "group_by_length"
-    return of_length, Lengths.of(lengths, by_length)
+    return of_length, Lengths.of(lengths, grouped)

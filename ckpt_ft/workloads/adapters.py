@@ -69,7 +69,7 @@ def _quantise(model: Any, settings: Settings) -> None:
         to_int8(model)
     else:
         compute = torch.bfloat16 if settings.dtype == "float32" else DTYPES[settings.dtype]
-        to_nf4(model, compute, nested=settings.double_quant)
+        to_nf4(model, compute, nested=settings.double_quant, storage=getattr(torch, settings.quant_storage))
     if settings.prepare_kbit:
         prepare_kbit(model)
 

@@ -7,9 +7,11 @@ allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU, gpu_of
@@ -20,15 +22,22 @@ from .lengths import Lengths
 from .model_config import read_config
 from .optimizers import optimizer_maker
 from .settings import Settings
-from .workload import Workload
+from .workload import MakeBatch, Workload
 
 
-def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengths | None = None) -> Workload:
+def load(
+    name: str,
+    settings: Settings,
+    device: str | GPU = "t4",
+    lengths: Lengths | None = None,
+    batches: Callable[[nn.Module], MakeBatch] | None = None,
+) -> Workload:
     """The workload of a Hub id, a local directory or a config file.
 
     Args:
         device: that it is to run on.
         lengths: tokens of a dataset's rows; without them every row has the settings' `seq_length`.
+        batches: for the model, batches of the dataset's own rows; without them, of rows of text as long as those.
 
     Raises:
         UserError: nothing by that name, not a kind of model that is known here, or settings that do not fit it.
@@ -59,6 +68,8 @@ def load(name: str, settings: Settings, device: str | GPU = "t4", lengths: Lengt
         raise UserError(
             f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
         )
+    if batches is not None:
+        workload = replace(workload, make_batch=batches(workload.model), notes=())  # of batches that are not made
     return replace(
         workload,
         name=name,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from ckpt_ft.errors import UserError, one_line
 
@@ -86,6 +87,8 @@ def hub_answers() -> bool:
         return False
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except HTTPError:
+        return True  # it does, if only to refuse
     except OSError:
         return False
     return True

@@ -49,6 +49,7 @@ class Settings:
         attn_implementation: sdpa, eager or flash_attention_2; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
         double_quant: their scales in 8 bits.
+        quant_storage: the dtype that they are held as; FSDP2 shards none but floating ones.
         load_in_8bit: frozen weights in 8 bits, as bitsandbytes keeps them (LLM.int8).
         ema: a moving average of what is trained, in float32 on the device, as diffusers' EMAModel keeps it.
         launch: on how many processes; None for one.
@@ -82,6 +83,7 @@ class Settings:
     frozen: tuple[str, ...] = ()
     rows: str = "alike"
     double_quant: bool = False
+    quant_storage: str = "uint8"
     load_in_8bit: bool = False
     ema: bool = False
     audio_seconds: int = 0
@@ -153,6 +155,11 @@ class Settings:
         if self.prepare_kbit and not self.quantised:
             raise UserError(
                 "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
+            )
+        _one_of("quant storage", self.quant_storage, ("uint8", *DTYPES))
+        if self.quant_storage != "uint8" and not self.load_in_4bit:
+            raise UserError(
+                f"quant storage {self.quant_storage}: it is of weights in 4 bits: ask for both, or leave it out"
             )
         if self.double_quant and not self.load_in_4bit:
             raise UserError("double quantisation is of weights in 4 bits: ask for both, or leave it out")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.distributed.buckets import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
 
@@ -205,7 +206,10 @@ class Workload:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of one micro-batch, in the workload's precision."""
-        return self.compute_loss(self._precise(model) if self._autocasts else model, batch)
+        forward: Forward = self._precise(model) if self._autocasts else model
+        if self.launch is not None and self.launch.find_unused_parameters:
+            forward = outputs_copied(forward)
+        return self.compute_loss(forward, batch)
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that stands on the model."""

@@ -30,8 +30,16 @@ ROOTS = {
 }
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", vlm.CONFIGS)
+# every family with all weights and one of each kind of tower with LoRA; the other LoRA cases are slow in sum
+CASES = [(name, lora) for name in vlm.CONFIGS for lora in (False, True)]
+QUICK = {(name, False) for name in vlm.CONFIGS} | {("qwen2_5_vl", True), ("paligemma", True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=[f"{name}-{'lora' if lora else 'full'}" for name, lora in CASES],
+)
 def test_the_same_numbers(name: str, lora: bool) -> None:
     model = vlm.make(name, lora)
     expected = vlm.numbers(model, name)

@@ -18,6 +18,7 @@ from ckpt_ft.cli.how_to_run import launch_words
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.distributed.launch import Launch, launches_on
 from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
+from ckpt_ft.planning import choice_view, survey
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.answer import Plan, Stopped
 from ckpt_ft.planning.candidate import Candidate
@@ -236,6 +237,19 @@ def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:
             assert getattr(given, name) == getattr(read, name), (launch, name)
         for name in sharing_options(launch).get("fsdp_config", {}):
             assert str(getattr(given, name)).lower() == str(getattr(read, name)).lower(), (launch, name)
+
+
+def test_the_page_of_several_launches_is_of_the_picks(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
+    surveyed: list[Launch | None] = []
+    monkeypatch.setattr(survey, "survey", lambda workload, *args, **more: surveyed.append(workload.launch))
+    monkeypatch.setattr(choice_view, "write_survey", lambda survey, path: None)
+    words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
+    assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
+    assert surveyed == [Launch("ddp", 2)]
 
 
 def test_another_link_is_another_question(

@@ -37,5 +37,5 @@ def test_flags_are_the_recipes_own(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no recipe 'lm'; did you mean 'llm'"):
-        typed(monkeypatch, "recipe", "lm")
+    with pytest.raises(UserError, match="no recipe 'llms'; did you mean 'llm'"):
+        typed(monkeypatch, "recipe", "llms")

@@ -69,7 +69,7 @@ def test_the_files_have_estimates(
 
 
 def test_every_configuration_of_the_recipes_is_read() -> None:
-    for path in [*RECIPES.glob("llm/*.yaml"), *RECIPES.glob("diffusion/*.yaml")]:
+    for path in [*RECIPES.glob("llm/*.yaml"), *RECIPES.glob("diffusion/*.yaml"), *RECIPES.glob("vision/*.yaml")]:
         found = with_file(["estimate", f"--config={path}"])
         content = yaml.safe_load(path.read_text())
         assert found[1] in (content.get("model_name_or_path"), content.get("pretrained_model_name_or_path"))
@@ -89,6 +89,16 @@ def test_the_command_line_wins(
     assert estimated(monkeypatch, capsys, "--config", str(file), "--batch-size", "3")["batch_size"] == 3
 
 
+def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\noptim: paged_adamw_8bit\n")
+    assert "adamw_8bit" in with_file(["estimate", "--config", str(file)])
+    said = "note: paged_adamw_8bit: its state is counted on the card; paging moves it to the host when memory runs out"
+    assert capsys.readouterr().err == f"{said}\n"
+
+
 def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(FILES / "axolotl_full.yaml")
     with_file(["plan", "--config", path])
@@ -102,7 +112,16 @@ def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("max_length: 8", [], "it names no model (model_name_or_path, pretrained"),
         ("base_model: m\noptimizer: lion", [], "optimizer lion is not modelled (adamw_torch, "),
-        ("base_model: m", ["--recipe", "torchtune"], "--recipe torchtune: no such kind of file (llm, diffusion_unet"),
+        (
+            "base_model: m",
+            ["--recipe", "torchtune"],
+            "--recipe torchtune: no such kind of file (llm, image_classification",
+        ),
+        (
+            "model_name_or_path: m\nbeta: 0.1",
+            [],
+            "a step on preferences, with its reference, is TRL's own; its recipe",
+        ),
         ("- a", [], "expected 'flag: value' lines, found list"),
     ],
 )

@@ -156,6 +156,18 @@ def test_a_fixed_batch_and_the_other_targets() -> None:
     assert largest.best.batch > 2 * largest.candidates[1].batch
 
 
+def test_where_little_fits_what_did_not_is_shown(tmp_path: Path) -> None:
+    """A table, and a chart, of one row say little; what was traced and holds more stands below it."""
+    tight = small_plan("vit", "2MiB", batch_size=6, policies=["none", "pointwise", "full"])
+    assert [row.policy for row in tight.candidates] == ["full"]
+    assert [row.policy for row in tight.beyond] == ["pointwise", "none"]
+    assert all(row.reserved > tight.room.limit for row in tight.beyond)
+    assert [row[-1] for row in tight.candidates_table.rows] == ["pick", "does not fit", "does not fit"]
+    assert Plan.from_json(tight.to_json()).beyond == tight.beyond
+    roomy = small_plan("vit", "30MiB", batch_size=6, policies=["none", "pointwise", "full"])
+    assert (len(roomy.candidates), roomy.beyond) == (3, [])
+
+
 def test_what_stands_on_the_model_stays() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "every:2")

@@ -73,6 +73,16 @@ def test_what_is_not_packed_stays_as_loaded_unless_it_is_prepared(config: str) -
     assert plan(loaded, batch_size=1, policies=["none"]).notes == loaded.trace(1).notes
 
 
+def test_what_the_bytes_are_held_as_changes_no_bit() -> None:
+    linear = torch.nn.Linear(128, 64)
+    x = torch.randn(3, 128)
+    plain = NF4Linear(linear, torch.float32)
+    for storage in (torch.bfloat16, torch.float32):
+        held = NF4Linear(linear, torch.float32, storage=storage)
+        assert (held.weight.dtype, held.weight.nbytes) == (storage, plain.weight.nbytes)
+        assert held(x).equal(plain(x))
+
+
 def test_double_quantisation_loses_little() -> None:
     """Scales in 8 bits: the weight moves by less than a hundredth of what 4 bits cost."""
     linear = torch.nn.Linear(128, 256)

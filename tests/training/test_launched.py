@@ -42,7 +42,9 @@ def test_one_process_is_no_launch(tmp_path: Path) -> None:
 def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     where = {"processes": 4, "machines": 2, "rank": 1}
-    assert launch_ahead(args) == Launch("ddp", **where)
+    assert launch_ahead(args) == Launch("ddp", find_unused_parameters=True, **where)
+    used = arguments(tmp_path, ddp_find_unused_parameters=False)
+    assert launch_ahead(used) == Launch("ddp", **where)
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",

@@ -9,13 +9,30 @@ mark_variable_ready, all_reduce_bucket, finalize_backward).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+
+
+def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as DDP runs it where it looks for unused parameters: each output that has a gradient is a copy.
+
+    (torch/nn/parallel/distributed.py: _DDPSink; a model's logits are there twice at the end of its forward.)
+    """
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(copied, forward(*args, **kwargs))
+
+    return call
 
 
 class Buckets:

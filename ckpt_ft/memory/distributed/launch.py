@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ckpt_ft.errors import UserError
 
 from .zero_options import ZeroOptions
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision: another training, by name alone
-PRECISIONS = ("no", "bf16", "fp16")
+_ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = ("no", *DTYPES)
+_MOST = 2**20  # processes
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,13 @@ class Launch:
             sharded, as accelerate wraps the model: each block, the embedding, the head, the rest), or DeepSpeed's
             "zero1" (optimizer states are), "zero2" (and gradients) and "zero3" (and parameters).
         processes: of all machines together.
-        machines: that they are on, evenly.
+        machines: that they are on, evenly; 0 for eight processes on each, or one machine where that does not come out.
         mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
         gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
+        find_unused_parameters: whether DDP looks for parameters that a step leaves out, as Trainer has it by default:
+            it copies each output of the model then.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
         zero: DeepSpeed's bucket sizes and thresholds.
@@ -42,10 +49,11 @@ class Launch:
 
     strategy: str = "ddp"
     processes: int = 1
-    machines: int = 1
+    machines: int = 0
     mixed_precision: str = "no"
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
     wrap: tuple[str, ...] | None = ()
     link: float | None = None
     zero: ZeroOptions = field(default_factory=ZeroOptions)
@@ -60,10 +68,13 @@ class Launch:
             raise UserError(
                 f"launch: mixed precision '{self.mixed_precision}' is not modelled ({', '.join(PRECISIONS)})"
             )
-        if self.processes < 1 or self.machines < 1 or self.processes % self.machines:
+        if not self.machines:
+            whole = self.processes % _ON_A_MACHINE == 0
+            object.__setattr__(self, "machines", max(self.processes // _ON_A_MACHINE, 1) if whole else 1)
+        if not 1 <= self.processes <= _MOST or self.machines < 1 or self.processes % self.machines:
             raise UserError(
                 f"launch: {self.processes} processes on {self.machines} machines; give at least one, and as many on "
-                "each machine"
+                f"each machine, {_MOST} in all at most"
             )
 
     @property
@@ -93,11 +104,11 @@ class Launch:
         return cls(**{**values, "wrap": wrap, "zero": ZeroOptions(**values["zero"])})
 
 
-def launches_on(gpus: int, machines: int = 1, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
+def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
     """The launches on so many GPUs to choose from: FSDP2 is two, with resharding after forward and without.
 
     Args:
-        machines: that the GPUs are on, evenly.
+        machines: that the GPUs are on, evenly; 0 for eight on each.
         strategies: names of `Launch.strategy`.
         more: other fields of the launches.
 

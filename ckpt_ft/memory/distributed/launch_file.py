@@ -77,7 +77,7 @@ def _ddp(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    options = {key.removeprefix("fsdp_"): value for key, value in (config.get("fsdp_config") or {}).items()}
+    options = {key.removeprefix("fsdp_"): value for key, value in _section(config, "fsdp_config", path).items()}
     if str(options.get("version", 1)) != "2":
         raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
     if _truth(options.get("offload_params", False)):
@@ -90,7 +90,7 @@ def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
     if wrapping not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
         raise UserError(f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP")
-    classes = options.get("transformer_layer_cls_to_wrap") or ""
+    classes = str(options.get("transformer_layer_cls_to_wrap") or "")
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": _truth(options.get("reshard_after_forward", True)),
@@ -99,7 +99,7 @@ def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 def _zero(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    options = config.get("deepspeed_config") or {}
+    options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
         return _stage(options.get("zero_stage", 2), path) | _places(options, path)
@@ -108,7 +108,7 @@ def _zero(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
         beside.append("mixed_precision")
     if beside:
         raise UserError(f"launch {path}: accelerate takes no {', '.join(beside)} beside a deepspeed_config_file")
-    return _deepspeed_file(Path(file))
+    return _deepspeed_file(Path(str(file)))
 
 
 def _deepspeed_file(file: Path) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def _deepspeed_file(file: Path) -> dict[str, Any]:
     if other:
         raise UserError(f"launch: {file}: {', '.join(other)}: not modelled; leave out")
     places = {
-        f"{part}_device": (zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")
+        f"{part}_device": _section(zero, part, file).get("device") for part in ("offload_optimizer", "offload_param")
     }
-    precision = [dtype for dtype in ("bf16", "fp16") if _truth((config.get(dtype) or {}).get("enabled", False))]
+    precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, file).get("enabled", False))]
     return {
         **_stage(stage, file),
         **_places(places, file),
@@ -149,6 +149,13 @@ def _places(options: dict[str, Any], path: str | Path) -> dict[str, Any]:
                 f"launch {path}: offload_{part} to {device} is not modelled; set offload_{part}_device: none"
             )
     return {}
+
+
+def _section(config: dict[str, Any], key: str, path: str | Path) -> dict[str, Any]:
+    section = config.get(key) or {}
+    if not isinstance(section, dict):
+        raise UserError(f"launch {path}: {key} {section}: give 'key: value' lines")
+    return section
 
 
 def _truth(value: Any) -> bool:

@@ -46,6 +46,16 @@ def collective_seconds(wire: int, launch: Launch, gpu: GPU) -> float:
     return LATENCY + STEP_LATENCY * math.log2(max(launch.processes, 2)) + wire / bus_bandwidth(launch, gpu)
 
 
+def memory_left(launch: Launch, gpu: GPU) -> float:
+    """Share of the memory's bandwidth that a large collective leaves to the kernels beside it.
+
+    What arrives is written to a buffer of NCCL's and read back while it is in the L2 cache; what is made of it is
+    written (all-gather), or what it is added to is read (reduce-scatter): two passes over memory for each byte that is
+    sent (recvCopySend and recvReduceSend of the ring in the Simple protocol, arXiv:2507.04786).
+    """
+    return 1 - min(2 * bus_bandwidth(launch, gpu) / (gpu.bandwidth * gpu.bandwidth_efficiency), 0.5)
+
+
 def network_share(gpu: GPU) -> float:
     """How much longer a kernel takes while a collective runs beside it, whose channels occupy an SM each."""
     channels = min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)

@@ -22,14 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt_ft.errors import UserError
 
 from .buckets import Buckets
-from .launch import Launch
+from .launch import DTYPES, Launch
 from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
 _SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
 _CONTAINERS = (dict, OrderedDict, set)  # those that a module keeps its parts in; others' are theirs to change
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
@@ -64,7 +63,7 @@ def initialize(
         raise UserError(f"launch {launch.strategy}: it shards the states of an optimizer, and there is none")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise UserError(f"launch {launch.strategy}: no parameter is trained, so there is nothing to shard")
-    if dtype := _DTYPES.get(launch.mixed_precision):
+    if dtype := DTYPES.get(launch.mixed_precision):
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -136,12 +135,17 @@ def _copied(value: Any) -> Any:
     return value.copy() if type(value) in _CONTAINERS else value
 
 
+def _is_packed(layer: nn.Linear) -> bool:
+    """Whether an element of its weight holds several, as in 4 bits."""
+    return layer.weight.numel() < layer.in_features * layer.out_features
+
+
 def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-    dtype = _DTYPES.get(launch.mixed_precision)
+    dtype = DTYPES.get(launch.mixed_precision)
     with patch.dict(os.environ, {"FSDP_VERSION": "2"}):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -150,8 +154,9 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             transformer_cls_names_to_wrap=list(launch.wrap or ()) or None,
             cpu_ram_efficient_loading=False,
         )
-    packed = [module for module in model.modules() if any(p.dtype == torch.uint8 for p in module.parameters(False))]
-    plugin.ignored_modules = packed or None  # bitsandbytes packs into uint8 by default, which accelerate leaves whole
+    packed: list[nn.Linear] = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m)]
+    # bitsandbytes packs into uint8 by default, which accelerate leaves whole
+    plugin.ignored_modules = [m for m in packed if not m.weight.is_floating_point()] or None
     plugin.cpu_offload = OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     accelerator = SimpleNamespace(

@@ -27,6 +27,11 @@ _LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
 _shared: dict[tuple[int, bool, bool], dict[Any, tuple[Any, Any]]] = {}
 
 
+def forget() -> None:
+    """Drop all that is remembered, as in a new process."""
+    _shared.clear()
+
+
 class Memo:
     """Results of fake ops by op and arguments, shared by all traces for one compute capability (0: the CPU)."""
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_ft.memory.distributed.links import collective_seconds, network_share
+from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU
 
 from .events import Op
@@ -156,7 +156,8 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
     """When each op of a step runs, in the order in which they are issued.
 
     Each stream has a clock; an event that is recorded in one holds up the stream that waits for it. Collectives of one
-    process group follow one another, whichever stream they are issued to, and take SMs from the kernels beside them.
+    process group follow one another, whichever stream they are issued to, and take SMs and memory's bandwidth from the
+    kernels beside them.
     The copy engine's clock waits for nobody: it says what the copies need at least.
     """
     host = host or Host.beside(gpu)
@@ -164,7 +165,7 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
     free: defaultdict[str, float] = defaultdict(float)  # stream -> when its last kernel ends
     events: dict[str, float] = {}
     busy: deque[tuple[float, float]] = deque()  # when collectives run, from and to
-    slower = network_share(gpu)
+    slower, left = network_share(gpu), memory_left(launch, gpu) if launch is not None else 1.0
     for op in ops:
         if op.name.startswith("prim."):
             continue  # a question to a fake tensor, not work
@@ -183,8 +184,8 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
             yield Span(op, issued, start, network, op.stream)
         elif op.kernels:
             seconds = device_seconds(op, gpu)
-            if not op.stream:
-                seconds += _overlap(busy, start, start + seconds) * slower
+            if not op.stream and (beside := _overlap(busy, start, start + seconds)):
+                seconds += beside * max(slower, device_seconds(op, gpu, left) / seconds - 1)
             free[op.stream] = start + seconds
             yield Span(op, issued, start, start + seconds, op.stream)
             if any(name in op.name for name in _WAITS):

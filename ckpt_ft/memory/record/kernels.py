@@ -39,8 +39,10 @@ _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads goes over all r
 
 
 @lru_cache(maxsize=200_000)
-def _seconds(name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU) -> float:
-    memory = _traffic(name, nbytes, shape, gpu)
+def _seconds(
+    name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
+) -> float:
+    memory = _traffic(name, nbytes, shape, gpu) / memory_left
     arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops else 0.0
     elements = 0.0
     if len(shape) == 2 and shape[1] in _CYCLES and not flops:
@@ -50,9 +52,9 @@ def _seconds(name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape
     return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
 
 
-def device_seconds(op: Op, gpu: GPU) -> float:
-    """Seconds that the kernels of one op keep `gpu` busy."""
-    return _seconds(op.name, op.flops, op.nbytes, op.dtype, op.kernels, op.shape, gpu)
+def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:
+    """Seconds that the kernels of one op keep `gpu` busy. memory_left: the share of its bandwidth that they have."""
+    return _seconds(op.name, op.flops, op.nbytes, op.dtype, op.kernels, op.shape, gpu, memory_left)
 
 
 def _traffic(name: str, nbytes: int, shape: Shape, gpu: GPU) -> float:

@@ -32,6 +32,7 @@ from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tens
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
+from .uncompiled import leave_uncompiled
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -202,6 +203,7 @@ class Tracker(Storages, TorchDispatchMode):
     # -- the mode ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tracker:
+        leave_uncompiled()
         self._add_hooks()
         self._patches: list[Any] = [patch.object(torch.UntypedStorage, "resize_", self._resize)]
         if torch.distributed.is_available():

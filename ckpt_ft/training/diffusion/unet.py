@@ -23,7 +23,7 @@ def prepare_unet(unet: UNet2DConditionModel, args: DiffusionModelArguments, dtyp
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
 
-        unet.requires_grad_(False).to(dtype=dtype)
+        nn.Module.to(unet.requires_grad_(False), dtype)  # diffusers' own warns of modules that it has none of
         unet.add_adapter(
             LoraConfig(
                 r=args.rank,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
+from ckpt_ft.training.reporting import never_fatal
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -13,25 +17,63 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.measure.report import MemoryReport
 
 
-def write_model_card(trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None) -> None:
+class Answer(NamedTuple):
+    """What the model was given, and what it made of it."""
+
+    prompt: str
+    text: str
+
+
+def write_model_card(
+    trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None, answers: Sequence[Answer] = ()
+) -> None:
     """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
 
-    `dataset` is named in the card unless it is a local path.
+    `dataset` is named in the card unless it is a local path; `answers` stand in it as they were made. A card that
+    cannot be written is a warning.
+
+    Raises:
+        WorkFailed: the upload failed; the weights are in the output directory.
     """
     args = trainer.args
     named = {"dataset": dataset} if dataset and not Path(dataset).exists() else {}
     if args.push_to_hub:
-        trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
-    else:
-        trainer.create_model_card(**named)
-    if report is None or not trainer.is_world_process_zero():
-        return
-    card = Path(args.output_dir) / "README.md"
-    write(card, f"{card.read_text(encoding='utf-8').rstrip()}\n\n{_section(report)}\n")
-    if args.push_to_hub:
+        with _uploading(trainer):
+            trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
+    sections = [*([_sample(answers)] if answers else []), *([_section(report)] if report is not None else [])]
+    ours = bool(sections) and trainer.is_world_process_zero()
+    with never_fatal("writing the model card"):
+        if not args.push_to_hub:
+            trainer.create_model_card(**named)
+        if ours:
+            card = Path(args.output_dir) / "README.md"
+            write(card, "\n\n".join([card.read_text(encoding="utf-8").rstrip(), *sections]) + "\n")
+    if args.push_to_hub and ours:
         from huggingface_hub import upload_file
 
-        upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=trainer.hub_model_id, token=args.hub_token)
+        with _uploading(trainer):
+            upload_file(
+                path_or_fileobj=Path(args.output_dir) / "README.md", path_in_repo="README.md",
+                repo_id=trainer.hub_model_id, token=args.hub_token,
+            )  # fmt: skip
+
+
+@contextmanager
+def _uploading(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of the network, the Hub, the repository
+        out = trainer.args.output_dir
+        raise WorkFailed(
+            f"--push_to_hub: the upload failed ({one_line(f'{type(error).__name__}: {error}', 300)}); all that was "
+            f"trained is in {out}: `hf upload {trainer.hub_model_id} {out}` sends it"
+        ) from error
+
+
+def _sample(answers: Sequence[Answer]) -> str:
+    """Prompts and answers as a part of the card, in fences that nothing in them ends."""
+    blocks = [f"`````text\n{answer.prompt.strip()}\n--> {answer.text.strip()}\n`````" for answer in answers]
+    return "## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.\n\n" + "\n\n".join(blocks)
 
 
 def _section(report: MemoryReport) -> str:

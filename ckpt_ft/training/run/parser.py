@@ -19,6 +19,8 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import load_yaml
 from ckpt_ft.synonyms import known_as
 
+from .hub import read_cache_where_offline
+
 
 class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Examples as they are written, defaults behind each flag that has one."""
@@ -62,6 +64,8 @@ def parse_args(
 ) -> tuple[Any, ...]:
     """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
 
+    The Hub is asked once whether it answers, where something on it is named.
+
     Args:
         dataclass_types: as for `HfArgumentParser`.
         argv: the flags; None takes the process's own.
@@ -87,6 +91,7 @@ def parse_args(
         raise UserError(one_line(error)) from error
     if unknown:
         raise UserError(f"{_unknown(unknown[0].partition('=')[0], parser)} (see --help)")
+    read_cache_where_offline(parsed)
     return tuple(parsed)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import SplitArguments, flag
+from ckpt_ft.workloads.defaults import SEQ_LENGTH
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +38,7 @@ class DataArguments(SplitArguments):
     )
     dataset_text_field: str = flag("text", "Column of plain text.")
     dataset_num_proc: int | None = flag(None, "Processes that tokenize.")
-    max_length: int = flag(1024, "Tokens per sequence; what is longer is cut.")
+    max_length: int = flag(SEQ_LENGTH, "Tokens per sequence; what is longer is cut.")
     packing: bool = flag(False, "Several rows per sequence; attention and loss stay within each row.")
 
     def __post_init__(self) -> None:

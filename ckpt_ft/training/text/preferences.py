@@ -13,6 +13,7 @@ from ckpt_ft.training.flags import SplitArguments
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.manifest import make_whole
 
+from .answers import SHOWN
 from .sample import docstring_pairs, make_sample
 
 try:
@@ -22,6 +23,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 _PAIRS = 2_000  # of the built-in sample
 
@@ -45,6 +47,20 @@ class DPOArguments(RunArguments, DPOConfig):
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
     pad_token: str | None = field(default=None, init=False)
+
+
+def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of the first rows' prompts, as the model is given them; of rows that have one apart."""
+    if "prompt" not in rows.column_names:
+        return []
+    prompts = rows.select(range(min(SHOWN, len(rows))))["prompt"]
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    return [tokenizer(text, add_special_tokens=isinstance(prompts[0], str)).input_ids for text in texts]
 
 
 def check_preferences(rows: Dataset, name: str) -> None:

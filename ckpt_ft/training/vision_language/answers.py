@@ -50,7 +50,7 @@ class Questions:
         begins = ends - next(n for n, label in enumerate([*labels[:ends][::-1], IGNORED]) if label == IGNORED)
         asked = {name: value[:begins] if isinstance(value, list) else value for name, value in row.items()}
         batch = {name: value.to(model.device) for name, value in self.collate([asked]).items() if name != "labels"}
-        made: Any = model.generate(  # type: ignore[operator]
+        made: Any = model.generate(
             **batch,
             max_new_tokens=ends - begins,
             do_sample=False,

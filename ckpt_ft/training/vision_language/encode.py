@@ -107,7 +107,7 @@ class _Encoder:
 
     def _beginning(self, text: str) -> list[int]:
         """What the tokenizer puts before every text, where the chat template has not."""
-        tokenizer: Any = self.processor.tokenizer  # type: ignore[attr-defined]
+        tokenizer: Any = self.processor.tokenizer
         bos = tokenizer.bos_token
         return (
             []
@@ -118,7 +118,7 @@ class _Encoder:
     def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
         if cells:
             return processed(self.processor, text, cells, self.pictures, place)
-        tokenizer: Any = self.processor.tokenizer  # type: ignore[attr-defined]
+        tokenizer: Any = self.processor.tokenizer
         return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
 
 

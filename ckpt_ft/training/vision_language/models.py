@@ -105,7 +105,9 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
                 f"{'; it has ' + ', '.join(towers) if towers else ''}"
             )
     if args.use_peft:
-        pattern = _adapted([towers[name] for name in wanted], model.get_output_embeddings(), args.lora_target_modules)
+        pattern = adapted_layers(
+            [towers[name] for name in wanted], model.get_output_embeddings(), args.lora_target_modules
+        )
         return with_adapters(model, replace(args, lora_target_modules=None), target_modules=pattern)
     for name, tower in towers.items():
         if name not in wanted:
@@ -115,7 +117,7 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
     return model
 
 
-def _adapted(towers: list[Tower], head: nn.Module | None, asked: list[str] | None) -> str:
+def adapted_layers(towers: list[Tower], head: nn.Module | None, asked: list[str] | None) -> str:
     """A pattern, as PEFT takes one, of the linear layers in `towers`: all but the head, or those named as `asked`."""
     patterns = []
     for tower in towers:

@@ -59,9 +59,7 @@ def _folder(name: str) -> Path | None:
 def _columns(rows: Dataset, args: VisionLanguageArguments, source: str) -> Dataset:
     """`messages`, and `images` where there is such a column, whose cells are not decoded."""
     column = args.image_column
-    if (
-        column == "images" and column not in rows.column_names
-    ):  # the default: one image a row, or parts that name files
+    if column == "images" and column not in rows.column_names:  # one image a row, or parts that name their files
         column = "image" if "image" in rows.column_names else ""
     known = [("messages_column", args.messages_column, "messages")]
     rows = named_columns(rows, source, *known, *([("image_column", column, "images")] if column else []))

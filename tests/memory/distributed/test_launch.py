@@ -73,6 +73,11 @@ def test_our_own_files() -> None:
         ),
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
+        ("distributed_type: FSDP\nfsdp_config: 7", "fsdp_config 7: give 'key: value' lines"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: [zero]",
+            "deepspeed_config .'zero'.: give 'key: value' lines",
+        ),
         ("- a", "not an accelerate configuration"),
         ("a: [", "is not valid YAML"),
     ],
@@ -129,18 +134,26 @@ def test_states_divide_and_the_model_is_left_whole() -> None:
     assert asked.trace(2).events == alone.events
 
 
-def test_packed_weights_stay_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_packed_weights_are_sharded_where_they_are_held_as_floats(storage: str, tmp_path: Path) -> None:
     """accelerate leaves bitsandbytes' uint8 out of sharding; the rest divides."""
     LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path)
-    settings = Settings(dtype="bfloat16", mixed_precision="bf16", lora_r=8, load_in_4bit=True, seq_length=32)
+    settings = Settings(
+        dtype="bfloat16", mixed_precision="bf16", lora_r=8, load_in_4bit=True, seq_length=32, quant_storage=storage
+    )
     alone = load(str(tmp_path), settings, "cpu")
-    packed = sum(p.nbytes for p in alone.model.parameters() if p.dtype == torch.uint8)
-    rest = sum(p.nbytes for p in alone.model.parameters() if p.dtype != torch.uint8)
+    whole = sum(p.nbytes for p in alone.model.parameters())
+    packed = 2 * (4 * 64 * 64 + 3 * 64 * 192) // 2
     shared = replace(alone, launch=Launch("fsdp2", 8, mixed_precision="bf16")).trace(1)
-    assert packed == 2 * (4 * 64 * 64 + 3 * 64 * 192) // 2
-    assert shared.at_peak["parameters"] == pytest.approx(packed + rest / 8, rel=0.01)
+    kept = packed if storage == "uint8" else 0
+    assert shared.at_peak["parameters"] == pytest.approx(kept + (whole - kept) / 8, rel=0.01)
+
+
+def test_machines_are_of_eight_where_it_is_not_said() -> None:
+    assert [Launch("fsdp2", processes).machines for processes in (2, 8, 12, 128)] == [1, 1, 1, 16]
+    assert Launch("fsdp2", 128, machines=1).machines == 1
 
 
 def test_ddp_holds_buckets_of_all_gradients() -> None:

@@ -11,7 +11,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.links import network_share
+from ckpt_ft.memory.distributed.links import memory_left, network_share
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record import cost, opinfo
 from ckpt_ft.memory.record.events import Op
@@ -105,6 +105,20 @@ def test_a_collective_slows_what_runs_beside_it():
     assert network_share(A100) == pytest.approx(108 / 84 - 1)
     assert beside.communicating == pytest.approx(1.024e-3)
     assert beside.network == pytest.approx(1.024e-3 - beside.compute)
+
+
+def test_a_collective_takes_of_the_memorys_bandwidth():
+    """Two passes for each byte: at 0.25 TB/s half of ROUND's is left, to traffic; arithmetic waits for SMs alone."""
+    launch = Launch("ddp", 8, link=0.25e12)
+    gather = op("c10d.allgather_.default", wire=10**10, stream="gather")  # 40 ms
+    copy, matmul = op("aten.add.Tensor", nbytes=10**9), op(flops=10**11, shape=(1, 4096, 4096, 2980, 0))
+    assert memory_left(launch, ROUND) == 0.5
+    moved, multiplied = (
+        seconds([gather, each], ROUND, launch=launch).compute / seconds([each], ROUND).compute
+        for each in (copy, matmul)
+    )
+    assert moved == pytest.approx(2, rel=0.01)
+    assert multiplied == pytest.approx(1 + network_share(ROUND))
 
 
 def test_what_computes_waits_for_an_event():

@@ -1,0 +1,257 @@
+"""recipes/vlm.py run for real, in this process, on a small part of the built-in sample."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import load_recipe
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.blocks import find_blocks
+from ckpt_ft.checkpointing.towers import find_towers
+from ckpt_ft.errors import UserError, run
+from ckpt_ft.planning.plan import plan
+from ckpt_ft.training.vision_language.models import adapted_layers
+from ckpt_ft.training.vision_language.sample import make_sample
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+
+SMALL = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "answered": 0,
+    "learning_rate": 1e-3,
+    "ac_report": "json",
+    "disable_tqdm": "true",
+}
+LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]
+
+
+@pytest.fixture(scope="session")
+def drawn(_caches: None) -> tuple[Path, Path]:
+    """The built-in model's directory and a jsonl file of 48 of its questions, with their images beside it."""
+    model, questions = make_sample(48)
+    return Path(model), Path(questions)
+
+
+@pytest.fixture(scope="session")
+def vlm(drawn: tuple[Path, Path]) -> ModuleType:
+    recipe = load_recipe("vlm")
+    recipe.make_sample = lambda: tuple(map(str, drawn))  # type: ignore[attr-defined]
+    return recipe
+
+
+def train(vlm: ModuleType, out: Path, *flags: str, **changed: object) -> list[float]:
+    """The losses of a run."""
+    small = [part for name, value in {**SMALL, **changed}.items() for part in (f"--{name}", str(value))]
+    vlm.main(["--use_cpu", *small, "--output_dir", str(out), *flags])
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def trained(out: Path) -> set[str]:
+    """Towers that have adapters of their own."""
+    keys = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    return {tower for tower in ("language_model", "vision_tower") if tower in keys.replace("\\", "")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        (["--train_towers", "both"], "full@language,full@vision"),
+        pytest.param(["--train_towers", "language", *LORA], "full@language", marks=pytest.mark.slow),
+        (["--train_towers", "vision", *LORA], "save:attention+matmul"),
+    ],
+    ids=["full", "language", "vision"],
+)
+def test_a_policy_changes_no_loss_and_its_peak_is_predicted(
+    vlm: ModuleType, tmp_path: Path, flags: list[str], policy: str
+) -> None:
+    data = rows(tmp_path, *[row("good.png")] * 8)  # alike: the first step, without optimizer state, is not the fullest
+    plain = train(vlm, tmp_path / "plain", *flags, dataset_name=data)
+    assert plain[3] != plain[0]
+    changed = {"ac_policy": policy, "dataset_name": data}
+    assert train(vlm, tmp_path / "policy", *flags, "--ac_check", **changed) == plain
+    report = json.loads((tmp_path / "policy" / "memory_report.json").read_text())
+    measured, predicted = report["ranks"][0]["peaks"], report["ranks"][0]["predicted"]["peaks"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
+
+
+@pytest.mark.slow  # three runs
+def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
+    vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path
+) -> None:
+    kept = {}
+    for towers in ("language", "vision", "both"):
+        out = tmp_path / towers
+        train(vlm, out, *LORA, train_towers=towers, max_steps=2)
+        names = {"language": {"language_model"}, "vision": {"vision_tower"}}
+        assert trained(out) == names.get(towers, {"language_model", "vision_tower"})
+        kept[towers] = json.loads((out / "memory_report.json").read_text())["ranks"][0]["at_peak"]["activations"]
+        model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(drawn[0]), out)
+        assert [key for key, value in model.state_dict().items() if "lora_B" in key and value.abs().max() > 0]
+        AutoProcessor.from_pretrained(out)
+    assert kept["language"] < 0.85 * kept["both"]
+
+
+def test_the_built_in_run_learns_and_asks(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a whole run answers is in docs/vlm.md."""
+    losses = train(vlm, tmp_path, max_steps=30, answered=8, eval_strategy="steps", learning_rate=3e-3)
+    assert losses[0] > 5  # ln 381 = 5.94: the untrained model knows nothing
+    assert sum(losses[-5:]) / 5 < 3
+    results = json.loads((tmp_path / "eval_results.json").read_text())
+    assert results["answers_asked"] == 3  # 5 % of 48 rows, rounded up
+    assert results["answers_before"] == 0
+    assert f"held-out questions answered: 0 of 3 before, {results['answers_after']} after" in capsys.readouterr().out
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(vlm: ModuleType, tmp_path: Path) -> None:
+    flags = [*LORA, "--ac_policy", "full@language", "--train_towers", "both"]
+    losses = train(vlm, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").unlink()
+    again = ["--resume_from_checkpoint", "latest"]
+    assert train(vlm, tmp_path / "cut", *flags, *again, save_strategy="steps", save_steps=2) == losses
+
+
+def test_auto_plans_on_the_worst_batch(
+    vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_ft.training.fit.plan", partial(plan, policies=["none", "full"]))
+    train(vlm, tmp_path, train_towers="both", max_steps=3, ac_policy="auto", ac_budget="100MiB")
+    assert "--ac_policy auto:" in capsys.readouterr().out
+    report = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
+    assert max(phase["allocated"] for phase in report["peaks"].values()) < 100 << 20
+
+
+def rows(folder: Path, *lines: object) -> Path:
+    Image.new("RGB", (48, 48), "red").save(folder / "good.png")
+    Image.new("RGB", (3, 2)).save(folder / "tiny.png")
+    (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:60])
+    (folder / "text.png").write_text("no picture")
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def row(image: object, content: object = "<image>What is it?", **more: object) -> dict[str, object]:
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
+    return {"messages": turns, "images": [image], **more}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (row("gone.png"), "row 2: image .*gone.png does not exist"),
+        (row("cut.png"), "row 2: .*cut.png cannot be read"),
+        (row("text.png"), "row 2: .*text.png cannot be read"),
+        (row("../outside.png"), "row 2: image ../outside.png lies outside of the data folder"),
+        (row("/etc/passwd"), "row 2: image /etc/passwd lies outside of the data folder"),
+        (row("https://a.b/c.png"), "row 2: image https://a.b/c.png is not a file"),
+        (row("tiny.png"), "row 2: .*tiny.png has 3 x 2 pixels, less than the model's patch of 12"),
+        (row("good.png", "<image><image>Which?"), "row 2: its messages speak of more images than the 1 of 'images'"),
+        (row("good.png", "What?"), "row 2: 1 images, and its messages speak of 0"),
+        (row("good.png", None), "row 2: a turn's 'content' is a text or a list of parts"),
+        ({"messages": None, "images": []}, "row 2: expected 'messages', a list of turns"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_one_line(
+    vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path, line: object, message: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (48, 48)).save(tmp_path / "outside.png")
+    file = rows(tmp_path / "data", row("good.png"), line)
+    with pytest.raises(UserError, match=message) as error:
+        train(vlm, tmp_path / "out", dataset_name=file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--image_column", "pictures"], "--image_column pictures: .* has no such column"),
+        (["--messages_column", "chat"], "--messages_column chat: .* has no such column"),
+        (["--image_folder", "nowhere"], "--image_folder nowhere: no such folder"),
+        (["--max_length", "20"], "none of the 1 rows has its images and a token to learn within --max_length 20"),
+        (["--max_pixels", "4096"], "--max_pixels 4096: LlavaNextImageProcessorPil has no such budget"),
+        (["--longest_side", "64"], "--longest_side 64: LlavaNextImageProcessorPil does not go by it"),
+        (["--answered", "4"], "--answered 4: no rows are held out"),
+        (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
+        ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no linear layer of that name"),
+    ],
+)
+def test_flags_that_do_not_fit_are_one_line(vlm: ModuleType, tmp_path: Path, flags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(vlm, tmp_path / "out", *flags, dataset_name=rows(tmp_path, row("good.png")))
+
+
+def test_an_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = rows(tmp_path, row("gone.png"))
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda: train(vlm, tmp_path / "out", dataset_name=file))
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_parquet_with_images_inside(vlm: ModuleType, tmp_path: Path) -> None:
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as ImageFeature
+
+    turns = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
+    content = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
+    answer = [{"type": "text", "text": "red"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    picture = Image.new("RGB", (96, 48), "red")
+    made = Dataset.from_dict(
+        {"messages": [messages] * 6, "images": [[picture]] * 6},
+        features=Features(messages=turns, images=List(ImageFeature())),
+    )
+    made.to_parquet(tmp_path / "rows.parquet")
+    losses = train(vlm, tmp_path / "out", dataset_name=tmp_path / "rows.parquet", train_towers="both")
+    assert torch.tensor(losses).isfinite().all()
+    assert losses[-1] < losses[0]
+
+
+def test_the_yaml_is_the_recipes_own(vlm: ModuleType, root: Path) -> None:
+    for file in sorted((root / "recipes" / "vlm").glob("*.yaml")):
+        model_args, data_args, ac_args, _ = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
+        assert model_args.train_towers == "language"
+        assert str(ac_args.policy) == "full@language,head"
+        assert data_args.max_pixels == 1280 * 28 * 28
+
+
+@pytest.mark.slow  # a 7B model's step is traced twice over
+def test_the_yaml_needs_what_it_says(vlm: ModuleType, root: Path) -> None:
+    file = root / "recipes" / "vlm" / "qwen2.5_vl_7b_lora_24gb.yaml"
+    said = re.search(r"([\d.]+ GiB) reserved, ([\d.]+ GiB) allocated", file.read_text().replace("\n# ", " "))
+    assert said is not None
+    model_args, data_args, ac_args, _ = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
+    settings = Settings(
+        dtype=model_args.dtype, mixed_precision="bf16", seq_length=data_args.max_length, images=1,
+        image_size=(1148, 868), accumulation=2,
+    )  # fmt: skip
+    model = load(model_args.model_name_or_path, settings).model
+    towers = {tower.name: tower for tower in find_towers(model, find_blocks(model).blocks)}
+    pattern = adapted_layers([towers["language"]], model.get_output_embeddings(), None)
+    lora = {"peft_type": "LORA", "r": model_args.lora_r, "lora_dropout": 0.05, "target_modules": pattern}
+    workload = load(model_args.model_name_or_path, replace(settings, peft=lora), "rtx-4090")
+    assert workload.shape["image_tokens"] == 1271
+    apply_policy(workload.model, ac_args.policy)
+    trace = workload.trace(1)
+    assert (format_bytes(trace.peak_reserved), format_bytes(trace.peak_allocated)) == said.groups()

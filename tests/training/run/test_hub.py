@@ -1,0 +1,49 @@
+"""The Hub out of reach: asked once, said in one line, and its libraries do not try again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from ckpt_ft.training.run import hub
+
+
+@dataclass
+class Named:
+    model_name_or_path: str | None = None
+    dataset_name: str | None = None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each question whether the Hub answers, which it does not; the libraries are back online afterwards."""
+    import datasets.config
+
+    questions: list[str] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub, "hub_answers", lambda: questions.append("asked") is not None)
+    return questions
+
+
+def test_it_is_asked_once_and_said(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    import datasets.config
+
+    for _ in range(2):
+        hub.read_cache_where_offline([Named("Qwen/Qwen2.5-0.5B"), Named(dataset_name="no/where")])
+    assert asked == ["asked"]
+    said = capsys.readouterr().err
+    assert said == (f"note: {constants.ENDPOINT} does not answer; Qwen/Qwen2.5-0.5B, no/where: from the cache here\n")
+    assert constants.is_offline_mode()
+    assert datasets.config.HF_HUB_OFFLINE
+
+
+def test_what_lies_here_asks_nobody(asked: list[str], tmp_path: Path) -> None:
+    hub.read_cache_where_offline([Named(str(tmp_path)), Named()])
+    assert asked == []
+    assert not constants.is_offline_mode()

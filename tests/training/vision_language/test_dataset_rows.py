@@ -1,0 +1,54 @@
+"""A dataset with images as the planner sees it: the largest images and the longest text set the peak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+from ckpt_ft.training.vision_language.sample import make_sample
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def model(_caches: None) -> str:
+    return make_sample(48)[0]
+
+
+def write(folder: Path, *rows: tuple[int, str]) -> str:
+    """A file of rows (width of the image, question)."""
+    lines = []
+    for at, (width, question) in enumerate(rows):
+        Image.new("RGB", (width, 48)).save(folder / f"{at}.png")
+        turns = [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": "red"}]
+        lines.append(json.dumps({"messages": turns, "images": [f"{at}.png"]}) + "\n")
+    file = folder / "rows.jsonl"
+    file.write_text("".join(lines))
+    return str(file)
+
+
+def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, tmp_path: Path) -> None:
+    words = "why " * 60
+    rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
+    assert rows is not None
+    workload = load(model, Settings(), "cpu", rows.lengths, rows.batches)
+    assert rows.pixels[1] > rows.pixels[0] == rows.pixels[2]
+    worst = workload.make_batch(3, rows.lengths.longest)
+    assert worst["input_ids"].shape == (3, rows.lengths.longest)
+    assert worst["image_sizes"].tolist() == [[48, 48], [48, 96], [48, 96]]  # (height, width)
+    usual = workload.make_batch(3, rows.lengths.tokens[0])
+    assert usual["image_sizes"].tolist() == [[48, 48]] * 3
+    assert (
+        workload.trace(3).peak_allocated > workload.trace_of(workload.step(3, rows.lengths.tokens[0])).peak_allocated
+    )
+    assert workload.notes == ()  # nothing of images that do not run
+
+
+def test_rows_of_text_alone_are_left_to_the_tokenizer(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    assert rows_with_images(str(file), model, 512) is None
