@@ -1,19 +1,25 @@
 """How long a trace takes, beside `torch.distributed._tools.MemTracker` on the same step in the same process.
 
 python benchmarks/trace_speed.py            # Llama-7B and SDXL's U-Net, AdamW, two steps; real sizes, no weights
-python benchmarks/trace_speed.py --help-times   # of the recipes
+python benchmarks/trace_speed.py --plans    # and whole plans
+
+Then how long the command line takes, each command in a process of its own, its imports included.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -23,7 +29,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.fake.memo import forget
+from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.memory.fake.surroundings import faked_model
 from ckpt_ft.units import GIB
 
@@ -95,41 +102,75 @@ def with_mem_tracker(model: nn.Module, step: Step) -> None:
                 tracker.reset_mod_stats()  # it takes no second step otherwise
 
 
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.process_time()
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of CPU and of wall that `call` takes in this process."""
+    begin = time.process_time(), time.perf_counter()
     call()
-    return time.process_time() - begin
+    return time.process_time() - begin[0], time.perf_counter() - begin[1]
 
 
-def help_seconds(script: Path) -> float:
-    """CPU seconds of a recipe's `--help`, Python's own start included."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, str(script), "--help"], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+def timed_command(words: Sequence[str]) -> tuple[float, float]:
+    """The same of a command in a process of its own, with all that it starts."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - begin
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+
+
+def show(what: str, times: tuple[float, float], more: str = "") -> None:
+    print(f"{what}: {times[0]:.2f} s of CPU, {times[1]:.2f} s{more}", flush=True)
+
+
+def traces(names: Sequence[str], alone: bool) -> None:
+    """Two steps of each model: alike blocks once, every block, and torch's own tracker."""
+    for name in names:
+        model, step = MODELS[name]()
+        options: Any = {"make_optimizer": adamw, "device": "a100-80gb"}
+        forget()
+        once = timed(lambda: trace_steps(model, [step, step], **options))  # noqa: B023
+        forget()
+        every = timed(lambda: trace_step(model, step, **options))  # noqa: B023
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        show(f"{name}, two steps, alike blocks once", once)
+        show(f"{name}, two steps, every block", every, f"; the process held {memory:.2f} GiB at most")
+        if not alone and all(p.requires_grad for p in model.parameters()):  # MemTracker fails on frozen ones
+            theirs = timed(lambda: with_mem_tracker(model, step))  # noqa: B023
+            show(f"{name}, two steps, MemTracker", theirs, f"; {theirs[0] / once[0]:.0f} times as long")
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+LORA = ("--dtype", "bfloat16", "--lora", "16", "--seq-length", "2048", "--device", "a100-80gb")
+QUICK = {
+    "import ckpt_ft": ("-c", "import ckpt_ft"),
+    "import torch, peft and transformers' Llama": (
+        "-c",
+        "import torch, peft, transformers.models.llama.modeling_llama",
+    ),
+    "ckpt-ft --help": ("-m", "ckpt_ft.cli", "--help"),
+    **{f"recipes/{script.name} --help": (str(script), "--help") for script in sorted(RECIPES.glob("*.py"))},
+    "estimate of Llama-2-7B, LoRA": ("-m", "ckpt_ft.cli", "estimate", "meta-llama/Llama-2-7b-hf", *LORA),
+    "that estimate again": ("-m", "ckpt_ft.cli", "estimate", "meta-llama/Llama-2-7b-hf", *LORA),
+}
+_SDXL = ("stabilityai/stable-diffusion-xl-base-1.0", "--lora", "16", "--dtype", "bfloat16", "--device", "a100-80gb")
+PLANS = {
+    "plan of Llama-3.1-8B, LoRA, 2,048 tokens": ("-m", "ckpt_ft.cli", "plan", "meta-llama/Llama-3.1-8B", *LORA),
+    "that plan again": ("-m", "ckpt_ft.cli", "plan", "meta-llama/Llama-3.1-8B", *LORA),
+    "plan of SDXL's U-Net, LoRA": ("-m", "ckpt_ft.cli", "plan", *_SDXL),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(MODELS), help="one of them")
+    parser.add_argument("--only", choices=list(MODELS), help="one of the traces, and no command")
     parser.add_argument("--alone", action="store_true", help="leave MemTracker out")
-    parser.add_argument("--help-times", action="store_true", help="of the recipes, and nothing else")
+    parser.add_argument("--plans", action="store_true", help="time plans as well, which takes minutes")
     arguments = parser.parse_args()
-    if arguments.help_times:
-        for script in sorted((Path(__file__).parents[1] / "recipes").glob("*.py")):
-            print(f"{script.name} --help: {help_seconds(script):.2f} s of CPU time", flush=True)
-        return 0
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in [arguments.only] if arguments.only else MODELS:
-        model, step = MODELS[name]()
-        ours = seconds(lambda: trace_step(model, step, make_optimizer=adamw, device="a100-80gb"))  # noqa: B023
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-        line = f"{name}: two steps traced in {ours:.1f} s of one core; the process held {memory:.2f} GiB at most"
-        if not arguments.alone and all(p.requires_grad for p in model.parameters()):  # MemTracker fails on frozen ones
-            theirs = seconds(lambda: with_mem_tracker(model, step))  # noqa: B023
-            line += f"; MemTracker {theirs:.1f} s, {theirs / ours:.1f} times as long"
-        print(line, flush=True)
+    traces([arguments.only] if arguments.only else list(MODELS), arguments.alone)
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, CKPT_FT_CACHE=cache):
+        for name, words in ({} if arguments.only else {**QUICK, **(PLANS if arguments.plans else {})}).items():
+            show(name, timed_command(words))
     return 0
 
 

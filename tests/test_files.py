@@ -40,7 +40,7 @@ def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sample, "_write", lambda directory: (directory / "model").mkdir())
     model, _ = sample.make_sample()
     assert Path(model).parents[1] == own_cache
-    assert cache_path({"budget": 1}).parents[1] == own_cache
+    assert cache_path("plans", {"budget": 1}).parents[1] == own_cache
 
 
 def test_write_makes_directories_and_takes_text_or_a_writer(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, Rank
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.fitting import Room
-from ckpt_ft.planning.plan import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings

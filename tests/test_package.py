@@ -20,7 +20,6 @@ PUBLIC = {
     "ACCallback", "AppliedPolicy", "MemoryProfiler", "Policy", "Workload", "__version__", "apply_policy",
     "check_parity", "find_max_batch_size", "plan", "trace_step",
 }  # fmt: skip
-HEAVY = {"torch", "accelerate", "peft", "transformers", "typer", "rich", "diffusers", "datasets", "matplotlib"}
 
 
 def loaded_after(code: str) -> set[str]:
@@ -52,11 +51,11 @@ def test_type_checkers_know_the_names_from_where_they_live() -> None:
     }
 
 
-def test_importing_it_loads_nothing_heavy_and_takes_no_time() -> None:
-    assert HEAVY & loaded_after("import ckpt_ft") == set()
-    code = "import time; t = time.perf_counter(); import ckpt_ft; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 0.15
+def test_importing_it_loads_nothing() -> None:
+    """Of another's, and of its own nothing below the first name: it takes no time."""
+    code = "import sys, __future__, importlib, typing; n = {*sys.modules}; import ckpt_ft; print({*sys.modules} - n)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'ckpt_ft'}"
 
 
 def test_using_it_leaves_the_optional_alone() -> None:

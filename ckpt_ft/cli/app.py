@@ -32,6 +32,7 @@ from . import known, merge, planning, policies, recipe
 from .asked import plan_command, takes
 from .console import progress, stdout
 from .estimate import Estimate
+from .kept import Kept, asked_of
 from .options import (
     ONE_LAUNCH,
     AsJson,
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.planning.leaner import Answer
+    from ckpt_ft.planning.answer import Answer
+    from ckpt_ft.planning.tracing import Report
     from ckpt_ft.workloads.workload import Workload
 
 app = typer.Typer(
@@ -123,25 +125,17 @@ def estimate(
     Where it does not fit, the change that costs least is looked for, and what `ckpt-ft plan` is asked is printed.
     In place of MODEL, --config FILE takes model and flags from a YAML of a recipe, TRL or axolotl.
     """
-    from ckpt_ft.planning.fitting import Room
-    from ckpt_ft.planning.leaner import ways_to_fit
-    from ckpt_ft.workloads.load import load
-
     parse_policy(policy)
     files = Files(gpu, html, snapshot, perfetto)
     limit = memory("--capacity", capacity) or (gpu.memory if gpu else None)
-    with progress() as say:
-        say(f"building {model} from its config")
-        workload = load(model, settings, gpu or "cpu")
-        say(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
-        result, trace = _estimate(workload, policy, batch_size, limit)
-        if limit is not None and result.headroom is not None and result.headroom < 0:
-            say("looking for what would fit")
-            room = Room(limit, result.context)
-            given = partial(load, model, device=gpu or "cpu")
-            answer = ways_to_fit(given, settings, result.policy, batch_size, trace, room)
-            result = replace(result, answer=answer)
-        files.write(result, trace)
+    question = {**asked_of(model, settings), "policy": policy, "batch_size": batch_size, "gpu": gpu, "limit": limit}
+    kept = Kept("estimate", question, Estimate.from_json)
+    result = None if files.any else kept.get()
+    if result is None:
+        with progress() as say:
+            result, trace = _made(model, settings, policy, batch_size, gpu, limit, say)
+            files.write(result, trace)
+        kept.put(json.dumps(asdict(result)))
     if as_json:
         print(json.dumps({**asdict(result), "headroom": result.headroom}, indent=2))
     else:
@@ -164,6 +158,26 @@ def report(
     found.print()
     if html:
         found.to_html(html)
+
+
+def _made(
+    model: str, settings: Settings, policy: str, batch: int, gpu: GPU | None, limit: int | None, say: Report
+) -> tuple[Estimate, StepTrace]:
+    """The answer, and the trace that it is read off."""
+    from ckpt_ft.planning.fitting import Room
+    from ckpt_ft.planning.leaner import ways_to_fit
+    from ckpt_ft.workloads.load import load
+
+    say(f"building {model} from its config")
+    workload = load(model, settings, gpu or "cpu")
+    say(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
+    result, trace = _estimate(workload, policy, batch, limit)
+    if limit is not None and result.headroom is not None and result.headroom < 0:
+        say("looking for what would fit")
+        room = Room(limit, result.context)
+        given = partial(load, model, device=gpu or "cpu")
+        result = replace(result, answer=ways_to_fit(given, settings, result.policy, batch, trace, room))
+    return result, trace
 
 
 def _estimate(workload: Workload, policy: str, batch_size: int, capacity: int | None) -> tuple[Estimate, StepTrace]:

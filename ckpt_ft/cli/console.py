@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from ckpt_ft.tables import WIDEST, WIDTH
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LONGEST = 70  # columns of a line of progress
 
 
 def stdout() -> Console:
     """Standard output: in a pipe always as wide, in a terminal as wide as that up to a point."""
+    from rich.console import Console
+
     console = Console(highlight=False)
     console.width = min(console.width, WIDEST) if console.is_terminal else WIDTH
     return console
@@ -22,6 +26,7 @@ def stdout() -> Console:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A line on stderr with what runs and for how long, silent where stderr is no terminal."""
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)

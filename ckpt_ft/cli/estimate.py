@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_ft.memory.record.events import Holder
-
-if TYPE_CHECKING:
-    from ckpt_ft.planning.leaner import Answer
+from ckpt_ft.planning.answer import Answer
+from ckpt_ft.reading import Bytes, Count, Seconds, read_json
 
 
 @dataclass(frozen=True)
@@ -18,19 +16,19 @@ class Estimate:
     model: str
     policy: str
     device: str
-    batch_size: int
-    accumulation: int
+    batch_size: Count
+    accumulation: Count
     shape: dict[str, int]
-    peak_allocated: int
-    peak_reserved: int
-    peaks: dict[str, int]
-    at_peak: dict[str, int]
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    peaks: dict[str, Bytes]
+    at_peak: dict[str, Bytes]
     holders: list[Holder]
-    seconds: float | None
+    seconds: Seconds | None
     seconds_parts: dict[str, float]  # by what they go to
     bound: str  # what the step could not be faster than
-    capacity: int | None
-    context: int
+    capacity: Bytes | None
+    context: Bytes
     notes: list[str]
     launch: str = ""
     answer: Answer | None = None  # where it does not fit
@@ -39,3 +37,8 @@ class Estimate:
     def headroom(self) -> int | None:
         """Bytes left on the device; negative where the step does not fit. None without a capacity."""
         return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
+
+    @classmethod
+    def from_json(cls, text: bytes, source: str) -> Estimate:
+        """The estimate that was kept as JSON; raises UserError for what is none."""
+        return read_json(cls, text, source, "an estimate")

@@ -44,6 +44,11 @@ class Files:
             if getattr(self, flag):
                 check_writable(getattr(self, flag), f"--{flag}")
 
+    @property
+    def any(self) -> bool:
+        """Whether one is to be written."""
+        return bool(self.html or self.snapshot or self.perfetto)
+
     def write(self, result: Estimate, trace: StepTrace) -> None:
         """Write what was asked for."""
         if self.html:

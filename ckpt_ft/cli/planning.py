@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
@@ -22,14 +21,13 @@ from ckpt_ft.workloads.settings import Settings
 from .asked import takes
 from .console import progress, stdout
 from .how_to_run import command
+from .kept import Kept, asked_of
 from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.plan import Plan
+    from ckpt_ft.planning.answer import Plan
     from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
     from ckpt_ft.workloads.lengths import Lengths
-
-logger = logging.getLogger(__name__)
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -81,9 +79,11 @@ def plan(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak."""
-    from ckpt_ft.planning.plan_file import cache_path
-    from ckpt_ft.workloads.model_config import read_config
+    """Find the policy and batch size that are fastest within a memory budget, and what holds the peak.
+
+    Ctrl-C stops the search and shows the best so far.
+    """
+    from ckpt_ft.planning.answer import Plan, Stopped
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
@@ -94,22 +94,23 @@ def plan(
     images = _images(dataset, model, settings.seq_length) if dataset else None
     lengths = images.lengths if images else _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
+        **asked_of(model, settings),
         **vars(asked),
-        "model": model,
-        "config": read_config(model),
-        "settings": asdict(settings),
         "lengths": vars(lengths) if lengths else None,
         "pixels": images.pixels if images else None,
     }
-    cached = cache_path(question)
-    found = None if fresh or html else _read(cached)
+    kept = Kept("plan", question, Plan.from_json)
+    found = None if fresh or html else kept.get()
     if found is None:
-        found = _make(model, settings, asked, jobs, lengths, images, html)
-        _keep(cached, found)
-    if as_json:
-        print(found.to_json())
-    else:
-        print_plan(found)
+        try:
+            found = _make(model, settings, asked, jobs, lengths, images, html)
+        except Stopped as stop:
+            if stop.plan is not None:
+                _show(stop.plan, as_json)
+            print(stop, file=sys.stderr)
+            raise typer.Exit(128 + stop.number) from stop
+        kept.put(found.to_json())
+    _show(found, as_json)
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
@@ -179,24 +180,6 @@ def _batch(text: str) -> int | None:
     if not number:
         raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
     return number
-
-
-def _read(path: Path) -> Plan | None:
-    """The plan in the cache; None where there is none, or none that can be read."""
-    from ckpt_ft.planning.plan import Plan
-
-    try:
-        return Plan.from_json(path.read_bytes(), str(path)) if path.is_file() else None
-    except (UserError, OSError) as error:
-        logger.warning("the plan is made again: %s", one_line(error))
-        return None
-
-
-def _keep(path: Path, found: Plan) -> None:
-    try:
-        write(path, found.to_json())
-    except OSError as error:
-        logger.warning("the plan is not kept for the next time: %s", one_line(error))
 
 
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
@@ -270,6 +253,13 @@ def _on_fewer(plan: Plan) -> str:
     how = f"{fewest.launch.sharing}, " if fewest.launch else ""
     speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
+
+
+def _show(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        print(plan.to_json())
+    else:
+        print_plan(plan)
 
 
 def print_plan(plan: Plan) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
-from ckpt_ft.training.run.parser import read_yaml
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
 RECIPES = ("llm", "image_classification", "diffusion_unet", "trl", "axolotl")
@@ -48,6 +47,8 @@ def with_file(words: Sequence[str]) -> list[str]:
         if recipe:
             raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
         return list(words)
+    from ckpt_ft.training.run.parser import read_yaml
+
     content = read_yaml(path)
     kind = recipe or _kind(content)
     if kind == "dpo":

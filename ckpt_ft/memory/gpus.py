@@ -27,7 +27,9 @@ Sources, by field:
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
 from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
@@ -138,6 +140,7 @@ def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp3
     return replace(like, **own, **rates, l2=round(like.l2 * sms / like.sms))  # type: ignore[arg-type]
 
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA's, on Tegra, under WSL; AMD's
 _AMD = (
     "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
     "H100's, collectives need a rate of their own; what PyTorch itself allocates is the same on both"
@@ -265,6 +268,8 @@ def current_gpu(index: int | None = None) -> GPU | None:
 
     A card outside the table is the table's most similar one, its rates and bandwidth scaled by SM count: an estimate.
     """
+    if "torch" not in sys.modules and sys.platform == "linux" and not any(map(os.path.exists, _DRIVERS)):
+        return None  # known without torch, which takes a second to import
     import torch
 
     if not torch.cuda.is_available():

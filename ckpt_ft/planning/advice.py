@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload
 
+from .answer import Fix
 from .candidate import Candidate, seconds
 from .proposals import with_term
 from .tracing import Traced, Tracer, trace_policies
@@ -21,21 +22,6 @@ from .tracing import Traced, Tracer, trace_policies
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
 _FASTER = 0.05  # or of the seconds
 _NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
-
-
-@dataclass(frozen=True)
-class Fix:
-    """One change and what it is predicted to save.
-
-    Attributes:
-        change: what to do, as a person would.
-        saves: bytes reserved, of the plan's best candidate at its batch size.
-        slower: seconds per sample over those of the best candidate, less 1; below 0 is faster.
-    """
-
-    change: str
-    saves: int
-    slower: float
 
 
 def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:

@@ -13,8 +13,8 @@ from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.tables import Table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
+from .answer import Plan
 from .candidate import Candidate, frontier, spans
-from .plan import Plan
 from .survey import Survey
 
 

@@ -49,6 +49,17 @@ class Estimates:
         if self.batch is None:
             self._learn([policy for policy in fresh if policy in self.anchors])
 
+    def take_in(self) -> None:
+        """Take what was traced for an anchor where `consider` was stopped before it could."""
+        traced = {key: trace for key, trace in self.tracer.traced.items() if isinstance(trace, StepTrace)}
+        for (policy, batch), trace in traced.items():
+            if batch == (self.batch or LOW):
+                self.anchors.setdefault(policy, trace)
+        for policy, anchor in self.anchors.items():
+            large = traced.get((policy, HIGH))
+            if self.batch is None and large is not None and not self.growth.knows(anchor):
+                self.growth.learn(anchor, large)
+
     def _novel(self, policies: list[str]) -> list[str]:
         """Of `policies` the plainest that runs ops of its own: the model's, the head's, the copies of offload."""
         kinds = {frozenset(policy.split(",")) & {"head", "offload"} for policy in self.anchors}

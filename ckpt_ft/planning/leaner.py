@@ -16,6 +16,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
+from .answer import Answer, Way
 from .batch_size import largest_in_room
 from .candidate import seconds
 from .fitting import Room
@@ -28,29 +29,6 @@ LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: a shorter sequence is no answer
-
-
-@dataclass(frozen=True)
-class Way:
-    """A change under which the step fits.
-
-    Attributes:
-        change: the options to type in place of, or beside, those that were given.
-        reserved: bytes, predicted.
-        slower: seconds a sample (a token, where sequences are shorter) over those of the step asked for, less 1.
-    """
-
-    change: str
-    reserved: int
-    slower: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
-
-    ways: list[Way]
-    needed: int
 
 
 def ways_to_fit(load: Load, settings: Settings, policy: str, batch: int, asked: StepTrace, room: Room) -> Answer:

@@ -1,4 +1,4 @@
-"""What ties a plan to what it was made for: the versions, the model and the cache of plans made before."""
+"""What ties an answer to what it was made for: the versions, the model and the cache of those given before."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def fingerprint(model: nn.Module) -> str:
 
 @lru_cache(maxsize=1)
 def source_digest() -> str:
-    """A digest of this package's code: a cached plan must not outlive the rules that it was made by."""
+    """A digest of this package's code: a cached answer must not outlive the rules that it was made by."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def cache_path(question: Mapping[str, Any]) -> Path:
-    """Where the answer to `question` (all that a plan depends on) is kept."""
+def cache_path(kind: str, question: Mapping[str, Any]) -> Path:
+    """Where the answer of a `kind` to `question` (all that it depends on) is kept."""
     text = json.dumps(
         {"question": question, "versions": versions(), "code": source_digest()}, sort_keys=True, default=str
     )
-    return cache_root() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    return cache_root() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

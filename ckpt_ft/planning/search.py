@@ -20,6 +20,7 @@ from .tracing import trace_all
 
 _TIE = 0.01
 _SHOWN = 5  # candidates beside the pick that are worth a trace each
+_OFFLOADED, _SPLITS = 1, 4  # traces that these take, mostly
 
 
 def search(estimates: Estimates, policies: list[str] | None = None, shown: int = _SHOWN) -> list[Candidate]:
@@ -33,6 +34,7 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
     if policies is not None:
         estimates.consider(policies)
     else:
+        estimates.tracer.expected = _about(estimates, shown)
         _explore(estimates)
     return _confirmed(estimates, shown)
 
@@ -40,6 +42,13 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
 def ends() -> list[str]:
     """The policies that a search begins with."""
     return [*proposals.FIRST, *(proposals.with_term(policy, "head") for policy in proposals.FIRST)]
+
+
+def _about(estimates: Estimates, shown: int) -> int:
+    """How many traces a search takes, about."""
+    others = len(proposals.others(estimates.tracer.workload.model))
+    grown = 3 if estimates.batch is None else 0  # second points: of the plain model, the head, offload
+    return len(ends()) + others + grown + _OFFLOADED + _SPLITS * bool(others) + shown
 
 
 def _explore(estimates: Estimates) -> None:
@@ -79,6 +88,15 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
             return pick_first(timed(estimates, shown), estimates.target)
         settle([(estimates, candidate) for candidate in open_candidates])
         settled.update(candidate.policy for candidate in open_candidates)
+
+
+def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
+    """What a search that was stopped would have shown next, best first: estimated where it was not traced."""
+    estimates.take_in()
+    key = better(estimates.target)
+    known = [p for p, trace in estimates.anchors.items() if estimates.batch or estimates.growth.knows(trace)]
+    candidates = sorted(filter(None, map(estimates.best, known)), key=key, reverse=True)
+    return pick_first(list(dict.fromkeys([*candidates[:3], *frontier(candidates)]))[:shown], estimates.target)
 
 
 def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:

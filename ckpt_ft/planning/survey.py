@@ -14,10 +14,11 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB, format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
+from .answer import Plan
 from .candidate import Candidate
 from .estimates import Estimates
 from .fitting import Room, make_room
-from .plan import Plan, planned, searching
+from .plan import planned, searching
 from .question import Question
 from .search import search
 from .tracing import Report, Traced

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,10 +54,7 @@ class _Session:
         traced: dict[str, Traced] = dict(self.refused)
         if self._todo:
             order = [self._todo[0], *self._todo]  # the first one warms up
-            steps = iter(order)
-            trace = self.workload.trace_of(
-                lambda model, optimizer: self._one(next(steps), model, optimizer), warmup_steps=len(self._todo)
-            )
+            trace = self.workload.trace_of([partial(self._one, policy) for policy in order])
             start = trace.start
             alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
             windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]
@@ -116,7 +114,7 @@ def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> Step
         trace,
         storages=[trace.storages[index] for index in number],
         events=events,
-        ops=[replace(op, at=op.at + shift) for op in trace.ops if start <= op.at < stop],
+        ops=[op.later(shift) for op in trace.ops if start <= op.at < stop],
         marks=[(mark + shift, name) for mark, name in trace.marks if start <= mark < stop],
     )
 
@@ -128,11 +126,15 @@ class Tracer:
         jobs: processes to trace on; 1 traces in this one. They are forked, so that a step may be any closure; where
             that cannot be (CUDA in use, other threads that hold locks, no fork on this system) this process does all.
         report: told a line before each trace.
+
+    Attributes:
+        expected: how many traces there will be, about; 0 where nobody has said so.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[tuple[str, int], Traced] = {}
+        self.expected = 0
         self._alone: set[tuple[str, int]] = set()  # of them, those that had a session to themselves
         self._jobs = jobs if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
@@ -209,8 +211,13 @@ class Tracer:
     ) -> Iterator[list[Traced]]:
         where = f" with {self.workload.launch}" if self.workload.launch else ""
         for (policies, batch), future in zip(sessions, running, strict=True):
-            self.report(f"tracing batch {batch} under {'; '.join(policies)}{where}")
+            self.report(f"{self._progress(len(policies))}tracing batch {batch} under {'; '.join(policies)}{where}")
             yield _session(self.workload, policies, batch, usual) if future is None else future.result()
+
+    def _progress(self, more: int) -> str:
+        """How far it is: what was traced, of what there will be in all with `more` now."""
+        done = len(self.traced)
+        return f"{done} of about {max(self.expected, done + more)}: " if self.expected else ""
 
 
 def trace_all(asked: Sequence[tuple[Tracer, Iterable[tuple[str, int]]]], alone: bool = False) -> list[list[Traced]]:

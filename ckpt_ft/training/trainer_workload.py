@@ -15,9 +15,9 @@ from transformers import Trainer
 
 from ckpt_ft.memory.distributed.sharded import shard_again
 from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.losses import own_loss
-from ckpt_ft.workloads.settings import MIXED_PRECISION
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
 
 from .launched import precision_of

@@ -11,7 +11,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 
 from .defaults import LORA_DROPOUT
-from .settings import DTYPES, Settings
+from .dtypes import DTYPES
+from .settings import Settings
 from .valueless import Valueless
 
 # Of a configuration what is not of training.

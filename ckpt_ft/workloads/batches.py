@@ -15,7 +15,8 @@ import torch
 from ckpt_ft.errors import UserError
 
 from . import losses
-from .settings import DTYPES, Settings
+from .dtypes import DTYPES
+from .settings import Settings
 from .workload import Batch, Loss
 
 _RATE = 16_000  # samples a second, of all models that take a waveform

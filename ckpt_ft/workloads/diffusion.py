@@ -13,7 +13,8 @@ from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt
 from .diffusion_inputs import KINDS, Latents
-from .settings import DTYPES, Settings
+from .dtypes import DTYPES
+from .settings import Settings
 from .workload import Batch, Forward, Workload
 
 _ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt

@@ -17,10 +17,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU, gpu_of
 
 from .adapters import notes_on
+from .dtypes import MIXED_PRECISION
 from .lengths import Lengths
 from .model_config import read_config
 from .optimizers import optimizer_maker
-from .settings import MIXED_PRECISION, Settings
+from .settings import Settings
 from .workload import MakeBatch, Workload
 
 

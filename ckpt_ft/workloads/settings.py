@@ -7,16 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
 
 from .defaults import SEQ_LENGTH
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+MIXED_PRECISION = ("no", "bf16", "fp16")
 IMAGE_SIZE = (1024, 1024)
 _MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
 _MOST_SIDE = 2**13  # pixels: a blank image of that size is really made

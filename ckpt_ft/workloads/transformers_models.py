@@ -14,9 +14,10 @@ from ckpt_ft.standins import flash_attention
 
 from . import batches
 from .adapters import adapt
+from .dtypes import DTYPES
 from .images import Pictured, pictured
 from .model_config import read_processor
-from .settings import DTYPES, Settings
+from .settings import Settings
 from .workload import Batch, Forward, Loss, Workload
 
 _SECONDS = 10  # of audio, where none are asked for

@@ -19,7 +19,7 @@ from torch import nn
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.buckets import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
-from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.fake.step import trace_steps
 
 from .lengths import Lengths
 
@@ -213,21 +213,20 @@ class Workload:
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that stands on the model."""
-        return self.whole(self.trace_of(self.step(samples)))
+        return self.whole(self.trace_of([self.step(samples)] * 2))
 
-    def trace_of(self, step: Step, warmup_steps: int = 1) -> StepTrace:
-        """The trace of one of the workload's steps as it is launched.
+    def trace_of(self, steps: Sequence[Step]) -> StepTrace:
+        """The trace of the workload's steps as they are launched, the last one measured.
 
         Raises:
             UserError: a tensor of it has more bytes than can be counted, or the model's norms need a larger batch.
         """
         try:
-            return trace_step(
+            return trace_steps(
                 self.model,
-                step,
+                steps,
                 make_optimizer=self.make_optimizer,
                 device=self.device,
-                warmup_steps=warmup_steps,
                 launch=self.launch,
                 alloc_conf=self.alloc_conf,
             )

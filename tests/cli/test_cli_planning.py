@@ -13,13 +13,17 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 
 from ckpt_ft.cli import app as cli
+from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.cli.how_to_run import launch_words
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.distributed.launch import Launch, launches_on
 from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.planning import choice_view, survey
 from ckpt_ft.planning import plan as planning
-from ckpt_ft.units import parse_bytes
+from ckpt_ft.planning.answer import Plan, Stopped
+from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.fitting import Room
+from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload
 
@@ -59,6 +63,22 @@ def test_plan_then_the_same_from_the_cache(
     monkeypatch.setattr(planning, "plan", never)
     assert typed(monkeypatch, *words) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_ctrl_c_shows_the_best_so_far_and_keeps_nothing(
+    config: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Plan([Candidate("full", 1, 2, 3, 4.0)], Room(GIB), "a model", "t4", "throughput", "its fingerprint")
+
+    def stopped(*args: object) -> Plan:
+        raise Stopped("stopped before the search was over", found)
+
+    monkeypatch.setattr(planning_commands, "_make", stopped)
+    assert typed(monkeypatch, "plan", config, "--device", "t4") == 130
+    printed = capsys.readouterr()
+    assert "pick: full at batch 1" in printed.out
+    assert printed.err == "stopped before the search was over\n"
+    assert not list(own_cache.rglob("*.json"))
 
 
 def test_a_plan_of_another_name_is_not_taken_from_the_cache(

@@ -14,10 +14,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch, launches_on
 from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch
 from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.estimates import HIGH, LOW
 from ckpt_ft.planning.fitting import make_room
-from ckpt_ft.planning.plan import Plan, plan
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.workloads.losses import own_loss

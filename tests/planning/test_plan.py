@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.advice import without_kept
+from ckpt_ft.planning.answer import Plan, Stopped
 from ckpt_ft.planning.candidate import Candidate, better, frontier
 from ckpt_ft.planning.estimates import HIGH, LOW
 from ckpt_ft.planning.fitting import largest_fitting, make_room
-from ckpt_ft.planning.plan import Plan, plan
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.plan_file import fingerprint
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer, trace_policies
@@ -101,6 +103,47 @@ def test_adapters_do_not_change_the_fingerprint() -> None:
     adapted = get_peft_model(MODELS["llama"]().model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
     assert fingerprint(adapted) == plain
     assert fingerprint(MODELS["llama"]().model.half()) != plain
+
+
+def stopped(at: int, **more: object) -> tuple[Stopped, list[str]]:
+    """What a plan says that a Ctrl-C stops before its trace number `at`, and the lines of progress until then."""
+    said: list[str] = []
+
+    def report(line: str) -> None:
+        said.append(line)
+        if len(said) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped) as stop:
+        small_plan("vit", "3MiB", report=report, **more)
+    return stop.value, said
+
+
+def test_a_plan_that_is_stopped_brings_the_best_so_far() -> None:
+    policies = ["none", "pointwise", "full"]
+    assert stopped(1, batch_size=6, policies=policies)[0].plan is None
+    fixed = stopped(2, batch_size=6, policies=policies)[0].plan
+    assert fixed is not None
+    whole = small_plan("vit", "3MiB", batch_size=6, policies=policies)
+    assert {row.policy for row in fixed.candidates} == {row.policy for row in whole.candidates}
+    assert fixed.best.policy == whole.best.policy
+    assert fixed.best.peak == pytest.approx(whole.best.peak, rel=0.02)
+    assert Plan.from_json(fixed.to_json()) == fixed
+
+
+def test_a_plan_that_is_stopped_before_growth_is_known_says_nothing_of_other_batches() -> None:
+    assert stopped(2, policies=["full"], max_batch_size=8)[0].plan is None
+    free = stopped(3, policies=["full"], max_batch_size=8)[0]
+    assert free.plan is not None
+    assert 1 <= free.plan.best.batch <= 8
+    assert free.plan.best.reserved <= free.plan.room.limit
+    assert "the best of 1 policies" in str(free)
+
+
+def test_progress_counts_towards_about_all() -> None:
+    _, said = stopped(2, batch_size=6)
+    counts = [re.match(r"(\d+) of about (\d+): tracing batch 6 under ", line) for line in said]
+    assert [(int(found[1]), int(found[2]) > 15) for found in counts if found] == [(0, True), (6, True)]
 
 
 def test_a_fixed_batch_and_the_other_targets() -> None:

@@ -25,7 +25,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
-from ckpt_ft.planning.plan import Plan, plan
+from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline

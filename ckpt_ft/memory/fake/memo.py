@@ -7,6 +7,7 @@ dtypes and on the default dtype only: new tensors, views of an argument, or the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ class Uncacheable(Exception):
 _LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
 # By compute capability and whether fp32 may be rounded: a plan traces one model many times.
 _shared: dict[tuple[int, bool, bool], dict[Any, tuple[Any, Any]]] = {}
+
+
+def forget() -> None:
+    """Drop all that is remembered, as in a new process."""
+    _shared.clear()
 
 
 class Memo:
@@ -48,7 +54,7 @@ class Memo:
         if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
             return
         try:
-            self._known[key] = _recipe(out, args), more
+            self._known[key] = _recipe(out, args, _homes(args)), more
         except Uncacheable:
             return
 
@@ -58,18 +64,22 @@ class Memo:
             return args[recipe[1]]
         if kind == "sequence":
             return recipe[1](self._make(item, args) for item in recipe[2])
-        if kind == "none":
-            return None
+        if kind == "plain":
+            return recipe[1]
         _, source, shape, stride, offset, dtype = recipe
+        if source is None:
+            return new_fake(self.fake_mode, shape, stride, dtype)
         with torch._C._DisableTorchDispatch():
-            meta = (
-                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                if source is None
-                else torch.empty(0, dtype=dtype, device="meta")
-            )
-            if source is not None:
-                meta.set_(args[source].untyped_storage(), offset, shape, stride)
+            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta.set_(args[source].untyped_storage(), offset, shape, stride)
         return FakeTensor(self.fake_mode, meta, CPU)
+
+
+def new_fake(fake_mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+    """A fake tensor with a storage of its own, of which no dispatch mode hears."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(fake_mode, meta, CPU)
 
 
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,11 +116,25 @@ def _describe(values: Any, parts: list[Any]) -> None:
             parts += (kind, value)  # the type too: 1, 1.0 and True are equal
 
 
-def _recipe(out: Any, args: tuple[Any, ...]) -> Any:
-    if out is None:
-        return ("none",)
+def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
+    """Of each storage among the arguments, by address, which argument has it: None within a list."""
+    homes: dict[int, int | None] = {}
+    for at, value in enumerate(args):
+        for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
+            if type(item) is FakeTensor and item.layout is torch.strided:  # a sparse one has no storage of its own
+                homes.setdefault(item.untyped_storage()._cdata, place)
+    return homes
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> Any:
+    if out is None or type(out) is int:  # how long a sequence is, beside attention's output
+        return "plain", out
     if isinstance(out, (tuple, list)):
-        return "sequence", type(out), [_recipe(item, args) for item in out]
+        return "sequence", type(out), [_recipe(item, args, homes) for item in out]
     if (
         type(out) is not FakeTensor
         or out.constant is not None
@@ -119,19 +143,15 @@ def _recipe(out: Any, args: tuple[Any, ...]) -> Any:
     ):
         raise Uncacheable
     storage = out.untyped_storage()
-    for at, value in enumerate(args):
-        if out is value:
-            return "argument", at
-        if _shares(value, storage):
-            return "tensor", at, out.shape, out.stride(), out.storage_offset(), out.dtype
-        if isinstance(value, (list, tuple)) and any(_shares(item, storage) for item in value):
+    if storage._cdata in homes:
+        at = homes[storage._cdata]
+        if at is None:
             raise Uncacheable
+        same = next((place for place in range(at, len(args)) if args[place] is out), None)
+        if same is not None:
+            return "argument", same
+        return "tensor", at, out.shape, out.stride(), out.storage_offset(), out.dtype
     span = 1 + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True)) if out.numel() else 0
     if out.storage_offset() or storage.nbytes() != span * out.itemsize or out.is_conj() or out.is_neg():
         raise Uncacheable
     return "tensor", None, out.shape, out.stride(), 0, out.dtype
-
-
-def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
-    dense = type(value) is FakeTensor and value.layout is torch.strided  # a sparse one has no storage of its own
-    return dense and value.untyped_storage()._cdata == storage._cdata

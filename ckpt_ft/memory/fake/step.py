@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -32,27 +32,32 @@ from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors
+from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.unrolled import unrolled
 from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from . import cpu_scratch
 from .balanced import Balanced
 from .interrupts import Interrupts
 from .memo import CPU, Memo, call_key
+from .skipping import Skipping
 from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
+Step = Callable[[nn.Module, Any], Any]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _META = torch.device("meta")
 _ALONE = threading.RLock()  # a trace changes what torch does in the whole process
 
 
 def trace_step(
     model: nn.Module,
-    step: Callable[[nn.Module, Any], Any],
+    step: Step,
     *,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
     device: str | GPU = "t4",
     warmup_steps: int = 1,
     launch: Launch | None = None,
@@ -80,6 +85,43 @@ def trace_step(
     Raises:
         UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
     """
+    return _traced(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf, None)
+
+
+def trace_steps(
+    model: nn.Module,
+    steps: Sequence[Step],
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+    device: str | GPU = "t4",
+    launch: Launch | None = None,
+    alloc_conf: str = "",
+) -> StepTrace:
+    """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
+
+    Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
+    the steps are called once more, and every block runs: what they do must not depend on how often they were called.
+    On several processes every block runs.
+    """
+    whole: set[int] | None = None if launch or sharding_of(model) else set()
+    while True:
+        try:
+            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole)
+        except NotPeriodic as error:
+            assert whole is not None, "blocks were skipped"
+            whole |= error.steps
+
+
+def _traced(
+    model: nn.Module,
+    steps: Sequence[Step],
+    make_optimizer: MakeOptimizer | None,
+    device: str | GPU,
+    launch: Launch | None,
+    alloc_conf: str,
+    whole: Collection[int] | None,
+) -> StepTrace:
+    """whole: numbers of the steps in which every block runs; None for all."""
     gpu = gpu_of(device)
     name = gpu.name if gpu else "cpu"
     AllocatorSettings.parse(alloc_conf)
@@ -93,6 +135,7 @@ def trace_step(
         elif launch is not None and launch.processes > 1:
             mesh = stack.enter_context(rank_of(launch.processes, rank=launch.rank))
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode.cache_enabled = False  # memo.py is faster, and gives a slice of something larger its whole storage
         stack.enter_context(quiet())
         stack.enter_context(cuda.fakes_are_tensors())
         stack.enter_context(unnoticed())
@@ -114,6 +157,9 @@ def trace_step(
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
+        if whole is not None:
+            tracker.skipping = Skipping(model, tracker, whole)
+            stack.enter_context(tracker.skipping.on())
         try:
             interrupts.passing = True
             optimizer: Any = make_optimizer(model) if make_optimizer else None
@@ -124,11 +170,12 @@ def trace_step(
                 gc.collect()
                 tracker.restart()
                 tracker.add_model(model)
-            for _ in range(warmup_steps + 1):
+            for step in steps:
                 gc.collect()
                 tracker.start_step()
                 step(model, optimizer)
-            trace = tracker.trace(name, None if isinstance(device, str) else gpu)
+            skipped = tracker.skipping.finished() if tracker.skipping else []
+            trace = unrolled(tracker.trace(name, None if isinstance(device, str) else gpu), skipped)
             return replace(trace, launch=launch, alloc_conf=alloc_conf)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
@@ -153,6 +200,7 @@ class FakeTracker(Tracker):
     """
 
     source = "predicted"
+    skipping: Skipping | None = None
 
     def __init__(
         self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
@@ -164,6 +212,16 @@ class FakeTracker(Tracker):
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
         self._memo = Memo(fake_mode, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
+
+    def start_step(self) -> None:
+        super().start_step()
+        if self.skipping is not None:
+            self.skipping.step_begins()
+
+    def _begin(self, phase: str) -> None:
+        super()._begin(phase)
+        if phase == "backward" and self.skipping is not None:
+            self.skipping.backward_begins()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:

@@ -13,8 +13,7 @@ from ckpt_ft.memory.gpus import GPU
 
 from .events import Op
 from .matmuls import cube, matmul_seconds, winograd_seconds
-from .opinfo import TF32
-from .shapes import CAST, INDEXED, STRIDED, Shape
+from .sizes import CAST, INDEXED, STRIDED, TF32, Shape
 
 # Seconds: a kernel's blocks start and its last loads and stores end, and the gap to the next (see Host.per_launch).
 KERNEL_RAMP, KERNEL_GAP = 2.5e-6, 0.9e-6

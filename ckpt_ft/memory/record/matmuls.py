@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ckpt_ft.memory.gpus import GPU
 
-from .shapes import UNEVEN, WINOGRAD, Shape
+from .sizes import UNEVEN, WINOGRAD, Shape
 
 _LARGEST = {False: (128, 128), True: (256, 128)}  # tensor cores? -> tile that reaches the full rate
 _EDGES = {False: (128, 64, 32), True: (256, 128, 64)}

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 from .shapes import shape_of
+from .sizes import TF32
 
 aten = torch.ops.aten
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
@@ -119,7 +120,6 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-TF32 = "tf32"  # what the dtype of fp32 operands is called that may be rounded so
 _ON_LISTS = ("aten::_foreach", "aten::_fused_ad")
 
 

@@ -1,14 +1,4 @@
-"""The sizes that a kernel's time depends on beside its flops and bytes, as the fewest whole numbers.
-
-matmuls: (batch, rows, columns, terms of each sum, UNEVEN where rows in memory are no multiple of 16 bytes or 0)
-convolutions: the same of the matmul that they are, groups as batch; WINOGRAD where a window of 3 x 3 moves by 1
-attention: (batch x heads, queries, keys, head size)
-norms and softmax: (rows, bytes of a row)
-transforms: (half passes over the data,)
-elementwise: (elements, CAST) or (elements, STRIDED) where a thread takes its elements one by one, () where it loads
-    16 bytes at once along memory; (elements, INDEXED) of what is fetched, or added to, by index
-nll loss: (rows,)
-"""
+"""Reads the sizes that a kernel's time depends on (sizes.py) off a call."""
 
 from __future__ import annotations
 
@@ -21,14 +11,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-Shape = tuple[int, ...]
+from .sizes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD, Shape
+
 Rule = Callable[[tuple[Any, ...], Any], Shape]
 VECTOR = 16  # bytes that a thread loads at once
 FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
-
-
-UNEVEN, WINOGRAD = 1, 2
-CAST, STRIDED, INDEXED = 1, 2, 3
 
 
 def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 
@@ -63,7 +62,7 @@ class Storages(Position):
         for seen in live:
             storage = storages[seen.index]
             seen.index = len(self._storages)
-            self._storages.append(replace(storage))
+            self._storages.append(storage.copy())
             self._residents.append(seen.index)
         self.peak = self.allocated
 
@@ -96,6 +95,24 @@ class Storages(Position):
         """The op whose storage `tensor` lives in, "" if unknown."""
         seen = self._live.get(tensor.untyped_storage()._cdata)
         return "" if seen is None or seen.index < 0 else self._storages[seen.index].op
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Which storage of the record `tensor` lives in, None if in none."""
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return None if seen is None or seen.index < 0 else seen.index
+
+    def follow_like(self, tensor: torch.Tensor, index: int) -> int:
+        """Follow `tensor` from here on as a storage like that of `index`, with no event; returns its own index."""
+        like = self._storages[index]
+        self._storages.append(like.copy())
+        self.allocated += like.nbytes
+        self._hold(tensor.untyped_storage(), len(self._storages) - 1, [])
+        return len(self._storages) - 1
+
+    def unfollow(self, tensor: torch.Tensor) -> None:
+        """The opposite: the record no longer hears of `tensor`, nor of its end."""
+        seen = self._live.pop(tensor.untyped_storage()._cdata)
+        self.allocated -= self._storages[seen.index].nbytes
 
     # -- what is followed -------------------------------------------------------------------------------------------
 

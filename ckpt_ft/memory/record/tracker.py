@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -125,11 +124,21 @@ class Tracker(Storages, TorchDispatchMode):
         """What was recorded so far."""
         self._end_backward()
         late = len(self._residents)  # found on sight, yet there before the first event
-        ops = [replace(op, at=op.at + late) for op in self._ops] if late else list(self._ops)
+        ops = [op.later(late) for op in self._ops] if late else list(self._ops)
         marks = [(at + late, name) for at, name in self._marks]
-        storages = [replace(storage) for storage in self._storages]
+        storages = [storage.copy() for storage in self._storages]
         events = self._residents + self._events
         return StepTrace(device, storages, events, ops, marks, list(self.notes), gpu, source=self.source)
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How many ops and storages the record has."""
+        return len(self._ops), len(self._storages)
+
+    def between(self, start: tuple[int, int], stop: tuple[int, int]) -> tuple[list[str], list[int]]:
+        """Names of the ops, and bytes of the storages, that came while the record reached `stop` from `start`."""
+        names = [op.name for op in self._ops[start[0] : stop[0]]]
+        return names, [storage.nbytes for storage in self._storages[start[1] : stop[1]]]
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
         """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""

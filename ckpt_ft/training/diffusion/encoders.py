@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads, require_weights
+from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.model_config import check_sizes
-from ckpt_ft.workloads.settings import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments
 

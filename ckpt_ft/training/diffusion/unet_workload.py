@@ -13,8 +13,8 @@ from ckpt_ft.training.fit import Fitted, fit
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.diffusion import noise_batch
+from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.settings import MIXED_PRECISION
 from ckpt_ft.workloads.workload import Batch, Forward, Workload
 
 from .noise import denoising_loss

@@ -12,7 +12,7 @@ from ckpt_ft.memory.record import kernels, opinfo
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
 from ckpt_ft.memory.record.matmuls import matmul_seconds, winograd_seconds
-from ckpt_ft.memory.record.shapes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD
+from ckpt_ft.memory.record.sizes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD
 
 aten = torch.ops.aten
 # 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.

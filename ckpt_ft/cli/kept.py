@@ -1,0 +1,52 @@
+"""Answers that were given before are read from the cache; one that cannot be read is made again, with a warning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import write
+from ckpt_ft.planning.plan_file import cache_path
+from ckpt_ft.workloads.model_config import read_config, read_processor
+from ckpt_ft.workloads.settings import Settings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def asked_of(model: str, settings: Settings) -> dict[str, Any]:
+    """What every answer depends on that is of a model and how it is trained; raises UserError for an unknown model."""
+    seen = read_processor(model) if settings.images else {}
+    return {"model": model, "config": read_config(model), "processor": seen, "settings": asdict(settings)}
+
+
+class Kept(Generic[T]):
+    """The answer to one question.
+
+    Args:
+        kind: of answer: "plan", "estimate".
+        question: all that it depends on beside the versions and this package's code.
+        read: makes it of a file's bytes and name; raises UserError where they are no such answer.
+    """
+
+    def __init__(self, kind: str, question: Mapping[str, Any], read: Callable[[bytes, str], T]) -> None:
+        self.kind, self._read = kind, read
+        self.path = cache_path(f"{kind}s", question)
+
+    def get(self) -> T | None:
+        """What was answered; None where nothing was, or nothing that can be read."""
+        try:
+            return self._read(self.path.read_bytes(), str(self.path)) if self.path.is_file() else None
+        except (UserError, OSError) as error:
+            logger.warning("the %s is made again: %s", self.kind, one_line(error))
+            return None
+
+    def put(self, text: str) -> None:
+        """Keep it for the next time."""
+        try:
+            write(self.path, text)
+        except OSError as error:
+            logger.warning("the %s is not kept for the next time: %s", self.kind, one_line(error))
