@@ -16,6 +16,7 @@ from functools import cached_property
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 
 from .candidate import Candidate, better
 from .estimates import LOW, Estimates
