@@ -1,13 +1,14 @@
-"""The rows of the diffusion recipe, and the order in which each rank is shown them."""
+"""The rows of a diffusion recipe, and the order in which each rank is shown them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
@@ -19,11 +20,50 @@ from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .encoders import Encoders
+    from .noise import NoisyBatches
+    from .validation import Validation
+
+
+class Frozen(Protocol):
+    """A pipeline's VAE and text encoders, whichever they are.
+
+    Attributes:
+        tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
+        absent: components that drawing from prompts already encoded does without.
+        identity: what encodings depend on beside weights and tokenizers.
+    """
+
+    device: torch.device
+    vae: Any
+    tokenize: Any
+    absent: list[str]
+    identity: str
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that has weights."""
+
+    def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """`moments` of the latents and the prompts' encodings of what `FramedImages` yields."""
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """By the names of the pipeline's arguments."""
+
+
+class Data(NamedTuple):
+    """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
+
+    `latent` is the shape of an image's latents, as the model sees them: channels, height, width.
+    """
+
+    samples: FramedImages | CachedLatents
+    noisy: NoisyBatches
+    validation: Validation
+    latent: tuple[int, ...]
 
 
 def load_samples(
-    encoders: Encoders, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
 ) -> FramedImages | CachedLatents:
     """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
 

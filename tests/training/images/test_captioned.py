@@ -138,7 +138,7 @@ def test_random_framing() -> None:
         (lambda: DiffusionModelArguments(rank=4, lora_dropout=1.0), "--lora_dropout"),
         (lambda: LoopArguments(train_batch_size=0), "--train_batch_size 0: give at least 1"),
         (lambda: LoopArguments(checkpoints_total_limit=0), "--checkpoints_total_limit 0"),
-        (lambda: LoopArguments(snr_gamma=0.0), "--snr_gamma"),
+        (lambda: DiffusionModelArguments(snr_gamma=0.0), "--snr_gamma"),
     ],
 )
 def test_bad_flags(make: Any, words: str) -> None:
