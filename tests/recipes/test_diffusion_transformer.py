@@ -174,7 +174,7 @@ def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: li
     train(recipe, str(tmp_path / "base"), tmp_path / "out", *flags)
     rank = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"][0]
     measured = max(peak["allocated"] for peak in rank["peaks"].values())
-    assert measured > 20e6
+    assert measured > 10e6
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 

@@ -127,7 +127,7 @@ def prompts_of(pipeline: Any, family: Family) -> dict[str, torch.Tensor]:
         return family.encode(pipeline, ["a red circle", ""], TOKENS, CPU)
 
 
-@pytest.mark.parametrize(("scheme", "mean"), [("none", 0.75), ("logit_normal", 0.72), ("mode", 0.8)])
+@pytest.mark.parametrize(("scheme", "mean"), [("none", 0.676), ("logit_normal", 0.713), ("mode", 0.709)])
 def test_times_are_the_schedulers_own(scheme: str, mean: float) -> None:
     """Drawn by diffusers' densities, then shifted as the pipeline's scheduler shifts them; weighed by its weights."""
     draw = Draw()
@@ -136,7 +136,7 @@ def test_times_are_the_schedulers_own(scheme: str, mean: float) -> None:
     flow = FlowMatching(row, None, None, FlowMatchEulerDiscreteScheduler(shift=3.0), args)  # type: ignore[arg-type]
     torch.manual_seed(0)
     flow({"moments": torch.zeros(4000, 1, 1, 1)})
-    assert draw.sigmas.mean() == pytest.approx(mean, abs=0.03)
+    assert draw.sigmas.mean().item() == pytest.approx(mean, abs=0.02)
     assert draw.sigmas.min() > 0
     assert draw.sigmas.max() <= 1
 
