@@ -1,6 +1,6 @@
 """Diffusion U-Nets under every policy: peak, what is kept after forward, seconds, and the largest batch of two cards.
 
-    python benchmarks/unet_policies.py                                   # all; writes docs/unet_policies.md and its plot
+    python benchmarks/unet_policies.py                                 # all; writes docs/unet_policies.md and its plot
     python benchmarks/unet_policies.py --no-write --models sdxl --methods lora --policies none pointwise
 
 Predicted by `trace_step` from configurations alone: LoRA of rank 16 on the attention projections of a frozen bf16

@@ -72,7 +72,7 @@ def prepare(
 
         model.requires_grad_(False)
         if model.dtype != dtype:  # a transformer is loaded in it
-            model.to(dtype=dtype)
+            nn.Module.to(model, dtype)  # diffusers' own warns of modules that it has none of
         try:
             model.add_adapter(
                 LoraConfig(
