@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,11 +23,20 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import Interrupted, UserError, run
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
 from ckpt_ft.training.diffusion.tiny_transformers import KINDS, make_tiny_transformer
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.units import parse_bytes
+from ckpt_ft.workloads.known_models import find_model
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
          "--resolution", "32", "--max_sequence_length", "16", "--ac_report", "none"]  # fmt: skip
 RANDOM = [  # everything in a step that draws random numbers
@@ -253,3 +264,40 @@ def test_exit_codes(
     said = capsys.readouterr().err
     assert said.startswith("error: --load_in_4bit and --lora_target_modules belong to LoRA")
     assert said.count("\n") == 1
+
+
+CONFIGS = sorted((ROOT / "recipes" / "diffusion_transformer").glob("*.yaml"))
+PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
+    model, images, _, ac = parse_args(
+        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
+    )
+    assert find_model(model.pretrained_model_name_or_path) is not None
+    assert (model.rank is not None) is ("lora" in config.stem)
+    assert images.cache_latents
+    assert ac.policy is not None
+    comment = " ".join(line.strip("# \\") for line in config.read_text().splitlines() if line.startswith("#"))
+    assert "accelerate_configs/single_gpu.yaml recipes/diffusion_transformer.py" in comment
+    assert f"--config recipes/diffusion_transformer/{config.name}" in comment
+    device, amount = PREDICTED.findall(comment)[0]
+    assert 0.4 * find_gpu(device).memory < parse_bytes(f"{amount}GiB") < find_gpu(device).memory
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_prediction_still_says_so(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a configuration has in its comments, of the transformer that its pipeline has."""
+    device, amount = PREDICTED.findall(config.read_text())[0]
+    words = ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert cli._main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["headroom"] > 0
+    assert answer["peak_reserved"] == pytest.approx(parse_bytes(f"{amount}GiB"), rel=0.01)
