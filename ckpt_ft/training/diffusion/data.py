@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
@@ -20,34 +19,9 @@ from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from .frozen import Frozen
     from .noise import NoisyBatches
     from .validation import Validation
-
-
-class Frozen(Protocol):
-    """A pipeline's VAE and text encoders, whichever they are.
-
-    Attributes:
-        tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
-        absent: components that drawing from prompts already encoded does without.
-        identity: what encodings depend on beside weights and tokenizers.
-    """
-
-    device: torch.device
-    vae: Any
-    tokenize: Any
-    absent: list[str]
-    identity: str
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All that has weights."""
-
-    def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """`moments` of the latents and the prompts' encodings of what `FramedImages` yields."""
-
-    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """By the names of the pipeline's arguments."""
 
 
 class Data(NamedTuple):

@@ -32,7 +32,7 @@ from ckpt_ft.training.images.files import open_image
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from .data import Frozen
+    from .frozen import Frozen
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ckpt_ft.workloads.workload import Batch
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler
 
-    from .data import Frozen
+    from .frozen import Frozen
 
 
 class NoisyBatches:

@@ -20,7 +20,7 @@ from .trained import Trained, predicts
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .data import Frozen
+    from .frozen import Frozen
 
 # (pipeline, autocast, guidance scale, the pipeline's other arguments) -> the images
 Draw = Callable[[Any, Callable[[], AbstractContextManager[Any]], float, dict[str, Any]], list[Image.Image]]
