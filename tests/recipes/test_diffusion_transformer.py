@@ -180,7 +180,10 @@ def test_stopped_and_resumed(
     ],
 )
 def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: list[str]) -> None:
-    """Of the run's own step, within 0.5 % of what it took."""
+    """Of the run's own step, within 0.5 % of what it took.
+
+    Left out is Qwen-Image's LoRA, 1.8 % short in forward: why is not known.
+    """
     make_tiny_transformer(kind, heads=4, layers=2).save_pretrained(tmp_path / "base")
     flags = [*flags, "--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json"]
     train(recipe, str(tmp_path / "base"), tmp_path / "out", *flags)
