@@ -78,7 +78,7 @@ def test_three_architectures() -> None:
     assert all(torch.equal(a, b) for a, b in same)
 
 
-def test_thetiny_tokenizer_knows_the_captions() -> None:
+def test_the_tokenizer_knows_the_captions() -> None:
     tokenizer = make_tiny_pipeline("sd1", 0, (16,)).tokenizer
     for drawing in drawings(50):
         ids = tokenizer(drawing.caption).input_ids
@@ -86,6 +86,6 @@ def test_thetiny_tokenizer_knows_the_captions() -> None:
     assert tokenizer.decode(tokenizer("zebra").input_ids[1:-1]).strip() == "zebra"
 
 
-def test_thetiny_tokenizer_is_the_same_each_time() -> None:
+def test_the_tokenizer_is_the_same_each_time() -> None:
     """Its trainer walks a hash map: ids that depend on that would make each machine's runs differ."""
-    assert len({tiny_tokenizer().backendtiny_tokenizer.to_str() for _ in range(4)}) == 1
+    assert len({tiny_tokenizer().backend_tokenizer.to_str() for _ in range(4)}) == 1
