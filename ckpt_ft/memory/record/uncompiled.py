@@ -16,7 +16,7 @@ def leave_uncompiled() -> None:
     """
     if "torch._dynamo" in sys.modules:
         _pass_over()
-        # The hooks are the position's: whose forward runs. A compiled module's comes twice, and once is enough.
+        # The hooks are the position's: whose forward runs. A compiled module's comes twice; once is enough to know.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
