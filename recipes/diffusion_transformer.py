@@ -3,9 +3,9 @@
     accelerate launch -q recipes/diffusion_transformer.py
         a tiny FLUX on drawn shapes, offline, on a CPU; what it learned is in out/diffusion_transformer/samples.png
 
-    accelerate launch -q recipes/diffusion_transformer.py --config FILE.yaml --train_data_dir DIR
-        a real one (FILE.yaml: recipes/diffusion_transformer/flux_lora_24gb.yaml) on a folder of images with captions;
-        what is on the command line wins over the file
+    accelerate launch -q recipes/diffusion_transformer.py --config recipes/diffusion_transformer/flux_lora_24gb.yaml
+        a real one; --train_data_dir DIR trains it on a folder of images with captions, and what is on the command line
+        wins over the file
 
 Flags: TransformerArguments, ImageArguments, TransformerLoopArguments (named as in diffusers' scripts) and ACArguments.
 """
