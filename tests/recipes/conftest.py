@@ -1,29 +1,17 @@
-"""The recipes as modules (they are scripts, not a package), and the flags that keep a run small."""
+"""What tests of recipes share: the built-in samples, and the flags that keep a run small."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from recipe_scripts import ROOT, load_recipe
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
-
-
-def load_recipe(name: str) -> ModuleType:
-    """recipes/NAME.py."""
-    spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")

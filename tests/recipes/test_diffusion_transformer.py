@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from conftest import load_recipe
 from diffusers import DiffusionPipeline
 from PIL import Image
+from recipe_scripts import load_recipe
 from safetensors.torch import load_file
 
 from ckpt_ft.cli import app as cli

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import load_recipe
+from recipe_scripts import load_recipe
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError

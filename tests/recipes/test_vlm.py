@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import load_recipe
 from peft import PeftModel
 from PIL import Image
+from recipe_scripts import load_recipe
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ckpt_ft import apply_policy
