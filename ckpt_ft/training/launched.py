@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.memory.distributed.launch import PRECISIONS, Launch
 from ckpt_ft.memory.distributed.zero_options import ZeroOptions
 
 if TYPE_CHECKING:
@@ -60,10 +60,17 @@ def launch_ahead(args: TrainingArguments) -> Launch | None:
 
 
 def precision_of(args: TrainingArguments) -> str:
-    """The mixed precision that a Trainer with `args` runs in: theirs, or that of `accelerate launch`."""
+    """The mixed precision that a Trainer with `args` runs in: theirs, or that of `accelerate launch`.
+
+    Raises:
+        UserError: the launch's is another than no, bf16 and fp16.
+    """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in PRECISIONS:
+        raise UserError(f"mixed precision '{launched}' of the launch: {', '.join(PRECISIONS)} are modelled")
+    return launched
 
 
 def _launch(precision: str, **sharing: Any) -> Launch:

@@ -89,6 +89,9 @@ def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
     assert precision_of(arguments(tmp_path)) == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert precision_of(arguments(tmp_path)) == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="mixed precision 'fp8' of the launch: no, bf16, fp16 are modelled"):
+        precision_of(arguments(tmp_path))
 
 
 @pytest.mark.usefixtures("second_of_four")

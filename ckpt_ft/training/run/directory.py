@@ -159,7 +159,7 @@ def _lock(path: Path) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null in the name
         raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
     return lock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 
 from .manifest import read_manifest, what_is_wrong
 
@@ -15,13 +15,14 @@ WHOLE = ("config.json", "model_index.json")
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Raises UserError when `output_dir`, or what should be a directory above it, is a file."""
+    """Raises UserError when `output_dir`, or what should be a directory above it, is a file, or no name of one."""
     path = Path(output_dir)
-    for place in (path, *path.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise UserError(f"--output_dir {output_dir}: {place} is a file; give a directory")
-            return
+    try:
+        first = next((place for place in (path, *path.parents) if place.exists()), None)
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--output_dir {output_dir}: {one_line(error, 100)}; give a directory") from error
+    if first is not None and not first.is_dir():
+        raise UserError(f"--output_dir {output_dir}: {first} is a file; give a directory")
 
 
 def check_same_kind(output_dir: str, lora: bool) -> None:

@@ -105,6 +105,11 @@ class _Encoder:
         if self.layout == "messages":
             return chat_segments(row["messages"], 0, self.tokenizer, index)
         if self.layout == "completion" and isinstance(row["prompt"], list):
+            if not isinstance(row["completion"], list):
+                kind = type(row["completion"]).__name__
+                raise UserError(
+                    f"row {index + 1}: 'completion' is {kind} after a 'prompt' of messages, expected a list"
+                )
             return chat_segments(row["prompt"] + row["completion"], len(row["prompt"]), self.tokenizer, index)
         columns = ("prompt", "completion") if self.layout == "completion" else (self.text_field,)
         for column in columns:

@@ -162,6 +162,8 @@ def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="file is a file; give a directory"):
             check_output_dir(str(given))
     check_output_dir(str(tmp_path / "new" / "deep"))
+    with pytest.raises(UserError, match="File name too long.*; give a directory"):
+        check_output_dir(str(tmp_path / ("x" * 300)))
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "new").exists()
 

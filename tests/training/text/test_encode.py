@@ -86,6 +86,7 @@ def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_left_out(token
         ([{"text": "x"}, {"text": None}], "row 2: 'text' is NoneType, expected a string"),
         ([{"messages": "hello"}], "row 1: expected a list of messages"),
         ([{"prompt": "x", "completion": 3}], "row 1: 'completion' is int, expected a string"),
+        ([{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}], "row 1: 'completion' is str after a"),
     ],
 )
 def test_a_wrong_row_is_one_line(tokenizer, rows, message: str) -> None:  # type: ignore[no-untyped-def]
