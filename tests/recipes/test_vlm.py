@@ -242,10 +242,10 @@ def test_the_yaml_needs_what_it_says(vlm: ModuleType, root: Path) -> None:
     file = root / "recipes" / "vlm" / "qwen2.5_vl_7b_lora_24gb.yaml"
     said = re.search(r"([\d.]+ GiB) reserved, ([\d.]+ GiB) allocated", file.read_text().replace("\n# ", " "))
     assert said is not None
-    model_args, data_args, ac_args, _ = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
+    model_args, data_args, ac_args, training_args = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
     settings = Settings(
         dtype=model_args.dtype, mixed_precision="bf16", seq_length=data_args.max_length, images=1,
-        image_size=(1148, 868), accumulation=2,
+        image_size=(1148, 868), accumulation=training_args.gradient_accumulation_steps,
     )  # fmt: skip
     model = load(model_args.model_name_or_path, settings).model
     towers = {tower.name: tower for tower in find_towers(model, find_blocks(model).blocks)}
