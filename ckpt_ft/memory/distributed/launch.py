@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from ckpt_ft.errors import UserError
 
 from .zero_options import ZeroOptions
@@ -16,8 +14,7 @@ from .zero_options import ZeroOptions
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision: another training, by name alone
 _ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = ("no", *DTYPES)
+PRECISIONS = ("no", "bf16", "fp16")
 _MOST = 2**20  # processes
 
 

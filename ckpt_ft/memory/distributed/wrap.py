@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt_ft.errors import UserError
 
 from .buckets import Buckets
-from .launch import DTYPES, Launch
+from .launch import Launch
 from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
 _CONTAINERS = (dict, OrderedDict, set)  # those that a module keeps its parts in; others' are theirs to change
 
@@ -63,7 +64,7 @@ def initialize(
         raise UserError(f"launch {launch.strategy}: it shards the states of an optimizer, and there is none")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise UserError(f"launch {launch.strategy}: no parameter is trained, so there is nothing to shard")
-    if dtype := DTYPES.get(launch.mixed_precision):
+    if dtype := _DTYPES.get(launch.mixed_precision):
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -145,7 +146,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-    dtype = DTYPES.get(launch.mixed_precision)
+    dtype = _DTYPES.get(launch.mixed_precision)
     with patch.dict(os.environ, {"FSDP_VERSION": "2"}):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
