@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -137,6 +138,7 @@ def traces(names: Sequence[str], alone: bool) -> None:
             show(f"{name}, two steps, MemTracker", theirs, f"; {theirs[0] / once[0]:.0f} times as long")
 
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 LORA = ("--dtype", "bfloat16", "--lora", "16", "--seq-length", "2048", "--device", "a100-80gb")
 QUICK = {
     "import ckpt_ft": ("-c", "import ckpt_ft"),
@@ -145,6 +147,7 @@ QUICK = {
         "import torch, peft, transformers.models.llama.modeling_llama",
     ),
     "ckpt-ft --help": ("-m", "ckpt_ft.cli", "--help"),
+    **{f"recipes/{script.name} --help": (str(script), "--help") for script in sorted(RECIPES.glob("*.py"))},
     "estimate of Llama-2-7B, LoRA": ("-m", "ckpt_ft.cli", "estimate", "meta-llama/Llama-2-7b-hf", *LORA),
     "that estimate again": ("-m", "ckpt_ft.cli", "estimate", "meta-llama/Llama-2-7b-hf", *LORA),
 }

@@ -1,6 +1,6 @@
 """Diffusion U-Nets under every policy: peak, what is kept after forward, seconds, and the largest batch of two cards.
 
-    python benchmarks/unet_policies.py                                   # all; writes docs/diffusion.md and its plot
+    python benchmarks/unet_policies.py                                 # all; writes docs/unet_policies.md and its plot
     python benchmarks/unet_policies.py --no-write --models sdxl --methods lora --policies none pointwise
 
 Predicted by `trace_step` from configurations alone: LoRA of rank 16 on the attention projections of a frozen bf16
@@ -42,7 +42,7 @@ POLICIES = (
 )  # fmt: skip
 LARGEST = ("none", "modules:mlp,pointwise", "full")  # whose largest batch is asked for
 BATCH, DEVICE, CARDS = 4, "a100-80gb", ("rtx-4090", "a100-80gb")
-PAGE = Path(__file__).parents[1] / "docs" / "diffusion.md"
+PAGE = Path(__file__).parents[1] / "docs" / "unet_policies.md"
 PLOT = PAGE.parent / "img" / "unet_frontier.png"
 
 

@@ -35,6 +35,7 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+_SIGPIPE = 13  # which Windows does not have
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
 
 
@@ -60,6 +61,9 @@ def run(main: Callable[[], int | None]) -> None:
             stream.reconfigure(errors="replace")  # a stream in ASCII must not cost what was trained
     try:
         code = main() or 0
+    except BrokenPipeError:  # who read the output has gone, as `| head -1` does: no fault, and nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed at exit
+        code = 128 + _SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if not _is_foreseen(error) or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise

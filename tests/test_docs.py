@@ -124,7 +124,7 @@ def test_commands_in_scripts_and_files_take_their_flags(path: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "bitsandbytes" or found(name))
-    text = re.sub(r"\\\n[# ]*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"\\+\n[# ]*", "", path.read_text(encoding="utf-8"))
     shown = re.findall(r"(?:^[# ]*|: )accelerate (launch .*?recipes/\S+\.py.*)$", text, re.MULTILINE)
     assert shown
     for command in shown:
@@ -169,10 +169,14 @@ def parse_launch(arguments: Sequence[str]) -> None:
 
 def parse_recipe(script: str, flags: list[str]) -> None:
     recipe = load(script)
-    if script == "recipes/diffusion_unet.py":
+    loops = {
+        "recipes/diffusion_unet.py": ("DiffusionModelArguments", "LoopArguments"),
+        "recipes/diffusion_transformer.py": ("TransformerArguments", "TransformerLoopArguments"),
+    }
+    if script in loops:
         from ckpt_ft.training.run.parser import parse_args
 
-        names = ("DiffusionModelArguments", "ImageArguments", "LoopArguments", "ACArguments")
+        names = (*loops[script], "ImageArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)
     else:
         recipe.parse([*flags, "--use_cpu"])  # half precision is refused where there is neither a GPU nor this

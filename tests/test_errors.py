@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,14 @@ def test_what_was_given_may_be_a_book() -> None:
     assert len(said) < 600
     assert said.startswith("--seed 999")
     assert said.endswith("9: give a smaller number")
+
+
+def test_an_output_that_nobody_reads_any_more(tmp_path: Path) -> None:
+    """As `| head -1`: no traceback, and none from what is flushed at exit."""
+    script = tmp_path / "script.py"
+    script.write_text("from ckpt_ft.errors import run\nrun(lambda: [print(n) for n in range(100_000)] and 0)\n")
+    read, written = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, str(script)], stdout=written, stderr=subprocess.PIPE, check=False)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -60,7 +60,9 @@ def check(
     batch_size: BatchSize = 2,
     *,
     settings: Settings,
-    seed: Annotated[int, typer.Option("--seed", help="of weights (where none are saved), batch and dropout")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**32 - 1, help="of weights (where none are saved), batch and dropout")
+    ] = 0,
 ) -> None:
     """Prove on a real step that a policy changes no loss, gradient, buffer or random state; exit 1 if it does."""
     from ckpt_ft.planning.check import check_model

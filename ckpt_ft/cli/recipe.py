@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1]
 
 def recipe(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="llm, vlm, dpo, diffusion_unet, image_classification, ...")],
+    name: Annotated[str, typer.Argument(help="llm, vlm, dpo, diffusion_unet, diffusion_transformer, ...")],
     path: Annotated[bool, typer.Option("--path", help="only print the script's path, to read or launch")] = False,
 ) -> None:
     """Run a recipe in this process, with its own flags behind its name; its --help lists them.

@@ -1,7 +1,7 @@
 """`--config FILE` of a command: the training that a YAML file describes, as if its flags had been typed.
 
-The file is a recipe's own, TRL's, axolotl's, or one of the diffusion recipe and so of diffusers' scripts: its keys say
-which. Its entries stand in front of the command line's own, which therefore win. What bears on neither memory nor
+The file is a recipe's own, TRL's, axolotl's, or one of the diffusion recipes and so of diffusers' scripts: its keys
+say which. Its entries stand in front of the command line's own, which therefore win. What bears on neither memory nor
 seconds is passed over and named.
 """
 
@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
-RECIPES = ("llm", "image_classification", "diffusion_unet", "trl", "axolotl")
+RECIPES = ("llm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
     "axolotl": {"batch_size": 1},
     "diffusion_unet": {"batch_size": 16},
+    "diffusion_transformer": {"batch_size": 16},
 }
 
 
@@ -73,6 +74,10 @@ class Described:
         self._read: set[str] = set()
 
     @property
+    def diffusion(self) -> bool:
+        return self.kind.startswith("diffusion")
+
+    @property
     def unread(self) -> list[str]:
         return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
 
@@ -106,6 +111,8 @@ class Described:
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
+        if self.diffusion and self.get("lora_r") and self.get("mixed_precision") in _DTYPES:
+            dtype = self.get("mixed_precision")  # that of frozen weights in the recipes
         if self.kind == "axolotl":
             dtype = "bfloat16" if bf16 else "float16" if fp16 else None
         yield "dtype", _DTYPES.get(dtype, dtype) if dtype else None
@@ -126,12 +133,12 @@ class Described:
 
     def _adapters(self) -> Iterator[tuple[str, Any]]:
         adapter, rank = self.get("adapter"), self.get("lora_r")
-        if not (self.get("use_peft") or adapter or self.kind == "diffusion_unet"):
+        if not (self.get("use_peft") or adapter or self.diffusion):
             return
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else [targets] if targets else []
         self.get("lora_target_linear")
-        yield "lora", rank or (None if self.kind == "diffusion_unet" else 16)
+        yield "lora", rank or (None if self.diffusion else 16)
         yield "lora-targets", ",".join(str(target) for target in targets if target != "all-linear")
         yield "lora-dropout", self.get("lora_dropout")
         yield "dora", self.get("dora")

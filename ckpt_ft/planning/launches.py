@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import DTYPES, Launch
+from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 
 from .candidate import Candidate, better
 from .estimates import LOW, Estimates
@@ -71,7 +72,7 @@ class Launched(Estimates):
 
     def _casts(self) -> bool:
         """Whether what FSDP2 gathers is in another precision than most of the model is held in."""
-        gathered = DTYPES.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
+        gathered = MIXED_PRECISION.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
         sizes = [(p.nbytes, p.dtype == gathered) for p in self.tracer.workload.model.parameters()]
         return gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2
 

@@ -11,9 +11,9 @@ import torch
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory
+from ckpt_ft.reading import library_reads
 
 UNET_LORA = "pytorch_lora_weights.safetensors"
-_LOADING = (OSError, ValueError, KeyError, RuntimeError)
 
 
 def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
@@ -55,20 +55,42 @@ def _merged_model(source: Path, base: str, dtype: str) -> list[Any]:
     from transformers import AutoConfig, AutoProcessor
 
     name = base or _named_base(source)
-    try:
-        config = AutoConfig.from_pretrained(name)
-        kind = _class_of(config)
-        model = kind.from_pretrained(name, dtype=dtype)
-        tuned = PeftModel.from_pretrained(model, str(source))
-    except _LOADING as error:
-        raise UserError(f"base {name} of {source}: {one_line(error)}; give another with --base") from error
-    parts: list[Any] = [tuned.merge_and_unload(safe_merge=True)]
+    with library_reads(_what(source, name)):
+        kind = _class_of(AutoConfig.from_pretrained(name))
+        tuned = PeftModel.from_pretrained(kind.from_pretrained(name, dtype=dtype), str(source))
+        _check_whole(tuned, source, name)
+        parts: list[Any] = [tuned.merge_and_unload(safe_merge=True)]
     for place in (source, name):
         try:
             return [*parts, AutoProcessor.from_pretrained(place)]
-        except _LOADING:
-            continue  # the run wrote none, and some models have none
+        except Exception:
+            continue
     return parts
+
+
+def _what(source: Path, base: str) -> str:
+    return f"{source} cannot be merged into its base {base} (another: --base)"
+
+
+def _check_whole(tuned: Any, source: Path, base: str) -> None:
+    """Raises UserError where the adapter's file and the adapted model do not have the same tensors.
+
+    peft leaves what is missing as it was made, and passes over what is too much: half an adapter would be merged.
+    Embeddings that were saved beside the adapter are no part of it.
+    """
+    from peft.utils import get_peft_model_state_dict, load_peft_weights
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    ours = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+    beside = tuple(f"{name}.weight" for name in EMBEDDING_LAYER_NAMES)
+    theirs = {name for name in load_peft_weights(str(source), device="cpu") if not name.endswith(beside)}
+    ours = {name for name in ours if not name.endswith(beside)}
+    for names, how in ((ours - theirs, "lacks"), (theirs - ours, "has beyond it")):
+        if names:
+            raise UserError(
+                f"{source} {how} {len(names)} tensors of an adapter for base {base} ({min(names)}); give the base "
+                "that it was trained on with --base, or the whole adapter"
+            )
 
 
 def _named_base(source: Path) -> str:
@@ -96,11 +118,11 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
     from diffusers import DiffusionPipeline
 
     precision = {} if dtype == "auto" else {"torch_dtype": getattr(torch, dtype)}
-    try:
+    with library_reads(_what(source, base)):
         pipeline = DiffusionPipeline.from_pretrained(base, **precision)
         pipeline.load_lora_weights(str(source))
-    except _LOADING as error:
-        raise UserError(f"base {base} of {source}: {one_line(error)}; give another with --base") from error
-    pipeline.fuse_lora()
-    pipeline.unload_lora_weights()
+        if not pipeline.get_list_adapters():
+            raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
     return [pipeline]

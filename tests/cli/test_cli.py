@@ -274,6 +274,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("plan", "CONFIG", "--max-batch-size", "-1"), "--max-batch-size"),
         (("plan", "CONFIG", "--jobs", "-1"), "--jobs"),
         (("plan", "CONFIG", "--jobs", "99999"), "--jobs"),
+        (("check", "CONFIG", "--policy", "full", "--seed", "9" * 30), "--seed"),
         (("estimate", "CONFIG", "--lora", "4", "--lora-targets", ","), "--lora-targets ',': names nothing"),
         (("estimate", "CONFIG", "--freeze", ", "), "--freeze ', ': names nothing"),
         (("estimate", "CONFIG", "--perfetto", "/dev/null"), "--perfetto /dev/null: cannot be written (it is a device"),

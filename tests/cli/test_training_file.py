@@ -69,7 +69,7 @@ def test_the_files_have_estimates(
 
 
 def test_every_configuration_of_the_recipes_is_read() -> None:
-    for path in [*RECIPES.glob("llm/*.yaml"), *RECIPES.glob("diffusion/*.yaml"), *RECIPES.glob("vision/*.yaml")]:
+    for path in [*RECIPES.glob("llm/*.yaml"), *RECIPES.glob("diffusion*/*.yaml"), *RECIPES.glob("vision/*.yaml")]:
         found = with_file(["estimate", f"--config={path}"])
         content = yaml.safe_load(path.read_text())
         assert found[1] in (content.get("model_name_or_path"), content.get("pretrained_model_name_or_path"))

@@ -130,6 +130,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(vlm: ModuleType, tmp_path: 
     assert train(vlm, tmp_path / "cut", *flags, *again, save_strategy="steps", save_steps=2) == losses
 
 
+@pytest.mark.slow  # test_dataset_rows.py has the worst batch itself
 def test_auto_plans_on_the_worst_batch(
     vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.merge import merge
@@ -75,3 +79,61 @@ def test_what_cannot_be_merged_is_one_line(sample: tuple[Path, Path], tmp_path: 
         with pytest.raises(UserError, match=message):
             merge(str(tmp_path / adapter), str(tmp_path / output))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base` and, beside it, an `adapter` of every kind of tensor: DoRA's magnitudes, a module that is saved whole."""
+    folder = tmp_path_factory.mktemp("tuned")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 61}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(folder / "shallow")
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
+    model.save_pretrained(folder / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True)
+    adapted = get_peft_model(model, config)
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+def damaged(tuned: Path, out: Path, weights: Any = None, **settings: object) -> str:
+    """A copy of the adapter; `weights`, bytes or what makes new tensors of the old ones."""
+    shutil.copytree(tuned / "adapter", out)
+    config, file = out / "adapter_config.json", out / "adapter_model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    if isinstance(weights, bytes):
+        file.write_bytes(weights)
+    elif callable(weights):
+        save_file(weights(load_file(file)), file)
+    return str(out)
+
+
+def without_half(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weights": without_half}, r"lacks 3 tensors of an adapter for base .* \(base_model.model.model.layers.1"),
+        ({"base_model_name_or_path": "shallow"}, "has beyond it 3 tensors of an adapter for base .*shallow"),
+        ({"weights": b""}, "SafetensorError"),
+        ({"weights": lambda tensors: {name: t * float("nan") for name, t in tensors.items()}}, "NaNs detected"),
+        ({"lora_alpha": None}, "TypeError"),
+        ({"target_modules": "((("}, "unterminated subpattern"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # all that peft says
+def test_half_an_adapter_is_not_merged(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], says: str
+) -> None:
+    monkeypatch.chdir(tuned)
+    adapter = damaged(tuned, tmp_path / "adapter", **change)
+    with pytest.raises(UserError, match=says) as refused:
+        merge(adapter, str(tmp_path / "merged"))
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_every_tensor_of_an_adapter_has_its_place(tuned: Path, tmp_path: Path) -> None:
+    assert merge(str(tuned / "adapter"), str(tmp_path / "merged")).is_dir()

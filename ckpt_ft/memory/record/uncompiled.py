@@ -16,6 +16,8 @@ def leave_uncompiled() -> None:
     """
     if "torch._dynamo" in sys.modules:
         _pass_over()
+        # The hooks are the position's: whose forward runs. A compiled module's comes twice; once is enough to know.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 @cache
@@ -24,5 +26,3 @@ def _pass_over() -> None:
 
     for name in _RECORDS:
         trace_rules.add(name)
-    # They are the position's: whose forward runs. A compiled module's comes twice, and once is enough to know.
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")

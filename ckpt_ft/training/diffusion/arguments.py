@@ -1,4 +1,4 @@
-"""The flags of the diffusion recipe, named as in diffusers' text-to-image training scripts."""
+"""The flags of the diffusion recipes, named as in diffusers' training scripts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ckpt_ft.training.flags import (
 
 # Those of diffusers' get_scheduler that need nothing else.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+# Those of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
+WEIGHTING = ["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"]
 _NUMBERS = {
     "seed": SEED,
     "train_batch_size": AT_LEAST_ONE,
@@ -33,8 +35,6 @@ _NUMBERS = {
     "adam_weight_decay": NOT_NEGATIVE,
     "adam_epsilon": NOT_NEGATIVE,
     "max_grad_norm": NOT_NEGATIVE,
-    "snr_gamma": POSITIVE,
-    "noise_offset": NOT_NEGATIVE,
     "checkpointing_steps": AT_LEAST_ONE,
     "checkpoints_total_limit": AT_LEAST_ONE,
     "num_validation_images": AT_LEAST_ONE,
@@ -45,25 +45,21 @@ _NUMBERS = {
 
 
 @dataclass
-class DiffusionModelArguments:
-    """Which pipeline is fine-tuned, and how much of its U-Net.
+class PipelineArguments:
+    """Which pipeline is fine-tuned, and how much of what it denoises with.
 
     Raises:
         UserError: a rank, alpha or dropout that LoRA cannot have.
     """
 
     pretrained_model_name_or_path: str | None = flag(
-        None, "Hub id or local directory of an SD 1.x, 2.x or SDXL pipeline; without it, a tiny one made here."
+        None, "Hub id or local directory of a pipeline; without it, a tiny one made here."
     )
-    pretrained_vae_model_name_or_path: str | None = flag(None, "Another VAE, such as one that is stable in fp16.")
     revision: str | None = flag(None, "Branch, tag or commit of the Hub pipeline.")
     variant: str | None = flag(None, "Variant of its weight files, e.g. fp16.")
-    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it, the whole U-Net.")
+    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it, all weights.")
     lora_alpha: int | None = flag(None, "Scale of the adapters; the rank when left out.")
     lora_dropout: float = flag(0.0, "Dropout in front of the adapters.")
-    prediction_type: str | None = flag(
-        None, "What the U-Net predicts; the scheduler's own when left out.", choices=["epsilon", "v_prediction"]
-    )
 
     def __post_init__(self) -> None:
         if self.rank is None and (self.lora_alpha is not None or self.lora_dropout):
@@ -71,9 +67,62 @@ class DiffusionModelArguments:
         if self.rank is not None and not LORA_RANK.holds(self.rank):
             raise UserError(
                 f"--rank {self.rank}: a LoRA rank is at least 1, at most {LORA_RANK.most}; leave --rank out to train "
-                "the whole U-Net"
+                "all weights"
             )
         check_numbers(self, {"lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
+
+
+@dataclass
+class DiffusionModelArguments(PipelineArguments):
+    """An SD 1.x, 2.x or SDXL pipeline, and what its U-Net is taught.
+
+    Raises:
+        UserError: what PipelineArguments refuses, or an SNR that is none.
+    """
+
+    pretrained_vae_model_name_or_path: str | None = flag(None, "Another VAE, such as one that is stable in fp16.")
+    prediction_type: str | None = flag(
+        None, "What the U-Net predicts; the scheduler's own when left out.", choices=["epsilon", "v_prediction"]
+    )
+    snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
+    noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE})
+
+
+@dataclass
+class TransformerArguments(PipelineArguments):
+    """A FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, and what its transformer is taught.
+
+    Raises:
+        UserError: what PipelineArguments refuses, 4-bit weights without LoRA or bitsandbytes, or numbers that no
+        distribution of times has.
+    """
+
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules that get an adapter; the attention's projections when left out."}
+    )
+    load_in_4bit: bool = flag(False, "QLoRA: the frozen transformer in NF4 (bitsandbytes).")
+    max_sequence_length: int | None = flag(None, "Tokens of a prompt; as many as the family's pipeline when left out.")
+    weighting_scheme: str | None = flag(
+        None, "Which times are drawn, and what they weigh; the family's own when left out.", choices=WEIGHTING
+    )
+    logit_mean: float = flag(0.0, "Mean of logit-normal times.")
+    logit_std: float = flag(1.0, "Their deviation.")
+    mode_scale: float = flag(1.29, "Scale of the times that have a mode.")
+    guidance_scale: float = flag(1.0, "What a guidance-distilled transformer (FLUX.1-dev) is told in training.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is None and (self.load_in_4bit or self.lora_target_modules):
+            raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
+        if self.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError("--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+        check_numbers(
+            self, {"max_sequence_length": AT_LEAST_ONE, "logit_std": POSITIVE, "guidance_scale": NOT_NEGATIVE}
+        )
 
 
 @dataclass
@@ -101,8 +150,6 @@ class LoopArguments:
     adam_epsilon: float = flag(1e-8, "Added to the denominator.")
     use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
     max_grad_norm: float = flag(1.0, "Gradients are clipped to this norm.")
-    snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
-    noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
     use_ema: bool = flag(False, "Keep a moving average of what is trained; it is what is sampled and saved.")
     mixed_precision: str | None = flag(None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"])
     allow_tf32: bool = flag(False, "TF32 matrix products on Ampere and later.")
@@ -128,6 +175,14 @@ class LoopArguments:
         check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
         if self.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--use_8bit_adam needs bitsandbytes, which is not installed: pip install bitsandbytes")
+
+
+@dataclass
+class TransformerLoopArguments(LoopArguments):
+    """LoopArguments with the names of the transformers' recipe."""
+
+    output_dir: str = flag("out/diffusion_transformer", "Where the result, checkpoints, samples and reports go.")
+    tracker_project_name: str = flag("diffusion_transformer", "Name of the run's project at the trackers.")
 
 
 def _trackers() -> list[str]:

@@ -1,11 +1,11 @@
-"""The rows of the diffusion recipe, and the order in which each rank is shown them."""
+"""The rows of a diffusion recipe, and the order in which each rank is shown them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -19,11 +19,25 @@ from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .encoders import Encoders
+    from .frozen import Frozen
+    from .noise import NoisyBatches
+    from .validation import Validation
+
+
+class Data(NamedTuple):
+    """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
+
+    `latent` is the shape of an image's latents, as the model sees them: channels, height, width.
+    """
+
+    samples: FramedImages | CachedLatents
+    noisy: NoisyBatches
+    validation: Validation
+    latent: tuple[int, ...]
 
 
 def load_samples(
-    encoders: Encoders, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
 ) -> FramedImages | CachedLatents:
     """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import library_reads, require_weights
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import DiffusionModelArguments
+from .parts import check_words, given, load_part, load_vae, pipeline_index
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from diffusers import DDPMScheduler, UNet2DConditionModel
+    from PIL import Image
 
 
 class Tokenize:
@@ -43,6 +45,10 @@ class Encoders:
 
     The VAE stays in float32, since SDXL's own overflows in half precision; the text encoders take `dtype`.
 
+    Attributes:
+        absent: components that drawing from prompts already encoded does without.
+        identity: what prompts' encodings depend on beside weights and tokenizers.
+
     Raises:
         UserError: a part cannot be loaded.
     """
@@ -51,7 +57,12 @@ class Encoders:
         from diffusers import AutoencoderKL
         from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-        self.sdxl, self.device, self.dtype = sdxl, device, dtype
+        self.sdxl, self.device, self.identity = sdxl, device, str(dtype)
+        self.absent = [
+            "text_encoder",
+            "tokenizer",
+            *(("text_encoder_2", "tokenizer_2") if sdxl else ("safety_checker",)),
+        ]
         classes: list[tuple[str, type[Any]]] = [("", CLIPTextModel)]
         if sdxl:
             classes.append(("_2", CLIPTextModelWithProjection))
@@ -60,7 +71,7 @@ class Encoders:
             load_part(cls, args, f"text_encoder{suffix}", variant=args.variant, dtype=dtype) for suffix, cls in classes
         ]
         for tokenizer, encoder in zip(self.tokenize.tokenizers, self.text_encoders, strict=True):
-            _check_fit(f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}", tokenizer, encoder)
+            _check_fit(given(args), tokenizer, encoder)
         if args.pretrained_vae_model_name_or_path is None:
             self.vae = load_part(AutoencoderKL, args, "vae", variant=args.variant)
         else:
@@ -90,7 +101,7 @@ class Encoders:
 
     @torch.no_grad()
     def encode_text(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`prompt_embeds` (B, length, width); for SDXL of both encoders, plus `pooled_embeds` (B, width)."""
+        """`prompt_embeds` (B, length, width); for SDXL of both encoders, plus `pooled_prompt_embeds` (B, width)."""
         if not self.sdxl:
             return {"prompt_embeds": self.text_encoders[0](ids["input_ids"].to(self.device))[0]}
         outputs = [
@@ -99,22 +110,11 @@ class Encoders:
         ]
         # SDXL was trained on the last layer but one, without the final norm, and the second encoder's pooled output.
         embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
-        return {"prompt_embeds": embeds, "pooled_embeds": outputs[1].text_embeds}
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": outputs[1].text_embeds}
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """`encode_text` of captions."""
         return self.encode_text(self.tokenize(prompts))
-
-
-def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
-    """That of weights which are not trained: mixed precision's.
-
-    Raises:
-        UserError: fp16 on a CPU, where Accelerate casts nothing to it.
-    """
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no")
-    return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
 
 
 def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
@@ -145,19 +145,16 @@ def unet_config(args: DiffusionModelArguments) -> Any:
     Raises:
         UserError: the pipeline has no U-Net, brings code of its own, or says of no class what it is.
     """
-    from diffusers import DiffusionPipeline, UNet2DConditionModel
+    from diffusers import UNet2DConditionModel
 
-    given = f"--pretrained_model_name_or_path {args.pretrained_model_name_or_path}"
     source: dict[str, Any] = {"revision": args.revision}
-    with library_reads(f"{given}: no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline"):
+    with library_reads(f"{given(args)}: no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline"):
         config = UNet2DConditionModel.load_config(args.pretrained_model_name_or_path, subfolder="unet", **source)
-        check_sizes(f"{given}: unet", config)
+        check_sizes(f"{given(args)}: unet", config)
         with torch.device("meta"):
             found = UNet2DConditionModel.from_config(config).config
-    with library_reads(f"{given}: no usable model_index.json"):  # it is needed when the result is saved
-        index = DiffusionPipeline.load_config(args.pretrained_model_name_or_path, **source)
-        if not isinstance(index["_class_name"], str):
-            raise UserError(f"{given}: its pipeline is code of its own; SD 1.x, 2.x and SDXL are supported")
+    if not isinstance(pipeline_index(args)["_class_name"], str):  # it is needed when the result is saved
+        raise UserError(f"{given(args)}: its pipeline is code of its own; SD 1.x, 2.x and SDXL are supported")
     return found
 
 
@@ -183,42 +180,24 @@ def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
     return scheduler
 
 
-def load_vae(path: str) -> Any:
-    """A VAE from a place of its own, or from the `vae` folder of a pipeline there."""
-    from diffusers import AutoencoderKL
+def draw_latents(
+    pipeline: Any, autocast: Callable[[], AbstractContextManager[Any]], guidance: float, arguments: dict[str, Any]
+) -> list[Image.Image]:
+    """What the pipeline draws, decoded outside of autocast: SDXL's VAE overflows in half precision."""
+    with autocast():
+        latents = pipeline(guidance_scale=guidance, output_type="latent", **arguments).images
+    vae = pipeline.vae
+    parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in latents.split(4)]
+    images: list[Image.Image] = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
+    return images
 
-    with library_reads(f"--pretrained_vae_model_name_or_path {path} cannot be loaded"):
-        try:
-            vae = AutoencoderKL.from_pretrained(path)
-        except (OSError, ValueError):
-            vae = AutoencoderKL.from_pretrained(path, subfolder="vae")
-        require_weights(vae)
-    return vae
 
-
-def _check_fit(given: str, tokenizer: Any, encoder: Any) -> None:
-    """Raises UserError where `tokenizer` is not the one of `encoder`: without its files it knows no word at all."""
+def _check_fit(source: str, tokenizer: Any, encoder: Any) -> None:
+    """Raises UserError where `tokenizer` is not the one of `encoder`, or knows no word."""
     positions = encoder.config.max_position_embeddings
     if tokenizer.model_max_length > positions:
         raise UserError(
-            f"{given}: its tokenizer makes {tokenizer.model_max_length} tokens, its text encoder takes {positions}; "
+            f"{source}: its tokenizer makes {tokenizer.model_max_length} tokens, its text encoder takes {positions}; "
             "set model_max_length in tokenizer_config.json"
         )
-    if tokenizer("a").input_ids == tokenizer("b").input_ids:
-        raise UserError(
-            f"{given}: its tokenizer knows no words; are its files (tokenizer.json, vocab.json) all there?"
-        )
-
-
-def load_part(cls: Any, args: DiffusionModelArguments, subfolder: str, **kwargs: Any) -> Any:
-    """`cls.from_pretrained` of one part of the pipeline.
-
-    Raises:
-        UserError: it is not there or cannot be read.
-    """
-    path = args.pretrained_model_name_or_path
-    with library_reads(f"--pretrained_model_name_or_path {path}: no usable {subfolder}"):
-        part = cls.from_pretrained(path, subfolder=subfolder, revision=args.revision, **kwargs)
-        if isinstance(part, nn.Module):
-            require_weights(part)
-    return part
+    check_words(source, tokenizer)

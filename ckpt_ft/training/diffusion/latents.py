@@ -1,4 +1,4 @@
-"""Images and captions as what the U-Net sees, encoded once into files: then only the U-Net is on the device.
+"""Images and captions as what is trained sees them, encoded once into files: then it alone is on the device.
 
 The cache is a directory of safetensors shards, `SHARD` rows each, each whole or not there: a killed run keeps
 what it had encoded. Of an image the moments of its latent distribution are kept, not one sample, so that each
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,12 @@ from ckpt_ft.training.images.files import open_image
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from .encoders import Encoders, Tokenize
+    from .frozen import Frozen
 
 logger = logging.getLogger(__name__)
 
 SHARD = 256
+_LAYOUT = 2  # raise it when the tensors of a shard get other names
 Row = dict[str, Tensor]
 Key = tuple[int, int]  # epoch, index
 
@@ -46,7 +48,9 @@ class FramedImages(TorchDataset[Row]):
     So any process can make any row of any epoch, in any order: resuming needs no state of this dataset.
     """
 
-    def __init__(self, rows: Dataset, tokenize: Tokenize, resolution: int, args: ImageArguments, seed: int) -> None:
+    def __init__(
+        self, rows: Dataset, tokenize: Callable[[str], Row], resolution: int, args: ImageArguments, seed: int
+    ) -> None:
         self.rows, self.tokenize, self.resolution, self.args, self.seed = rows, tokenize, resolution, args, seed
 
     def __len__(self) -> int:
@@ -61,7 +65,7 @@ class FramedImages(TorchDataset[Row]):
 
 
 class CachedLatents(TorchDataset[Row]):
-    """Rows of `moments`, `time_ids`, `prompt_embeds` (and `pooled_embeds` for SDXL), read from shards one by one."""
+    """Rows of `moments`, `time_ids`, `prompt_embeds` (and what else a prompt is), read from shards one by one."""
 
     def __init__(self, directory: Path, rows: int) -> None:
         self.directory, self.rows = directory, rows
@@ -81,7 +85,7 @@ class CachedLatents(TorchDataset[Row]):
 
 
 def cache_latents(
-    images: FramedImages, encoders: Encoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
+    images: FramedImages, encoders: Frozen, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
 ) -> CachedLatents:
     """Encode what is not yet in the cache under `root`, every `ranks`-th shard from `rank` on.
 
@@ -109,7 +113,7 @@ def cache_latents(
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if not tensors["moments"].isfinite().all():
             raise WorkFailed(
-                f"the VAE makes no numbers of images {keys[0][1] + 1} to {keys[-1][1] + 1} in {encoders.dtype}; give "
+                f"the VAE makes no numbers of images {keys[0][1] + 1} to {keys[-1][1] + 1}; give "
                 "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
             )
         write(path, partial(save_file, tensors))
@@ -131,10 +135,10 @@ def _shard_path(directory: Path, shard: int) -> Path:
     return directory / f"{shard:06}.safetensors"
 
 
-def _digest(images: FramedImages, encoders: Encoders) -> str:
+def _digest(images: FramedImages, encoders: Frozen) -> str:
     """Of all that the latents depend on: rows, framing, tokenizers, the encoders' settings, weights and precision."""
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{images.rows._fingerprint} {images.resolution} {encoders.dtype} {SHARD}".encode())
+    digest.update(f"{images.rows._fingerprint} {images.resolution} {encoders.identity} {SHARD} {_LAYOUT}".encode())
     for file in images.rows["image"]:
         if file["bytes"] is None:  # the rows hold a path: the file behind it may change while the rows do not
             status = os.stat(file["path"])

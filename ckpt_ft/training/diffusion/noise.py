@@ -12,34 +12,34 @@ from torch.nn import functional
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.workload import Batch
 
-from .arguments import LoopArguments
-
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler
 
-    from .encoders import Encoders
+    from .frozen import Frozen
 
 
 class NoisyBatches:
-    """Makes micro-batches {"inputs": the U-Net's, "target": what it is to predict} of what a loader yields.
+    """Makes micro-batches of what a loader yields: {"inputs": the model's, "target": what it is to predict}.
 
     Args:
         encoders: kept only where the loader's rows are not encoded yet (`cache_latents` off).
+        add_noise: moments and prompts -> a micro-batch.
 
     Attributes:
-        scheduler: adds the noise.
+        add_noise: likewise.
         last: what was made last.
     """
 
-    def __init__(
-        self, encoders: Encoders, scheduler: DDPMScheduler, image_args: ImageArguments, args: LoopArguments
-    ) -> None:
-        self.scheduler = scheduler
+    def __init__(self, encoders: Frozen, add_noise: Any, image_args: ImageArguments) -> None:
         self.last: Batch = {}
+        self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
-        self._device, self._scaling = encoders.device, encoders.vae.config.scaling_factor
         self._empty_prompt, self._share_of_it = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
-        self._noise_offset = args.noise_offset
+
+    @property
+    def prompt(self) -> dict[str, Tensor]:
+        """What prompts are like: the empty one's encoding."""
+        return self._empty_prompt
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws from torch's global RNG: noise, times, and the captions that are left out."""
@@ -48,10 +48,20 @@ class NoisyBatches:
         else:
             encoded = self._encoders.encode(rows)
         drop_prompts(encoded, self._empty_prompt, self._share_of_it)
-        latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self._scaling
-        inputs, target = noisy_inputs(latents, encoded, self.scheduler, self._noise_offset)
-        self.last = {"inputs": inputs, "target": target}
+        self.last = self.add_noise(encoded)
         return self.last
+
+
+class Denoising:
+    """Adds a U-Net's noise to `moments`: {"inputs": the U-Net's, "target": what it is to predict}."""
+
+    def __init__(self, scheduler: DDPMScheduler, scaling: float, noise_offset: float) -> None:
+        self.scheduler, self.scaling, self.noise_offset = scheduler, scaling, noise_offset
+
+    def __call__(self, encoded: dict[str, Tensor]) -> Batch:
+        latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self.scaling
+        inputs, target = noisy_inputs(latents, encoded, self.scheduler, self.noise_offset)
+        return {"inputs": inputs, "target": target}
 
 
 def noisy_inputs(
@@ -72,8 +82,8 @@ def noisy_inputs(
         "timestep": times,
         "encoder_hidden_states": encoded["prompt_embeds"],
     }
-    if "pooled_embeds" in encoded:
-        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_embeds"], "time_ids": encoded["time_ids"]}
+    if "pooled_prompt_embeds" in encoded:
+        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
     if scheduler.config.prediction_type == "v_prediction":
         return inputs, scheduler.get_velocity(latents, noise, times)
     return inputs, noise

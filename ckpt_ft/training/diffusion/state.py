@@ -1,4 +1,4 @@
-"""What changes from step to step in the diffusion recipe: the U-Net, its optimizer, schedule and moving average."""
+"""What changes from step to step in a diffusion recipe: the model, its optimizer, schedule and moving average."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import nn
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint
 
-from .arguments import DiffusionModelArguments, LoopArguments
-from .unet import save_only_what_is_trained
+from .arguments import LoopArguments, PipelineArguments
+from .trained import Trained, save_only_what_is_trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from diffusers import UNet2DConditionModel
     from diffusers.training_utils import EMAModel
 
 
@@ -25,11 +24,11 @@ class TrainingState:
     """All that a checkpoint holds but for random states, which accelerate adds.
 
     Args:
-        parameters: what of `unet` is trained.
+        parameters: what of `model` is trained.
         rows: images of an epoch, over all ranks.
 
     Attributes:
-        unet: as accelerate has prepared it.
+        model: as accelerate has prepared it.
         ema: the moving average of `parameters`; None where none is kept.
         step: optimizer steps made, of `total_steps`.
         samples_seen: images that these took, over all ranks.
@@ -37,10 +36,11 @@ class TrainingState:
 
     def __init__(
         self,
-        unet: UNet2DConditionModel,
+        model: nn.Module,
         parameters: list[nn.Parameter],
         rows: int,
-        model_args: DiffusionModelArguments,
+        part: Trained,
+        model_args: PipelineArguments,
         args: LoopArguments,
         accelerator: Accelerator,
     ) -> None:
@@ -59,8 +59,8 @@ class TrainingState:
             num_training_steps=self.total_steps,
         )
         self.ema = EMAModel(parameters) if args.use_ema else None
-        self.unet, self.optimizer = accelerator.prepare(unet, optimizer)
-        save_only_what_is_trained(accelerator, model_args)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        save_only_what_is_trained(accelerator, part, lora=model_args.rank is not None)
         hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
             "rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes,
@@ -72,9 +72,9 @@ class TrainingState:
         return self.step >= self.total_steps
 
     @property
-    def trained(self) -> UNet2DConditionModel:
-        """The U-Net without what accelerate has put around it."""
-        return self.accelerator.unwrap_model(self.unet)
+    def trained(self) -> nn.Module:
+        """The model without what accelerate has put around it."""
+        return self.accelerator.unwrap_model(self.model)
 
     @property
     def learning_rate(self) -> float:
@@ -110,7 +110,7 @@ class TrainingState:
         gloo's thread with the GIL held, and that thread may be waiting for the GIL to free its last tensors: neither
         ends.
         """
-        self.unet = self.trained
+        self.model = self.trained
         self.accelerator.free_memory()
 
 

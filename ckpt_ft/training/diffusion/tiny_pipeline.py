@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 DECODER_STEPS = 300
 _VERSION = 1  # part of the cache directory's name: raise it when what is made changes
-_PROMPT_LENGTH = 12  # tokens: the longest caption has ten words
-_TEXT_WIDTH = 64
+PROMPT_LENGTH = 12  # tokens: the longest caption has ten words
+TEXT_WIDTH = 64
 
 
 def tiny_pipeline_dir(kind: str = "sd2") -> str:
@@ -56,8 +56,8 @@ def make_tiny_pipeline(
         torch.manual_seed(0)
         parts: dict[str, Any] = {
             "vae": tiny_vae(decoder_steps),
-            "text_encoder": _text_encoder("CLIPTextModel"),
-            "tokenizer": _tokenizer(),
+            "text_encoder": tiny_clip("CLIPTextModel"),
+            "tokenizer": tiny_tokenizer(),
             "scheduler": DDIMScheduler(
                 beta_start=0.00085,
                 beta_end=0.012,
@@ -69,7 +69,7 @@ def make_tiny_pipeline(
             ),
         }
         if kind == "sdxl":
-            parts |= {"text_encoder_2": _text_encoder("CLIPTextModelWithProjection"), "tokenizer_2": _tokenizer()}
+            parts |= {"text_encoder_2": tiny_clip("CLIPTextModelWithProjection"), "tokenizer_2": tiny_tokenizer()}
             return StableDiffusionXLPipeline(unet=_unet(widths, sdxl=True), **parts)
         return StableDiffusionPipeline(
             unet=_unet(widths), safety_checker=None, feature_extractor=None, requires_safety_checker=False, **parts
@@ -79,14 +79,14 @@ def make_tiny_pipeline(
 def _unet(widths: tuple[int, ...], sdxl: bool = False) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
-    conditioning: dict[str, Any] = {"cross_attention_dim": _TEXT_WIDTH}
+    conditioning: dict[str, Any] = {"cross_attention_dim": TEXT_WIDTH}
     if sdxl:
         time_ids = 8  # width of the embedding of each of the six
         conditioning = {
-            "cross_attention_dim": 2 * _TEXT_WIDTH,
+            "cross_attention_dim": 2 * TEXT_WIDTH,
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": time_ids,
-            "projection_class_embeddings_input_dim": _TEXT_WIDTH + 6 * time_ids,
+            "projection_class_embeddings_input_dim": TEXT_WIDTH + 6 * time_ids,
         }
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 4,
@@ -102,7 +102,7 @@ def _unet(widths: tuple[int, ...], sdxl: bool = False) -> nn.Module:
     )
 
 
-def _tokenizer() -> CLIPTokenizer:
+def tiny_tokenizer() -> CLIPTokenizer:
     """A CLIP tokenizer whose BPE knows the captions' words whole and falls back to letters for all others."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
@@ -124,21 +124,21 @@ def _tokenizer() -> CLIPTokenizer:
     bpe.train_from_iterator([*(drawing.caption for drawing in drawings()), *letters], trainer)
     with tempfile.TemporaryDirectory() as directory:
         vocabulary, merges = bpe.model.save(directory)
-        return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=_PROMPT_LENGTH)
+        return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=PROMPT_LENGTH)
 
 
-def _text_encoder(class_name: str) -> nn.Module:
+def tiny_clip(class_name: str) -> nn.Module:
     """Random, and frozen for ever: words and places are drawn far apart, and the layers change them little."""
     import transformers
 
     config = transformers.CLIPTextConfig(
         vocab_size=512,
-        hidden_size=_TEXT_WIDTH,
-        intermediate_size=2 * _TEXT_WIDTH,
-        projection_dim=_TEXT_WIDTH,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
+        projection_dim=TEXT_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=_PROMPT_LENGTH,
+        max_position_embeddings=PROMPT_LENGTH,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,

@@ -1,24 +1,29 @@
-"""Validation images: prompts drawn by the U-Net as it stands; on disk, at the trackers, at the end on one sheet."""
+"""Validation images: prompts drawn by the model as it stands; on disk, at the trackers, at the end on one sheet."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from torch import nn
 
 from ckpt_ft.training.images.shapes import contact_sheet, drawings
 
-from .arguments import DiffusionModelArguments, LoopArguments
+from .arguments import LoopArguments, PipelineArguments
+from .trained import Trained, predicts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from diffusers import UNet2DConditionModel
 
-    from .encoders import Encoders
+    from .frozen import Frozen
 
+# (pipeline, autocast, guidance scale, the pipeline's other arguments) -> the images
+Draw = Callable[[Any, Callable[[], AbstractContextManager[Any]], float, dict[str, Any]], list[Image.Image]]
 TILE = 96  # pixels of an image on the sheet, at most
 _MARGIN = 4
 _LABEL = 72  # pixels for the row's name
@@ -30,23 +35,30 @@ class Validation:
     Args:
         encoders: only the VAE is kept; it comes to the device for a validation and goes back to where it was.
         size: side of the images in pixels.
+        draw: what turns a pipeline and its arguments into images.
     """
 
     def __init__(
-        self, model: DiffusionModelArguments, args: LoopArguments, encoders: Encoders, size: int, folder: Path
+        self,
+        part: Trained,
+        model: PipelineArguments,
+        args: LoopArguments,
+        encoders: Frozen,
+        size: int,
+        folder: Path,
+        draw: Draw,
     ) -> None:
-        self.model, self.args, self.size, self.folder = model, args, size, folder
-        self.sdxl = encoders.sdxl
-        self.vae = encoders.vae
+        self.part, self.model, self.args, self.size, self.folder, self.draw = part, model, args, size, folder, draw
+        self.vae, self.absent = encoders.vae, encoders.absent
         self.prompts = args.validation_prompt or []
         self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
 
-    def run(self, unet: UNet2DConditionModel, accelerator: Accelerator, step: int) -> None:
+    def run(self, model: nn.Module, accelerator: Accelerator, step: int) -> None:
         """Draw all prompts, write `step-{step}.png` and send them to the trackers. Only on the main process.
 
         The run's own RNG is left alone: noise comes from a generator of its own, the same at each validation.
         """
-        images = self._draw(unet, accelerator)
+        images = self._draw(model, accelerator)
         self.folder.mkdir(parents=True, exist_ok=True)
         if step == 0:
             for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
@@ -63,59 +75,49 @@ class Validation:
                 tracker.log_images({"validation": images}, step=step)
 
     @torch.no_grad()
-    def _draw(self, unet: UNet2DConditionModel, accelerator: Accelerator) -> list[Image.Image]:
-        pipeline = self._pipeline(unet)
-        home, was_training = self.vae.device, unet.training
+    def _draw(self, model: nn.Module, accelerator: Accelerator) -> list[Image.Image]:
+        pipeline = self._pipeline(model)
+        home, was_training = self.vae.device, model.training
         self.vae.to(accelerator.device)
-        unet.eval()
+        model.eval()
         try:
-            with accelerator.autocast():
-                latents = pipeline(
+            return self.draw(
+                pipeline,
+                accelerator.autocast,
+                self.args.validation_guidance_scale,
+                {
                     **self._prompt_arguments(accelerator.device),
-                    height=self.size,
-                    width=self.size,
-                    num_inference_steps=self.args.validation_inference_steps,
-                    guidance_scale=self.args.validation_guidance_scale,
-                    num_images_per_prompt=self.args.num_validation_images,
-                    generator=torch.Generator().manual_seed(self.args.seed),
-                    output_type="latent",
-                ).images
-            # Outside of autocast: SDXL's VAE overflows in half precision.
-            decoded = torch.cat(
-                [self.vae.decode(part.float() / self.vae.config.scaling_factor).sample for part in latents.split(4)]
+                    "height": self.size,
+                    "width": self.size,
+                    "num_inference_steps": self.args.validation_inference_steps,
+                    "num_images_per_prompt": self.args.num_validation_images,
+                    "generator": torch.Generator().manual_seed(self.args.seed),
+                },
             )
-            return pipeline.image_processor.postprocess(decoded.cpu(), output_type="pil")
         finally:
-            unet.train(was_training)
+            model.train(was_training)
             self.vae.to(home)
 
-    def _pipeline(self, unet: UNet2DConditionModel) -> Any:
+    def _pipeline(self, model: nn.Module) -> Any:
         """The pipeline with its own sampler, around what is at hand: no text encoder is loaded again."""
         from diffusers import DiffusionPipeline
 
-        absent: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer"))
-        absent |= dict.fromkeys(("text_encoder_2", "tokenizer_2") if self.sdxl else ("safety_checker",))
         pipeline = DiffusionPipeline.from_pretrained(
             self.model.pretrained_model_name_or_path,
-            unet=unet,
-            vae=self.vae,
             revision=self.model.revision,
             variant=self.model.variant,
-            **absent,
+            **{self.part.component: model, "vae": self.vae, **dict.fromkeys(self.absent)},
         )
-        if self.model.prediction_type is not None:
-            pipeline.scheduler.register_to_config(prediction_type=self.model.prediction_type)
+        predicts(pipeline.scheduler, self.model)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     def _prompt_arguments(self, device: torch.device) -> dict[str, torch.Tensor]:
-        count = len(self.prompts)
-        arguments = {}
-        for name, ours in (("prompt_embeds", "prompt_embeds"), ("pooled_prompt_embeds", "pooled_embeds")):
-            if ours in self.embeds:
-                embeds = self.embeds[ours].to(device)
-                arguments[name] = embeds[:count]
-                arguments[f"negative_{name}"] = embeds[count:].expand(count, *embeds.shape[1:])
+        count, arguments = len(self.prompts), {}
+        for name, values in self.embeds.items():
+            embeds = values.to(device)
+            arguments[name] = embeds[:count]
+            arguments[f"negative_{name}"] = embeds[count:].expand(count, *embeds.shape[1:])
         return arguments
 
     def write_sheet(self, path: Path) -> None:

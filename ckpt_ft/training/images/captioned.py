@@ -1,4 +1,4 @@
-"""Captioned images: a Hub dataset, a folder with metadata.jsonl, or the drawn shapes; checked before training starts.
+"""Captioned images: a Hub dataset, a folder with metadata.jsonl or .txt files, drawn shapes; checked before training.
 
 Whatever is wrong with them is one line that names the file or row. Images are resized so that their short side is the
 resolution, cropped to a square and perhaps mirrored, with Pillow.
@@ -44,7 +44,9 @@ class ImageArguments:
     dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
     dataset_config_name: str | None = flag(None, "Its configuration.")
     train_data_dir: str | None = flag(
-        None, "Image folder with a metadata.jsonl of file_name and text; without it and dataset_name, drawn shapes."
+        None,
+        "Image folder with a metadata.jsonl of file_name and text, or a .txt of the same name beside each image; "
+        "without it and dataset_name, drawn shapes.",
     )
     image_column: str = flag("image", "Column of the images.")
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
@@ -133,10 +135,7 @@ def _image_folder(directory: str, caption_column: str) -> Dataset:
         (path for path in (folder / "metadata.jsonl", folder / "train" / "metadata.jsonl") if path.is_file()), None
     )
     if listing is None:
-        raise UserError(
-            f"--train_data_dir {directory}: no metadata.jsonl with the captions; write one line per image, such as "
-            f'{{"file_name": "1.png", "{caption_column}": "a red circle"}}'
-        )
+        return _with_text_files(folder, caption_column)
     paths, captions = [], []
     for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
         if line.strip():
@@ -144,6 +143,29 @@ def _image_folder(directory: str, caption_column: str) -> Dataset:
             paths.append(_inside(folder, listing.parent / entry["file_name"], f"{listing} line {number}"))
             captions.append(entry[caption_column])
     return Dataset.from_dict({"image": paths, "text": captions})
+
+
+def _with_text_files(folder: Path, caption_column: str) -> Dataset:
+    """The layout of kohya's scripts: `1.png` and, beside it, `1.txt` with its caption."""
+    from datasets import Dataset
+
+    suffixes = Image.registered_extensions()
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    texts = [path.with_suffix(".txt") for path in images]
+    if not any(text.is_file() for text in texts):
+        raise UserError(
+            f"--train_data_dir {folder}: neither a metadata.jsonl nor .txt files beside the images with the captions; "
+            f'write one line per image, such as {{"file_name": "1.png", "{caption_column}": "a red circle"}}'
+        )
+    captions = []
+    for image, text in zip(images, texts, strict=True):
+        try:
+            captions.append(text.read_text(encoding="utf-8").strip())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{image} has no caption: {text.name} beside it: {one_line(error, 200)}") from error
+        if not captions[-1]:
+            raise UserError(f"{image} has no caption: {text.name} is empty")
+    return Dataset.from_dict({"image": [str(path) for path in images], "text": captions})
 
 
 def _inside(folder: Path, path: Path, place: str) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from ckpt_ft.errors import one_line
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import flush, flush_tree, make_directory, write
 
 logger = logging.getLogger(__name__)
 NAME = "manifest.json"
 _CHUNK = 1 << 20
+_NO_PLACE = (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
 class Entry(BaseModel):
@@ -89,18 +90,25 @@ def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
     """The directory `path`, filled by `fill(directory)` the first time; a damaged one is made again, with a warning.
 
     Raises:
-        OSError: it cannot be written.
+        UserError: there can be no directory at that place.
+        OSError: the disk is full.
     """
-    wrong = what_is_wrong(path) if path.is_dir() else None
-    if wrong is not None:
-        logger.warning("%s is made again: %s", path, wrong)
-        shutil.rmtree(path)
 
     def filled(directory: Path) -> None:
         fill(directory)
         write_manifest(directory, path.name)
 
-    return make_directory(path, filled)
+    try:
+        wrong = what_is_wrong(path) if path.is_dir() else None
+        if wrong is not None:
+            logger.warning("%s is made again: %s", path, wrong)
+            shutil.rmtree(path)
+        return make_directory(path, filled)
+    except _NO_PLACE as error:
+        raise UserError(
+            f"{path} cannot be made ({error.strerror}: {error.filename}); CKPT_FT_CACHE names another directory for "
+            "what is made once"
+        ) from error
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import SplitArguments
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, SplitArguments, check_numbers
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.manifest import make_whole
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+_NUMBERS = {
+    "beta": NOT_NEGATIVE,
+    "label_smoothing": SHARE,
+    "max_length": Range(2),
+    "ref_model_sync_steps": AT_LEAST_ONE,
+}
 _PAIRS = 2_000  # of the built-in sample
 
 
@@ -47,6 +53,10 @@ class DPOArguments(RunArguments, DPOConfig):
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
     pad_token: str | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, _NUMBERS)
+        super().__post_init__()
 
 
 def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

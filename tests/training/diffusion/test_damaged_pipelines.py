@@ -16,7 +16,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, own_side, unet_config
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
-from ckpt_ft.training.diffusion.unet import save_result
+from ckpt_ft.training.diffusion.trained import UNET, save_result
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -104,7 +104,7 @@ def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(copied))
     unet = load_unet(args)
     shutil.rmtree(copied)
-    with pytest.raises(RuntimeError, match=f"the U-Net is in {tmp_path}/out/unet, and the rest of its pipeline"):
-        save_result(unet, None, args, str(tmp_path / "out"))
+    with pytest.raises(RuntimeError, match=f"the unet is in {tmp_path}/out/unet, and the rest of its pipeline"):
+        save_result(unet, UNET, None, args, str(tmp_path / "out"))
     saved = UNet2DConditionModel.from_pretrained(tmp_path / "out" / "unet").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())

@@ -16,7 +16,7 @@ from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_u
 from ckpt_ft.training.diffusion.noise import denoising_loss, drop_prompts, noisy_inputs
 from ckpt_ft.training.diffusion.state import averaged
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
-from ckpt_ft.training.diffusion.unet import load_unet_weights, prepare_unet, save_unet
+from ckpt_ft.training.diffusion.trained import UNET, load_trained, prepare, save_trained
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,16 @@ def test_min_snr_weights() -> None:
 
 
 def test_dropped_prompts() -> None:
-    encoded = {"prompt_embeds": torch.ones(4000, 3, 2), "pooled_embeds": torch.ones(4000, 5), "moments": torch.ones(1)}
-    empty = {"prompt_embeds": torch.zeros(1, 3, 2), "pooled_embeds": torch.zeros(1, 5)}
+    encoded = {
+        "prompt_embeds": torch.ones(4000, 3, 2),
+        "pooled_prompt_embeds": torch.ones(4000, 5),
+        "moments": torch.ones(1),
+    }
+    empty = {"prompt_embeds": torch.zeros(1, 3, 2), "pooled_prompt_embeds": torch.zeros(1, 5)}
     drop_prompts(encoded, empty, 0.25)
     dropped = encoded["prompt_embeds"].amax(dim=(1, 2)) == 0
     assert 0.22 < dropped.float().mean() < 0.28
-    assert torch.equal(dropped, encoded["pooled_embeds"].amax(dim=1) == 0)
+    assert torch.equal(dropped, encoded["pooled_prompt_embeds"].amax(dim=1) == 0)
     state = torch.random.get_rng_state()
     drop_prompts(encoded, empty, 0.0)
     assert torch.equal(state, torch.random.get_rng_state())
@@ -90,11 +94,11 @@ def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: i
     for seed in (0, 1):
         torch.manual_seed(seed)
         unet = load_unet(args)
-        for parameter in prepare_unet(unet, args, torch.float32):
+        for parameter in prepare(unet, args, torch.float32):
             torch.nn.init.normal_(parameter)
         unets.append(unet)
-    save_unet(unets[0], tmp_path, lora=rank is not None)
-    load_unet_weights(unets[1], tmp_path, lora=rank is not None)
+    save_trained(unets[0], UNET, tmp_path, lora=rank is not None)
+    load_trained(unets[1], UNET, tmp_path, lora=rank is not None)
     pairs = zip(unets[0].parameters(), unets[1].parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -104,7 +108,7 @@ def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
     args.rank = 2
     unet = load_unet(args)
     layers = sum(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name, _ in unet.named_modules())
-    parameters = prepare_unet(unet, args, torch.bfloat16)
+    parameters = prepare(unet, args, torch.bfloat16)
     assert len(parameters) == 2 * layers
     assert {parameter.dtype for parameter in parameters} == {torch.float32}
     assert unet.conv_in.weight.dtype == torch.bfloat16

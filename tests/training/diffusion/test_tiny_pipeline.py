@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
-from ckpt_ft.training.diffusion.tiny_pipeline import _tokenizer, make_tiny_pipeline, tiny_pipeline_dir
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline, tiny_pipeline_dir, tiny_tokenizer
 from ckpt_ft.training.diffusion.tiny_vae import LATENT_CHANNELS, _gather, _principal_components, tiny_vae
 from ckpt_ft.training.images.shapes import drawings
 
@@ -88,4 +88,4 @@ def test_the_tokenizer_knows_the_captions() -> None:
 
 def test_the_tokenizer_is_the_same_each_time() -> None:
     """Its trainer walks a hash map: ids that depend on that would make each machine's runs differ."""
-    assert len({_tokenizer().backend_tokenizer.to_str() for _ in range(4)}) == 1
+    assert len({tiny_tokenizer().backend_tokenizer.to_str() for _ in range(4)}) == 1

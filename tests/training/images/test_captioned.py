@@ -37,6 +37,25 @@ def test_a_folder(tmp_path: Path) -> None:
     assert len(first) == 1
 
 
+def test_captions_beside_the_images(tmp_path: Path) -> None:
+    """As kohya's scripts have them, in folders below as well; each image has one."""
+    for name, caption in (("b.png", " a red\n"), ("a.jpg", "blé"), ("more/c.png", "green")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (40, 40)).save(path)
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    args = ImageArguments(train_data_dir=str(tmp_path))
+    rows = load_captioned(args, 32)
+    assert [Path(image["path"]).name for image in rows["image"]] == ["a.jpg", "b.png", "c.png"]
+    assert list(rows["text"]) == ["blé", "a red", "green"]
+    for content, words in ((b"", "b.txt is empty"), (b"\xff\xfe\xff", "b.txt beside it: "), (None, "No such file")):
+        (tmp_path / "b.txt").unlink()
+        if content is not None:
+            (tmp_path / "b.txt").write_bytes(content)
+        with pytest.raises(UserError, match=f"b.png has no caption: .*{words}"):
+            load_captioned(args, 32)
+
+
 def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
     from datasets import Image as ImageFeature
 
@@ -95,7 +114,7 @@ def test_bad_images_are_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureF
 def test_no_folder_and_no_listing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         load_captioned(ImageArguments(train_data_dir=str(tmp_path / "none")), 32)
-    with pytest.raises(UserError, match="no metadata.jsonl"):
+    with pytest.raises(UserError, match="neither a metadata.jsonl nor .txt files"):
         load_captioned(ImageArguments(train_data_dir=str(tmp_path)), 32)
 
 
@@ -138,7 +157,7 @@ def test_random_framing() -> None:
         (lambda: DiffusionModelArguments(rank=4, lora_dropout=1.0), "--lora_dropout"),
         (lambda: LoopArguments(train_batch_size=0), "--train_batch_size 0: give at least 1"),
         (lambda: LoopArguments(checkpoints_total_limit=0), "--checkpoints_total_limit 0"),
-        (lambda: LoopArguments(snr_gamma=0.0), "--snr_gamma"),
+        (lambda: DiffusionModelArguments(snr_gamma=0.0), "--snr_gamma"),
     ],
 )
 def test_bad_flags(make: Any, words: str) -> None:

@@ -14,6 +14,7 @@ from ckpt_ft.training.images.labelled import VisionArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.text.preferences import DPOArguments
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,11 @@ def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) 
         (DiffusionModelArguments, ["--rank", "65537"], "--rank 65537: a LoRA rank is at least 1, at most 65536;"),
         (ImageArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 0 to 16384"),
         (ImageArguments, ["--dataloader_num_workers", "-1"], "--dataloader_num_workers -1: give a number from 0 on"),
+        (DPOArguments, ["--use_cpu", "--output_dir", "out", "--beta", "nan"], "--beta nan: give a number from 0 on"),
         (VisionArguments, ["--resolution", "100000"], "give at least 8 pixels, and at most 16384"),
     ],
 )
-def test_models_and_images(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_is_no_number(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(kind, flags, says, monkeypatch)
 
 

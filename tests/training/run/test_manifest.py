@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.training.run.manifest import make_whole, what_is_wrong
 
 
@@ -32,3 +33,11 @@ def test_a_damaged_directory_is_made_again(tmp_path: Path, caplog: pytest.LogCap
         "sub/weights is missing",
     ]
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["made"]
+
+
+def test_a_place_that_can_be_no_directory(tmp_path: Path) -> None:
+    """A cache that is a file, or in a directory that takes none."""
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "cache" / "made", tmp_path / "file" / "made", Path("/proc/nowhere/made")):
+        with pytest.raises(UserError, match=r"made cannot be made \(.*\); CKPT_FT_CACHE names another directory"):
+            make_whole(place, lambda directory: (directory / "x").touch())

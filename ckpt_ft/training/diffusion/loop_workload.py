@@ -1,4 +1,4 @@
-"""The diffusion recipe's step as a workload, and what `auto` and `--find_max_batch_size` leave open for it."""
+"""The diffusion recipes' step as a workload, and what `auto` and `--find_max_batch_size` leave open for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.workload import Batch, Forward, Workload
+from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
-from .noise import denoising_loss
+from .flow import flow_loss
+from .noise import NoisyBatches, denoising_loss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
 
 def unet_workload(
-    unet: nn.Module, args: LoopArguments, accelerator: Accelerator, scheduler: Any, side: int, dtype: torch.dtype
+    unet: nn.Module,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    scheduler: Any,
+    snr_gamma: float | None,
+    side: int,
+    dtype: torch.dtype,
 ) -> Workload:
     """The loop's step on latents of `side` x `side` and prompts of `dtype`.
 
@@ -40,10 +47,40 @@ def unet_workload(
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         inputs = batch["inputs"]
         prediction = model(**inputs).sample
-        return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], args.snr_gamma)
+        return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], snr_gamma)
 
+    return _workload(unet, make_batch, compute_loss, args, accelerator)
+
+
+def flow_workload(
+    transformer: nn.Module,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    noisy: NoisyBatches,
+    latent: tuple[int, ...],
+) -> Workload:
+    """The loop's step on latents of the shape `latent` (C, h, w) and prompts like those of `noisy`.
+
+    A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}.
+    """
+    shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        prompts = {
+            name: torch.ones(samples, *shape, dtype=dtype, device=accelerator.device)
+            for name, (shape, dtype) in shapes.items()
+        }
+        zeros = torch.zeros(samples, *latent, device=accelerator.device)
+        return noisy.add_noise.batch(zeros, zeros, torch.ones(samples, device=accelerator.device), prompts)
+
+    return _workload(transformer, make_batch, flow_loss, args, accelerator)
+
+
+def _workload(
+    model: nn.Module, make_batch: MakeBatch, compute_loss: Loss, args: LoopArguments, accelerator: Accelerator
+) -> Workload:
     return Workload(
-        unet,
+        model,
         make_batch,
         compute_loss,
         # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
@@ -53,12 +90,12 @@ def unet_workload(
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        name=type(unet).__name__,
+        name=type(model).__name__,
     )
 
 
-def fit_unet(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
-    """`fit_to_memory` for the diffusion recipe's loop; `accelerator` is told the accumulation."""
+def fit_loop(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
+    """`fit_to_memory` for the diffusion recipes' loop; `accelerator` is told the accumulation."""
     fitted = fit(
         workload, attempt.args, attempt.settings, accelerator.device, lambda: launch_of(accelerator),
         "train_batch_size", attempt.budget,

@@ -1,0 +1,282 @@
+"""The families of diffusion transformers that diffusers has a pipeline for, and all that differs between them.
+
+A row of the table is a `Family`: names of classes and components, how prompts are encoded, how an image's latents are
+scaled, what the transformer is called with. Each function follows the family's pipeline (and training script, where
+diffusers has one), so that what is trained on is what is drawn from later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from .trained import Trained
+
+Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        name: for people.
+        part: the transformer.
+        vae: its class in diffusers.
+        tokens: that a prompt is padded to.
+        encode: (pipeline, captions, tokens, device) -> what the pipeline takes in place of captions.
+        inputs: (transformer's config, noisy latents, sigmas, prompts, guidance) -> the transformer's arguments.
+        guidance: (scale, transformer's config) -> the pipeline's arguments for classifier-free guidance.
+        moments: (VAE, pixels) -> what a cache keeps of an image.
+        latents: (VAE, moments) -> latents (B, C, h, w) in the transformer's scale.
+        pack: latents -> as the transformer predicts them.
+        patch: latents of a side that are one token of it.
+        weighting: which times are drawn when nothing else is asked for.
+    """
+
+    name: str
+    part: Trained
+    vae: str
+    tokens: int
+    encode: Callable[[Any, list[str], int, torch.device], Prompts]
+    inputs: Callable[[Any, Tensor, Tensor, Prompts, float], dict[str, Any]]
+    guidance: Callable[[float, Any], dict[str, Any]]
+    moments: Callable[[Any, Tensor], Tensor]
+    latents: Callable[[Any, Tensor], Tensor]
+    pack: Callable[[Tensor], Tensor]
+    patch: int = 2
+    weighting: str = "none"
+
+    def draw(
+        self,
+        pipeline: Any,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        guidance: float,
+        arguments: dict[str, Any],
+    ) -> list[Image.Image]:
+        """What the pipeline draws, decoded by its own rules."""
+        with autocast():
+            images: list[Image.Image] = pipeline(
+                **self.guidance(guidance, pipeline.transformer.config), **arguments
+            ).images
+        return images
+
+
+def _as_it_is(latents: Tensor) -> Tensor:
+    return latents
+
+
+def _packed(latents: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h/2 * w/2, 4C): squares of 2 x 2 as tokens (FluxPipeline._pack_latents)."""
+    return functional.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2)
+
+
+def _sequence(latents: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h * w, C)."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def _places(latents: Tensor, patch: int, axes: int) -> Tensor:
+    """(h * w / patch**2, axes): row and column of each token on the second and third axis."""
+    height, width = (side // patch for side in latents.shape[2:])
+    places = torch.zeros(height, width, axes, device=latents.device)
+    places[..., 1] = torch.arange(height, device=latents.device)[:, None]
+    places[..., 2] = torch.arange(width, device=latents.device)
+    return places.flatten(0, 1)
+
+
+def _moments(vae: Any, pixels: Tensor) -> Tensor:
+    moments: Tensor = vae.encode(pixels).latent_dist.parameters
+    return moments
+
+
+def _sampled(moments: Tensor) -> Tensor:
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    sample: Tensor = DiagonalGaussianDistribution(moments).sample()
+    return sample
+
+
+def _shifted(vae: Any, moments: Tensor) -> Tensor:
+    return (_sampled(moments) - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+def _unbinned_guidance(scale: float, config: Any) -> dict[str, Any]:
+    """Images as large as they are asked for, not the nearest of the published sizes."""
+    return {"guidance_scale": scale, "use_resolution_binning": False}
+
+
+def _plain_guidance(scale: float, config: Any) -> dict[str, Any]:
+    return {"guidance_scale": scale}
+
+
+def _true_guidance(scale: float, config: Any) -> dict[str, Any]:
+    """A transformer that was distilled takes the scale itself; another is asked twice."""
+    return {"guidance_scale": scale} if config.guidance_embeds else {"true_cfg_scale": scale}
+
+
+def _told(config: Any, sigmas: Tensor, guidance: float) -> dict[str, Any]:
+    """The scale that a guidance-distilled transformer is told."""
+    return {"guidance": torch.full_like(sigmas, guidance)} if config.guidance_embeds else {}
+
+
+def _flux_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    embeds, pooled, _ = pipeline.encode_prompt(captions, None, device=device, max_sequence_length=tokens)
+    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+
+def _flux_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    embeds = prompts["prompt_embeds"]
+    return {
+        "hidden_states": _packed(noisy),
+        "timestep": sigmas,
+        "encoder_hidden_states": embeds,
+        "pooled_projections": prompts["pooled_prompt_embeds"],
+        "txt_ids": torch.zeros(embeds.shape[1], 3, device=noisy.device),
+        "img_ids": _places(noisy, 2, 3),
+        **_told(config, sigmas, guidance),
+    }
+
+
+def _flux2_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    return {"prompt_embeds": pipeline.encode_prompt(captions, device, max_sequence_length=tokens)[0]}
+
+
+def _flux2_latents(vae: Any, moments: Tensor) -> Tensor:
+    """Squares of 2 x 2 as channels, whitened by the statistics of the VAE's batch norm."""
+    latents = functional.pixel_unshuffle(_sampled(moments), 2)
+    mean, variance = (value.to(latents).view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+    return (latents - mean) / (variance + vae.config.batch_norm_eps).sqrt()
+
+
+def _flux2_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    embeds = prompts["prompt_embeds"]
+    words = torch.zeros(embeds.shape[1], 4, device=noisy.device)
+    words[:, 3] = torch.arange(len(words), device=noisy.device)
+    return {
+        "hidden_states": _sequence(noisy),
+        "timestep": sigmas,
+        "encoder_hidden_states": embeds,
+        "txt_ids": words,
+        "img_ids": _places(noisy, 1, 4),
+        **_told(config, sigmas, guidance),
+    }
+
+
+def _sd3_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    embeds, _, pooled, _ = pipeline.encode_prompt(
+        captions, None, None, device=device, do_classifier_free_guidance=False, max_sequence_length=tokens
+    )
+    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+
+def _sd3_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    return {
+        "hidden_states": noisy,
+        "timestep": sigmas * 1000,
+        "encoder_hidden_states": prompts["prompt_embeds"],
+        "pooled_projections": prompts["pooled_prompt_embeds"],
+    }
+
+
+def _qwen_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    """Padded to `tokens`, since the pipeline pads to the longest of those that it is given."""
+    embeds, mask = pipeline.encode_prompt(captions, device, max_sequence_length=tokens)
+    if mask is None:  # the pipeline's word for: no padding
+        mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    missing = tokens - embeds.shape[1]
+    return {
+        "prompt_embeds": functional.pad(embeds, (0, 0, 0, missing)),
+        "prompt_embeds_mask": functional.pad(mask, (0, missing)),
+    }
+
+
+def _qwen_moments(vae: Any, pixels: Tensor) -> Tensor:
+    """A video VAE's, of one frame."""
+    return _moments(vae, pixels.unsqueeze(2)).squeeze(2)
+
+
+def _qwen_latents(vae: Any, moments: Tensor) -> Tensor:
+    latents = _sampled(moments)
+    mean, deviation = (
+        torch.tensor(values).to(latents).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / deviation
+
+
+def _qwen_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    height, width = noisy.shape[2:]
+    return {
+        "hidden_states": _packed(noisy),
+        "timestep": sigmas,
+        "encoder_hidden_states": prompts["prompt_embeds"],
+        "encoder_hidden_states_mask": prompts["prompt_embeds_mask"],
+        "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
+        **_told(config, sigmas, guidance),
+    }
+
+
+def _sana_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
+    """Under the instruction that the pipeline gives its text encoder, and the empty caption without, as it does."""
+    instruction = inspect.signature(type(pipeline).__call__).parameters["complex_human_instruction"].default
+    encoded = [
+        pipeline.encode_prompt(
+            caption, False, device=device, max_sequence_length=tokens,
+            complex_human_instruction=instruction if caption else None,
+        )[:2]
+        for caption in captions
+    ]  # fmt: skip
+    embeds, masks = (torch.cat(parts) for parts in zip(*encoded, strict=True))
+    return {"prompt_embeds": embeds, "prompt_attention_mask": masks}
+
+
+def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, guidance: float) -> dict[str, Any]:
+    return {
+        "hidden_states": noisy,
+        "encoder_hidden_states": prompts["prompt_embeds"],
+        "encoder_attention_mask": prompts["prompt_attention_mask"],
+        "timestep": sigmas * 1000 * config.timestep_scale,
+        **_told(config, sigmas, guidance),
+    }
+
+
+FAMILIES = {
+    row.part.pipeline: row
+    for row in (
+        Family(
+            "FLUX.1", Trained("transformer", "FluxTransformer2DModel", "FluxPipeline"), "AutoencoderKL", 512,
+            _flux_prompts, _flux_inputs, _true_guidance, _moments, _shifted, _packed,
+        ),
+        Family(
+            "FLUX.2 klein", Trained("transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline"),
+            "AutoencoderKLFlux2", 512,
+            _flux2_prompts, _flux2_inputs, _plain_guidance, _moments, _flux2_latents, _sequence,
+        ),
+        Family(
+            "Stable Diffusion 3", Trained("transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline"),
+            "AutoencoderKL", 256,
+            _sd3_prompts, _sd3_inputs, _plain_guidance, _moments, _shifted, _as_it_is, weighting="logit_normal",
+        ),
+        Family(
+            "Qwen-Image", Trained("transformer", "QwenImageTransformer2DModel", "QwenImagePipeline"),
+            "AutoencoderKLQwenImage", 512,
+            _qwen_prompts, _qwen_inputs, _true_guidance, _qwen_moments, _qwen_latents, _packed,
+        ),
+        Family(
+            "Sana", Trained("transformer", "SanaTransformer2DModel", "SanaPipeline"), "AutoencoderDC", 300,
+            _sana_prompts, _sana_inputs, _unbinned_guidance,
+            lambda vae, pixels: vae.encode(pixels).latent,
+            lambda vae, latents: latents * vae.config.scaling_factor,
+            _as_it_is, patch=1,
+        ),
+    )
+}  # fmt: skip

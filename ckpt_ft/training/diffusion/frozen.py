@@ -1,0 +1,34 @@
+"""What of a pipeline is not trained, whichever pipeline it is: what caches, noise and validation ask of it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Frozen(Protocol):
+    """A pipeline's VAE and text encoders, whichever they are.
+
+    Attributes:
+        tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
+        absent: components that drawing from prompts already encoded does without.
+        identity: what encodings depend on beside weights and tokenizers.
+    """
+
+    device: torch.device
+    vae: Any
+    tokenize: Any
+    absent: list[str]
+    identity: str
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that has weights."""
+
+    def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """`moments` of the latents and the prompts' encodings of what `FramedImages` yields."""
+
+    def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """By the names of the pipeline's arguments."""

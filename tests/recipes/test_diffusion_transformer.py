@@ -1,0 +1,307 @@
+"""recipes/diffusion_transformer.py run for real, in this process, on a tiny pipeline of every family."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from conftest import load_recipe
+from diffusers import DiffusionPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.errors import Interrupted, UserError, run
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
+from ckpt_ft.training.diffusion.tiny_transformers import KINDS, make_tiny_transformer
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.loop_memory import LoopMemory
+from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.units import parse_bytes
+from ckpt_ft.workloads.known_models import find_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
+         "--resolution", "32", "--max_sequence_length", "16", "--ac_report", "none"]  # fmt: skip
+RANDOM = [  # everything in a step that draws random numbers
+    "--rank", "2", "--lora_dropout", "0.2", "--no_center_crop", "--random_flip", "--proportion_empty_prompts", "0.3",
+    "--weighting_scheme", "logit_normal", "--use_ema", "--gradient_accumulation_steps", "2",
+    "--lr_scheduler", "cosine",
+]  # fmt: skip
+ADAPTERS = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny pipelines."""
+    root = tmp_path_factory.mktemp("transformers")
+    for kind in KINDS:
+        make_tiny_transformer(kind).save_pretrained(root / kind)
+    return {kind: str(root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe("diffusion_transformer")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
+    """The losses of a run that writes to `out`."""
+    forget()
+    recipe.main(["--pretrained_model_name_or_path", base, *SMALL, "--output_dir", str(out), *flags])
+    return [line["loss"] for line in read_losses(str(out))]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def draw(pipeline: Any) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    unbinned = {"use_resolution_binning": False} if type(pipeline).__name__ == "SanaPipeline" else {}
+    images = pipeline(
+        prompt="a red circle", height=32, width=32, num_inference_steps=1, max_sequence_length=16,
+        generator=torch.Generator().manual_seed(0), **unbinned,
+    ).images  # fmt: skip
+    return np.asarray(images[0])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of diffusers' DPM solver
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """By the pipeline's own loader, scale and all; a checkpoint holds the same and no frozen transformer."""
+    flags = ["--rank", "2", "--lora_alpha", "8", "--learning_rate", "1e-1", "--checkpointing_steps", "3"]
+    flags += ["--ac_policy", "full", "--ac_check"]
+    assert len(train(recipe, tiny[kind], tmp_path, *flags)) == 3
+    pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
+    plain = draw(pipeline)
+    pipeline.load_lora_weights(tmp_path)
+    config = pipeline.transformer.peft_config["default_0"]
+    assert (config.r, config.lora_alpha) == (2, 8)
+    saved = load_file(tmp_path / ADAPTERS)
+    loaded = {name for name, _ in pipeline.transformer.named_parameters() if "lora_" in name}
+    assert len(loaded) == len([name for name in saved if "lora" in name])
+    assert (draw(pipeline) != plain).any()
+    assert_same_weights(tmp_path / "checkpoint-3" / ADAPTERS, tmp_path / ADAPTERS)
+    assert sum(path.stat().st_size for path in (tmp_path / "checkpoint-3").iterdir()) < 200_000
+
+
+@pytest.mark.parametrize("kind", ["flux", pytest.param("sana", marks=pytest.mark.slow)])
+def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
+    train(recipe, tiny[kind], tmp_path, "--learning_rate", "1e-3", "--checkpointing_steps", "3")
+    trained, base = (DiffusionPipeline.from_pretrained(place).transformer for place in (tmp_path, tiny[kind]))
+    changed = [not torch.equal(one, two) for one, two in zip(trained.parameters(), base.parameters(), strict=True)]
+    assert all(changed) or kind != "flux"
+    checkpoint = type(base).from_pretrained(tmp_path / "checkpoint-3", subfolder="transformer")
+    pairs = zip(checkpoint.parameters(), trained.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("flags", [["--rank", "2"], RANDOM], ids=["cached", "random"])
+def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
+    """Bit for bit, in the middle of an epoch, and so is what is saved."""
+    flags = [*flags, "--max_train_steps", "5", "--checkpointing_steps", "2", "--learning_rate", "1e-2"]
+    whole = train(recipe, tiny["flux"], tmp_path / "whole", *flags)
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    assert train(recipe, tiny["flux"], part, *flags, "--resume_from_checkpoint", "latest") == whole
+    assert_same_weights(part / ADAPTERS, tmp_path / "whole" / ADAPTERS)
+
+
+def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    plain = train(recipe, tiny["sd3"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", "save:attention+matmul"]
+    assert train(recipe, tiny["sd3"], tmp_path / "policy", *flags) == plain
+
+
+def test_stopped_and_resumed(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step and a checkpoint are finished; what resumes it ends as if nothing had come."""
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--use_ema"]
+    whole = train(recipe, tiny["flux2"], tmp_path / "whole", *flags)
+    out, calls = tmp_path / "out", []
+
+    def step(memory: LoopMemory) -> None:
+        calls.append(memory)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopMemory, "step", step)
+        with pytest.raises(Interrupted, match="checkpoint-2 is whole"):
+            train(recipe, tiny["flux2"], out, *flags)
+    assert train(recipe, tiny["flux2"], out, *flags, "--resume_from_checkpoint", "latest") == whole
+    assert_same_weights(out / ADAPTERS, tmp_path / "whole" / ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("flux", ["--rank", "2", "--ac_policy", "full"]),
+        ("sd3", []),
+        *(pytest.param(kind, [], marks=pytest.mark.slow) for kind in KINDS if kind != "sd3"),
+        *(pytest.param(kind, ["--rank", "2"], marks=pytest.mark.slow) for kind in KINDS if kind != "qwen"),
+    ],
+)
+def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: list[str]) -> None:
+    """Of the run's own step, within 0.5 % of what it took.
+
+    Left out is Qwen-Image's LoRA, 1.8 % short in forward: why is not known.
+    """
+    make_tiny_transformer(kind, heads=4, layers=2).save_pretrained(tmp_path / "base")
+    flags = [*flags, "--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json"]
+    train(recipe, str(tmp_path / "base"), tmp_path / "out", *flags)
+    rank = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"][0]
+    measured = max(peak["allocated"] for peak in rank["peaks"].values())
+    assert measured > 10e6
+    assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
+
+
+def test_a_plan_is_of_the_runs_own_step(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What auto plans and what a batch size is found for has the run's latents and prompts."""
+    train(recipe, tiny["flux"], tmp_path / "auto", "--rank", "2", "--ac_policy", "auto", "--ac_budget", "64MiB")
+    assert "--ac_policy auto:" in capsys.readouterr().out
+    flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "3MiB", "--max_train_steps", "1"]
+    train(recipe, tiny["flux"], tmp_path / "found", *flags)
+    assert "out of memory)" in capsys.readouterr().out
+
+
+def test_validation_draws_and_touches_nothing(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    flags = ["--validation_prompt", "a large red circle at the top left on white", "--validation_steps", "2"]
+    losses = train(recipe, tiny["qwen"], tmp_path / "out", *flags, "--validation_inference_steps", "1", "--use_ema")
+    assert losses == train(recipe, tiny["qwen"], tmp_path / "plain", "--use_ema")
+    names = sorted(path.name for path in (tmp_path / "out" / "samples").iterdir())
+    assert names == ["step-000000.png", "step-000002.png", "step-000003.png"]
+    with (
+        Image.open(tmp_path / "out" / "samples.png") as sheet,
+        Image.open(tmp_path / "out" / "samples" / names[0]) as row,
+    ):
+        assert sheet.height == 4 * row.height  # three validations and what was asked for
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pretrained_model_name_or_path", "/nowhere"], "no usable model_index.json"),
+        (["--resolution", "36"], "not a multiple of 8"),
+        (["--rank", "2", "--lora_target_modules", "to_z"], "--lora_target_modules to_z"),
+        (["--train_data_dir", "/nowhere"], "no such directory"),
+        (["--weighting_scheme", "logit-normal"], "invalid choice: 'logit-normal'"),
+    ],
+)
+def test_bad_input(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        train(recipe, tiny["flux"], tmp_path / "out", *flags)
+
+
+def test_pipelines_that_are_not_of_the_table(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny["flux"], base)
+    index = json.loads((base / "model_index.json").read_text())
+    (base / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
+    with pytest.raises(UserError, match="its pipeline is StableDiffusionPipeline; of transformers are supported FLUX"):
+        train(recipe, str(base), tmp_path / "out")
+    (base / "model_index.json").write_text(json.dumps(index))
+    (base / "transformer" / "config.json").unlink()
+    with pytest.raises(UserError, match="no usable transformer"):
+        train(recipe, str(base), tmp_path / "out")
+
+
+def test_an_image_smaller_than_a_token(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+    """Of the published VAEs' eight pixels a latent: a token of FLUX is sixteen wide."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny["flux"], base)
+    wide = diffusers.AutoencoderKL(
+        block_out_channels=(8,) * 4, down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=8, shift_factor=0.0,
+    )  # fmt: skip
+    wide.save_pretrained(base / "vae")
+    with pytest.raises(UserError, match="--resolution 24: a token of FLUX.1 holds 16 x 16 pixels.* take 16 or 32"):
+        train(recipe, str(base), tmp_path / "out", "--resolution", "24")
+
+
+def test_exit_codes(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["diffusion_transformer.py", "--load_in_4bit", "--output_dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        run(recipe.main)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --load_in_4bit and --lora_target_modules belong to LoRA")
+    assert said.count("\n") == 1
+
+
+CONFIGS = sorted((ROOT / "recipes" / "diffusion_transformer").glob("*.yaml"))
+PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
+    model, images, _, ac = parse_args(
+        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
+    )
+    assert find_model(model.pretrained_model_name_or_path) is not None
+    assert (model.rank is not None) is ("lora" in config.stem)
+    assert images.cache_latents
+    assert ac.policy is not None
+    comment = " ".join(line.strip("# \\") for line in config.read_text().splitlines() if line.startswith("#"))
+    assert "accelerate_configs/single_gpu.yaml recipes/diffusion_transformer.py" in comment
+    assert f"--config recipes/diffusion_transformer/{config.name}" in comment
+    device, amount = PREDICTED.findall(comment)[0]
+    assert 0.4 * find_gpu(device).memory < parse_bytes(f"{amount}GiB") < find_gpu(device).memory
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_prediction_still_says_so(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a configuration has in its comments, of the transformer that its pipeline has."""
+    device, amount = PREDICTED.findall(config.read_text())[0]
+    words = ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert cli._main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["headroom"] > 0
+    assert answer["peak_reserved"] == pytest.approx(parse_bytes(f"{amount}GiB"), rel=0.01)
