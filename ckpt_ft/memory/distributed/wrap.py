@@ -27,7 +27,6 @@ from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CONTAINERS = (dict, OrderedDict, set)  # those that a module keeps its parts in; others' are theirs to change
