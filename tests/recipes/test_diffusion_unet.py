@@ -329,7 +329,7 @@ def test_a_first_step_that_fails_is_one_line(
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("mat1 and mat2\nmust agree")
 
-    monkeypatch.setattr(recipe, "optimizer_step", fails)
+    monkeypatch.setattr("ckpt_ft.training.diffusion.loop.optimizer_step", fails)
     with pytest.raises(UserError, match="the first step failed .*: RuntimeError: mat1 and mat2 must agree"):
         train(recipe, tiny["sd1"], tmp_path / "out", "--rank", "2")
 
