@@ -211,11 +211,12 @@ def test_out_of_memory_is_planned_again(
 def test_the_largest_batch_that_fits_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Six samples fit, so that eight take two micro-batches; the trial steps leave weights and random state alone."""
+    """Five samples fit beside gradients, so that eight take two micro-batches; the trial steps leave weights and random
+    state alone."""
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB"]
     found = train(recipe, tiny["sd1"], tmp_path / "found", *flags, "--max_train_steps", "1")
     said = capsys.readouterr().out
-    assert "largest batch in 10.0 MiB: predicted 6, proved 6 (2 steps, 0 out of memory)" in said
+    assert "largest batch in 10.0 MiB: predicted 5, proved 5 (2 steps, 0 out of memory)" in said
     assert "micro-batch 4 (was 8) x 2 accumulation steps (was 1): the effective batch stays 8" in said
     flags = ["--train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_train_steps", "1"]
     assert train(recipe, tiny["sd1"], tmp_path / "plain", *flags) == found
@@ -329,7 +330,7 @@ def test_a_first_step_that_fails_is_one_line(
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("mat1 and mat2\nmust agree")
 
-    monkeypatch.setattr(recipe, "optimizer_step", fails)
+    monkeypatch.setattr("ckpt_ft.training.diffusion.loop.optimizer_step", fails)
     with pytest.raises(UserError, match="the first step failed .*: RuntimeError: mat1 and mat2 must agree"):
         train(recipe, tiny["sd1"], tmp_path / "out", "--rank", "2")
 
