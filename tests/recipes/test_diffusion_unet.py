@@ -211,8 +211,7 @@ def test_out_of_memory_is_planned_again(
 def test_the_largest_batch_that_fits_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five samples fit beside gradients, so that eight take two micro-batches; the trial steps leave weights and random
-    state alone."""
+    """Five fit beside gradients, so that eight take two micro-batches; trials leave weights and random state alone."""
     flags = ["--train_batch_size", "8", "--find_max_batch_size", "--ac_budget", "10MiB"]
     found = train(recipe, tiny["sd1"], tmp_path / "found", *flags, "--max_train_steps", "1")
     said = capsys.readouterr().out
