@@ -56,8 +56,6 @@ def test_a_trainer(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch)
         (["--lr_scheduler", "cosin"], "invalid choice: 'cosin'"),
         (["--use_8bit_adam"], "--use_8bit_adam needs bitsandbytes"),
         (["--seed", str(2**32)], f"--seed {2**32}: give a number from 0 to {2**32 - 1}"),
-        (["--noise_offset", "nan"], "--noise_offset nan: give a number from 0 on"),
-        (["--snr_gamma", "0"], "--snr_gamma 0.0: give a number above 0"),
         (["--report_to", "nope"], "--report_to nope: not installed; of trackers there are here: "),
     ],
 )
@@ -70,6 +68,8 @@ def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) 
     [
         (ModelArguments, ["--use_peft", "--lora_r", "100000000000"], "--lora_r 100000000000: give a number from 1 to"),
         (DiffusionModelArguments, ["--rank", "65537"], "--rank 65537: a LoRA rank is at least 1, at most 65536;"),
+        (DiffusionModelArguments, ["--noise_offset", "nan"], "--noise_offset nan: give a number from 0 on"),
+        (DiffusionModelArguments, ["--snr_gamma", "0"], "--snr_gamma 0.0: give a number above 0"),
         (ImageArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 0 to 16384"),
         (ImageArguments, ["--dataloader_num_workers", "-1"], "--dataloader_num_workers -1: give a number from 0 on"),
         (DPOArguments, ["--use_cpu", "--output_dir", "out", "--beta", "nan"], "--beta nan: give a number from 0 on"),
