@@ -61,6 +61,8 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     shape = {sized: getattr(settings, sized) for sized in task.sized}
     if seen is not None:
         shape |= {"images": settings.images, "image_tokens": seen.image_tokens}
+    if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
+        said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
     notes = (*said, *batches.notes_on(built, task, settings))
     loss = partial(_loss, task.loss)
     return Workload(adapt(built, settings), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
@@ -114,7 +116,7 @@ def _loss(loss: Loss, model: Forward, batch: Batch) -> torch.Tensor:
 
 
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
-    """The class to build, and its task."""
+    """The class to build, and its task; of a backbone alone, that which puts a head on its type."""
     import transformers
 
     named: str = (config.get("architectures") or [""])[0] or batches.class_for(config["model_type"])
@@ -126,6 +128,8 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
     if task is None:
         kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
+    if task.beside and kind.main_input_name != "input_ids":  # a backbone alone, of images or of sound
+        return _class(name, {"model_type": config["model_type"]})
     return kind, task
 
 

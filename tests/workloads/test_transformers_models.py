@@ -190,3 +190,19 @@ def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
     assert (labels(num_labels=1).dtype, labels(num_labels=1).shape) == (torch.float32, (2,))
     several = labels(problem_type="multi_label_classification")
     assert (several.dtype, several.shape) == (torch.float32, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "trained", "config"),
+    [
+        ("Dinov2Model", "Dinov2ForImageClassification", {"model_type": "dinov2", "image_size": 28, "patch_size": 14}),
+        ("HubertModel", "HubertForCTC", {"model_type": "hubert"}),
+    ],
+)
+def test_a_backbone_alone_is_trained_with_the_head_of_its_type(
+    backbone: str, trained: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    workload = load(written(tmp_path, {**small, **config}, backbone), Settings(), "cpu")
+    assert type(workload.model).__name__ == trained
+    assert workload.notes == (f"a backbone alone has no loss: {trained} is trained",)
