@@ -38,11 +38,12 @@ from dataclasses import replace
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.replan import train_within
-from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
@@ -82,6 +83,7 @@ def parse(
         description=__doc__,
     )
     check_conflicts(training_args, ac_args.policy)
+    check_best_metric(training_args, ("loss",))
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's images are fetched with it
     return model_args, data_args, ac_args, training_args
@@ -116,14 +118,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
 
     # 4. Training: the policy and the memory report are one callback
-    trainer = Trainer(
-        model=model,
-        args=fitted.args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processor,
-        data_collator=collator,
-    )
+    with library_reads("no Trainer can be made of these flags"):
+        trainer = Trainer(
+            model=model,
+            args=fitted.args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processor,
+            data_collator=collator,
+        )
     questions = None
     if data_args.answered and eval_dataset is not None:
         asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
