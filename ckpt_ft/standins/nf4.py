@@ -67,6 +67,8 @@ class NF4Linear(nn.Linear):
     nested: under double quantisation. storage: the dtype that the packed bytes are held as.
     """
 
+    clones = True  # what it returns, as PEFT's layer around bitsandbytes' does (peft/tuners/lora/bnb.py)
+
     def __init__(
         self,
         linear: nn.Linear,
@@ -129,7 +131,7 @@ class NF4Linear(nn.Linear):
         """(..., in_features) -> (..., out_features) in x's dtype, computed in `compute_dtype`."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         out = _Matmul.apply(x.to(self.compute_dtype), bias, self).to(x.dtype)
-        return out.clone()  # PEFT clones what a 4-bit layer returns (peft/tuners/lora/bnb.py)
+        return out.clone() if self.clones else out
 
 
 def to_nf4(

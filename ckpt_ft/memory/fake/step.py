@@ -37,6 +37,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.record.unrolled import unrolled
 from ckpt_ft.memory.rules import cuda, fake_kernels
+from ckpt_ft.standins.live import stood_in
 
 from . import cpu_scratch
 from .balanced import Balanced
@@ -129,6 +130,7 @@ def _traced(
     if sharding is not None:
         launch = sharding.within(launch)
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
+        stack.enter_context(stood_in(model))
         mesh = None
         if launch is not None and sharding is not None:
             mesh = stack.enter_context(rank_of(*sharding.shape, rank=launch.rank, names=sharding.names))

@@ -1,0 +1,60 @@
+"""bitsandbytes' own layers in a model that is about to be traced: its kernels take no fake tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .int8 import Int8Linear
+from .nf4 import BLOCK, NF4Linear
+
+
+@contextmanager
+def stood_in(model: nn.Module) -> Iterator[None]:
+    """Stand-ins of the same layout in place of the 4- and 8-bit layers of `model`, whose policy stays as it is."""
+    made: dict[nn.Module, nn.Module | None] = {}
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    try:
+        for parent in list(model.modules()) if bitsandbytes is not None else ():
+            for name, layer in list(parent._modules.items()):
+                if layer is None:
+                    continue
+                if layer not in made:
+                    made[layer] = _stand_in(layer, bitsandbytes)
+                stand_in = made[layer]
+                if stand_in is not None:
+                    swapped.append((parent, name, layer))
+                    parent._modules[name] = stand_in
+        yield
+    finally:
+        for parent, name, layer in swapped:
+            parent._modules[name] = layer
+
+
+def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
+    """One for a layer whose weight is quantised, in whole; None for every other."""
+    made: NF4Linear | Int8Linear
+    with torch.device("meta"):
+        if isinstance(layer, bitsandbytes.nn.Linear4bit) and isinstance(layer.weight, bitsandbytes.nn.Params4bit):
+            state = layer.weight.quant_state
+            if state is None or state.blocksize != BLOCK:
+                return None
+            compute = layer.compute_dtype or state.dtype
+            made = NF4Linear(_linear(layer), compute, bool(state.nested), layer.weight.dtype)
+            made.clones = False  # PEFT's own layer for it does
+        elif isinstance(layer, bitsandbytes.nn.Linear8bitLt) and layer.weight.dtype is torch.int8:
+            made = Int8Linear(_linear(layer))
+        else:
+            return None
+    made.bias = layer.bias
+    return made.train(layer.training)
+
+
+def _linear(layer: nn.Linear) -> nn.Linear:
+    return nn.Linear(layer.in_features, layer.out_features, bias=False)

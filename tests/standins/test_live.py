@@ -1,0 +1,123 @@
+"""A model that holds bitsandbytes' own layers is traced as one of stand-ins is, and is left as it was."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.standins.live import stood_in
+from ckpt_ft.standins.nf4 import NF4Linear, to_nf4
+
+
+class Params4bit(nn.Parameter):
+    quant_state: Any = None
+
+
+class Linear4bit(nn.Linear):
+    """As bitsandbytes' layer stands in a model: a packed weight that only its own kernel can read."""
+
+    def __init__(self, inner: int, outer: int, compute_dtype: torch.dtype, nested: bool) -> None:
+        super().__init__(inner, outer)
+        self.weight = Params4bit(torch.zeros(inner * outer // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(nested=nested, blocksize=64, dtype=compute_dtype)
+        self.compute_dtype = compute_dtype
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("bitsandbytes")
+    module.nn = SimpleNamespace(
+        Linear4bit=Linear4bit, Params4bit=Params4bit, Linear8bitLt=type("Linear8bitLt", (), {})
+    )  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
+    return module
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.zeros(4, 128)).float().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_live_layer_is_traced_as_its_stand_in(bitsandbytes: ModuleType, nested: bool) -> None:
+    def model(quantised: bool) -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+        if quantised:
+            made[0], made[2] = (Linear4bit(128, 128, torch.bfloat16, nested) for _ in range(2))
+        else:
+            to_nf4(made, torch.bfloat16, skip=("1",), nested=nested)
+            for number in (0, 2):
+                made[number].clones = False  # nothing of PEFT is around them
+        made[1].requires_grad_(True)
+        made[0].bias.requires_grad_(False)
+        made[2].bias.requires_grad_(False)
+        return made
+
+    live = model(True)
+    layers = list(live)
+    trace, expected = (trace_step(each, step, make_optimizer=adamw, device="t4") for each in (live, model(False)))
+    assert trace.peak_allocated == expected.peak_allocated
+    assert trace.events == expected.events
+    assert [op.name for op in trace.ops] == [op.name for op in expected.ops]
+    assert all(now is before for now, before in zip(live, layers, strict=True))
+
+
+def test_one_layer_in_two_places_stays_one(bitsandbytes: ModuleType) -> None:
+    layer = Linear4bit(64, 64, torch.float16, False)
+    other = Linear4bit(64, 64, torch.float16, False)
+    other.weight.quant_state.blocksize = 128  # no stand-in is packed so
+    model = nn.ModuleList([layer, nn.Sequential(layer, layer), other])
+    with stood_in(model):
+        assert type(model[0]) is NF4Linear
+        assert model[1][0] is model[1][1] is model[0]
+        assert model[0].bias is layer.bias
+        assert model[2] is other
+    assert model[0] is model[1][0] is model[1][1] is layer
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_qlora_as_transformers_loads_it(nested: bool, tmp_path: Any) -> None:
+    """Its peak is that of the estimate's model, which needs no bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    plain = LlamaForCausalLM(config).to(torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    quantisation = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=nested,
+    )  # fmt: skip
+    live = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=torch.bfloat16)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    traced = [
+        trace_step(
+            get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")),
+            train,
+            make_optimizer=adamw,
+            device="t4",
+        )
+        for model in (live, to_nf4(plain, torch.bfloat16, nested=nested))
+    ]
+    assert traced[0].peak_allocated == traced[1].peak_allocated
+    assert traced[0].at_peak["parameters"] == traced[1].at_peak["parameters"]
