@@ -20,6 +20,7 @@ from benchmarks.experiments.models import case, linear_stack
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_homework_to_two_percent() -> None:
     """Nine published peaks; without flash within 0.25 %."""
     peaks = homework.predict_all("a100-40gb", homework.Size())

@@ -102,6 +102,7 @@ def work(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_output_weight_is_gathered_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")

@@ -342,6 +342,7 @@ def test_on_a_gpu() -> None:
     assert usage.host_bytes == 0
 
 
+@pytest.mark.slow
 def test_outputs_that_save_keeps_are_parked_too() -> None:
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.workloads.load import load

@@ -180,7 +180,9 @@ class OutOfMemoryOnce:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize("at", [1, 4], ids=["before any checkpoint", "after one"])
+@pytest.mark.parametrize(
+    "at", [pytest.param(1, id="before any checkpoint", marks=pytest.mark.slow), pytest.param(4, id="after one")]
+)
 def test_out_of_memory_is_planned_again(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -442,14 +444,9 @@ def test_killed_at_any_moment(recipe: ModuleType, tiny: dict[str, str], tmp_path
     assert_same_weights(tmp_path / "killed" / name, tmp_path / "whole" / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "flags"),
-    [
-        ("sd2", []),
-        pytest.param("sd1", ["--rank", "2"], marks=pytest.mark.slow),
-        pytest.param("sdxl", ["--rank", "2", "--use_ema"], marks=pytest.mark.slow),
-        pytest.param("sdxl", [], marks=pytest.mark.slow),
-    ],
+    ("kind", "flags"), [("sd2", []), ("sd1", ["--rank", "2"]), ("sdxl", ["--rank", "2", "--use_ema"]), ("sdxl", [])]
 )
 def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: list[str]) -> None:
     """They train one model on different rows with different noise, report both ranks' memory, and resume."""

@@ -168,6 +168,7 @@ def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
         train_within(Failing(1, at_step), memory, directory)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
     fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
