@@ -22,7 +22,7 @@ from ckpt_ft.workloads.known_models import hub_id
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers
 from ckpt_ft.workloads.settings import Settings
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.workload import Batch, Workload
 
 _CARD = "a100-80gb"  # whose step stands for a CPU's
 _TOPS = {"timestep": 1000, "class_labels": 1000}  # of a diffusion model's whole numbers; masks and styles stay
@@ -46,6 +46,8 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
+    if _of_diffusers(_base(workload.model)):  # a trace takes memory as it is for the noise
+        batch["target"] = torch.randn_like(_noise_like(model, batch))
     parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
     return replace(parity, notes=[*parity.notes, *notes, f"note: {name} with {weights}"])
@@ -134,14 +136,25 @@ def _has_weights(folder: Path) -> bool:
     return any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*"))
 
 
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def _of_diffusers(model: nn.Module) -> bool:
     return type(model).__module__.startswith("diffusers.")
+
+
+@torch.no_grad()
+def _noise_like(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A tensor of the prediction's shape, which the prediction alone tells; of each sample, or of all."""
+    prediction: Any = model(**batch, return_dict=False)[0]
+    return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
 def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str, Any]:
     """A batch of random content: token ids within the vocabulary, labels within the classes."""
     model: Any = workload.model
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = _base(model)
     task = task_of(type(base).__name__)
     fields = task.fields(base, settings) if task is not None else {}
 
@@ -154,7 +167,4 @@ def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str
         return x if top is None else torch.randint(top, x.shape)
 
     batch = workload.make_batch(batch_size, None)
-    if _of_diffusers(base):  # a trace takes memory as it is for the noise, whose shape is the prediction's
-        on_meta = tree_map_only(torch.Tensor, lambda x: x.to("meta"), batch)
-        batch["target"] = model(**on_meta, return_dict=False)[0]
     return {name: tree_map_only(torch.Tensor, partial(fill, name), value) for name, value in batch.items()}

@@ -128,7 +128,8 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
     if task is None:
         kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
-    if task.beside and kind.main_input_name != "input_ids":  # a backbone alone, of images or of sound
+    alone = task.beside and kind.main_input_name != "input_ids"  # a backbone of images or of sound
+    if alone and batches.class_for(config["model_type"]) != named:
         return _class(name, {"model_type": config["model_type"]})
     return kind, task
 

@@ -138,7 +138,7 @@ def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Pa
             ["ViTForMaskedImageModeling"],
             r"no training step is known for ViTForMa\w+ \(known: speech recog.*image",
         ),
-        (VIT, ["ViTModel"], "no batch is known for ViTModel, which takes no input_ids"),
+        ({"model_type": "vit_mae"}, ["ViTMAEModel"], "no batch is known for ViTMAEModel, which takes no input_ids"),
         (BERT, ["BertForPreTraining"], "no training step is known for BertForPreTraining"),
         (BERT, ["BertForNothing"], r"transformers [\d.]+ has no class BertForNothing"),
         (
