@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,13 @@ def library_reads(what: str) -> Iterator[None]:
         if is_oom(error):
             raise
         raise UserError(f"{what}: {one_line(f'{type(error).__name__}: {error}', 400)}") from error
+
+
+def require_package(package: str, flag: str) -> None:
+    """Raises UserError where `package`, which `flag` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        name = package.replace("_", "-")
+        raise UserError(f"{flag} needs {package}, which is not installed: pip install {name}")
 
 
 def require_weights(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
 from ckpt_ft.reading import library_reads, require_weights
 from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.known_models import hub_id
 from ckpt_ft.workloads.load import load
@@ -46,7 +47,7 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
-    if _of_diffusers(_base(workload.model)):  # a trace takes memory as it is for the noise
+    if _of_diffusers(without_adapters(workload.model)):  # a trace takes memory as it is for the noise
         batch["target"] = torch.randn_like(_noise_like(model, batch))
     parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
@@ -95,14 +96,14 @@ def _free(device: torch.device) -> int:
 
 def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:
     """The model that `meta` describes, and whether its weights are saved ones, not the initialisation of its class."""
-    adapted: Any = meta if hasattr(meta, "peft_config") else None
-    base: Any = meta if adapted is None else adapted.get_base_model()
+    adapted: Any = meta
+    base = without_adapters(meta)
     real = _saved(name, base)
     saved = real is not None
     if real is None:
         real = type(base).from_config(base.config) if _of_diffusers(base) else type(base)(base.config)
     nn.Module.to(real, base.dtype)
-    if adapted is None:
+    if base is meta:
         return real.train(), saved
     from peft import get_peft_model
 
@@ -136,10 +137,6 @@ def _has_weights(folder: Path) -> bool:
     return any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*"))
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def _of_diffusers(model: nn.Module) -> bool:
     return type(model).__module__.startswith("diffusers.")
 
@@ -154,7 +151,7 @@ def _noise_like(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str, Any]:
     """A batch of random content: token ids within the vocabulary, labels within the classes."""
     model: Any = workload.model
-    base = _base(model)
+    base = without_adapters(model)
     task = task_of(type(base).__name__)
     fields = task.fields(base, settings) if task is not None else {}
 

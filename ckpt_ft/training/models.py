@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.reading import library_reads
+from ckpt_ft.reading import library_reads, require_package
 from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
 from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
@@ -174,8 +173,7 @@ def lora_config(args: ModelArguments, **more: Any) -> LoraConfig:
 
 
 def _quantization(args: ModelArguments) -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    require_package("bitsandbytes", "--load_in_4bit")
     import torch
     from transformers import BitsAndBytesConfig
 

@@ -19,6 +19,11 @@ from .valueless import Valueless
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that PEFT's wrapper is around; `model` itself where there is none."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def adapt(model: Any, settings: Settings) -> Any:
     """`model` with quantised weights, frozen parts, adapters (fp32 on a half-precision base, as peft makes them)."""
     if settings.quantised:

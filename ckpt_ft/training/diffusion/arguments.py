@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.reading import require_package
 from ckpt_ft.training.flags import (
     AT_LEAST_ONE,
     LORA_RANK,
@@ -118,8 +118,8 @@ class TransformerArguments(PipelineArguments):
         super().__post_init__()
         if self.rank is None and (self.load_in_4bit or self.lora_target_modules):
             raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
-        if self.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes")
+        if self.load_in_4bit:
+            require_package("bitsandbytes", "--load_in_4bit")
         check_numbers(
             self, {"max_sequence_length": AT_LEAST_ONE, "logit_std": POSITIVE, "guidance_scale": NOT_NEGATIVE}
         )
@@ -173,8 +173,8 @@ class LoopArguments:
     def __post_init__(self) -> None:
         check_numbers(self, _NUMBERS)
         check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
-        if self.use_8bit_adam and importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError("--use_8bit_adam needs bitsandbytes, which is not installed: pip install bitsandbytes")
+        if self.use_8bit_adam:
+            require_package("bitsandbytes", "--use_8bit_adam")
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from peft import PeftModel
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,6 +12,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.flags import changed
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
+from ckpt_ft.workloads.adapters import without_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -86,7 +86,7 @@ def own_resolution(processor: Any) -> int:
 
 def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
     """What `model` must be called with at another resolution than its own: its position embeddings interpolated."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     own = getattr(base.config, "image_size", None)
     if resolution is None or own in (None, resolution, [resolution, resolution]):
         return {}

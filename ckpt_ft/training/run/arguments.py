@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames, ParallelMode
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.reading import require_package
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_numbers, check_trackers
 
 _EPOCHS = -1  # what --max_steps is where --num_train_epochs says how long
@@ -80,8 +80,8 @@ class RunArguments(TrainingArguments):
             f"--optim {optim}": ("bitsandbytes", any(part in optim for part in ("bnb", "8bit", "paged"))),
         }
         for flag, (package, wanted) in needed.items():
-            if wanted and importlib.util.find_spec(package) is None:
-                raise UserError(f"{flag} needs {package}, which is not installed")
+            if wanted:
+                require_package(package, flag)
         check_trackers(self.report_to, get_available_reporting_integrations())
         if self.optim_args and not all("=" in pair for pair in self.optim_args.split(",")):
             raise UserError(f"--optim_args {self.optim_args}: give pairs as in rank=64,scale=0.1")

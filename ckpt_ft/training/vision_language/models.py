@@ -14,6 +14,7 @@ from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import load_pretrained, with_adapters
+from ckpt_ft.workloads.adapters import without_adapters
 
 from .arguments import TRAINED, VisionLanguageArguments, VisionLanguageModelArguments
 from .encode import KINDS
@@ -49,9 +50,8 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
 def _choose_size(images: Any, data: VisionLanguageArguments) -> None:
     """Set the pixel budget of an image processor, under the name that it has there."""
     kind, size = type(images).__name__, dict(images.size or {})
-    counts = (
-        "max_pixels" in getattr(images, "valid_kwargs", type(images)).__annotations__
-    )  # its edges are pixels in all
+    known = getattr(images, "valid_kwargs", type(images)).__annotations__
+    counts = "max_pixels" in known  # its edges are pixels in all
     if data.max_pixels is not None:
         if not counts:
             raise UserError(
@@ -82,8 +82,8 @@ def patch_of(model: nn.Module) -> int:
 
 def kinds_of(model: Any) -> tuple[str, ...]:
     """Which marks of image tokens the model's forward takes."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    return tuple(name for name in KINDS if name in inspect.signature(base.forward).parameters)
+    forward = inspect.signature(without_adapters(model).forward)
+    return tuple(name for name in KINDS if name in forward.parameters)
 
 
 def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
