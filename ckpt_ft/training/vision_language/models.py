@@ -111,8 +111,8 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
         return with_adapters(model, replace(args, lora_target_modules=None), target_modules=pattern)
     for name, tower in towers.items():
         if name not in wanted:
-            head = [model.get_output_embeddings()] if name == "language" else []
-            for module in [*tower.modules.values(), *head]:
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()] if name == "language" else []
+            for module in [*tower.modules.values(), *(end for end in ends if end is not None)]:
                 module.requires_grad_(False)
     return model
 
