@@ -70,6 +70,8 @@ from .options import (
 )
 
 Command = Callable[..., None]
+# Parameters of an estimate: what a plan chooses, and where this answer goes.
+_NOT_OF_A_PLAN = ("policy", "batch_size", "as_json", "html", "snapshot", "perfetto")
 
 
 def takes(fixed: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Command], Command]:
@@ -105,7 +107,7 @@ def plan_command(context: typer.Context) -> str:
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params[str(parameter.name)]
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name in ("policy", "batch_size", "as_json"):
+        if source is None or source.name != "COMMANDLINE" or name in _NOT_OF_A_PLAN:
             continue
         option = "--budget" if name == "capacity" else parameter.opts[0]
         words += [str(value)] if name == "model" else [option] if value is True else [option, str(value)]

@@ -79,7 +79,7 @@ class Described:
 
     @property
     def unread(self) -> list[str]:
-        return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
+        return [key for key, value in self.content.items() if key not in self._read and _says(value)]
 
     def get(self, name: str) -> Any:
         """What the file says under any name of the flag; else the kind's default, None where there is none."""
@@ -95,7 +95,7 @@ class Described:
             raise UserError(f"--config {path}: it names no model ({', '.join(_MODELS)})")
         words = [str(model)]
         for option, value in self._options(path):
-            if value not in (None, False, ""):
+            if _says(value):
                 words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
         policy = self._policy()
         return words + (["--policy", policy] if with_policy and policy else [])
@@ -167,6 +167,11 @@ _PLAIN = (
     ("ema", "ema"),
     ("budget", "budget"),
 )
+
+
+def _says(value: Any) -> bool:
+    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    return not (value is None or value is False or value == "")
 
 
 def _kind(content: dict[str, Any]) -> str:
