@@ -202,7 +202,7 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
 
 
 def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
-    """Unite a field with those before it: lists grow, equal values agree, others contradict, as all stages and some."""
+    """Unite one more field with those before it: lists grow, equal values agree, all else contradicts."""
     old = fields.get(key, new)
     if key in ("members", "save") and bool(old) == bool(new):
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))

@@ -111,7 +111,11 @@ class Described:
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
-        if self.diffusion and self.get("lora_r") and self.get("mixed_precision") in _DTYPES:
+        if (
+            self.diffusion
+            and (self.get("lora_r") or self.get("peft_config"))
+            and self.get("mixed_precision") in _DTYPES
+        ):
             dtype = self.get("mixed_precision")  # that of frozen weights in the recipes
         if self.kind == "axolotl":
             dtype = "bfloat16" if bf16 else "float16" if fp16 else None
@@ -132,9 +136,20 @@ class Described:
         return _OPTIMIZERS[named]
 
     def _adapters(self) -> Iterator[tuple[str, Any]]:
-        adapter, rank = self.get("adapter"), self.get("lora_r")
-        if not (self.get("use_peft") or adapter or self.diffusion):
+        adapter, rank, whole = self.get("adapter"), self.get("lora_r"), self.get("peft_config")
+        if not (self.get("use_peft") or adapter or whole or self.diffusion):
             return
+        yield "peft-config", whole
+        if not whole:
+            yield from self._lora(rank)
+        quantised = bool(self.get("load_in_4bit"))
+        yield "load-in-4bit", quantised
+        yield "load-in-8bit", self.get("load_in_8bit")
+        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "quant-storage", self.get("quant_storage")
+        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
+
+    def _lora(self, rank: Any) -> Iterator[tuple[str, Any]]:
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else [targets] if targets else []
         self.get("lora_target_linear")
@@ -142,12 +157,6 @@ class Described:
         yield "lora-targets", ",".join(str(target) for target in targets if target != "all-linear")
         yield "lora-dropout", self.get("lora_dropout")
         yield "dora", self.get("dora")
-        quantised = bool(self.get("load_in_4bit"))
-        yield "load-in-4bit", quantised
-        yield "load-in-8bit", self.get("load_in_8bit")
-        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
-        yield "quant-storage", self.get("quant_storage")
-        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
 
     def _policy(self) -> str:
         named, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
