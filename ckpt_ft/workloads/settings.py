@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
 
@@ -167,7 +166,4 @@ class Settings:
 
 def _one_of(what: str, given: str, allowed: Collection[str]) -> None:
     if given not in allowed:
-        close = difflib.get_close_matches(given, list(allowed), n=1)
-        raise UserError(
-            f"{what} '{given}'" + (f"; did you mean '{close[0]}'?" if close else "") + f" ({', '.join(allowed)})"
-        )
+        raise UserError(f"{what} '{given}'{meant(given, allowed)} ({', '.join(allowed)})")
