@@ -59,7 +59,7 @@ def test_lora_has_the_recipes_dropout(tmp_path: Path) -> None:
 def test_diffusion_lora_has_none(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     file = written(tmp_path, UNET)
-    assert not DiffusionModelArguments(rank=2).lora_dropout
+    assert DiffusionModelArguments(rank=2).lora_dropout == 0.0
     assert dropouts(load(file, Settings(lora_r=2)).model) == set()
     assert dropouts(load(file, Settings(lora_r=2, lora_dropout=0.1)).model) == {0.1}
 
