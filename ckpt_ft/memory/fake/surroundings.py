@@ -41,7 +41,8 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
 
     def fake(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return type(value)(fake(item) for item in value)
+            items = [fake(item) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
         if not isinstance(value, Tensor):
             return value
         if id(value) not in made:
