@@ -36,7 +36,6 @@ _BLOCKS = {"softmax": 1024, "norm": 128}  # threads that work on a row (ATen's S
 _MISSES = {"softmax": (0.11, 0.28), "norm": (0.35, 0.95)}
 _L1 = {(7, 5): 64, (8, 0): 192, (9, 0): 256, (10, 0): 256}  # KiB of an SM's own cache, elsewhere 128 (CUDA guide)
 _L2_BYTES_PER_CYCLE = 20  # of each SM (T4, V100, A100, RTX 4090: 16 to 31, arXiv:1903.07486, chipsandcheese.com)
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float64": 8, "complex64": 8}
 _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads goes over all rows (ATen/native/cuda/Loss.cu)
 
 
@@ -103,7 +102,7 @@ def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gp
         return flops / (rate * _attention_share(name, shape, gpu, tensor_cores))
     shape = shape or cube(flops)
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-    seconds = matmul_seconds(shape, rate, tensor_cores, gpu, _ITEMSIZE.get(dtype, 4))
+    seconds = matmul_seconds(shape, rate, tensor_cores, gpu)
     if not tensor_cores:
         seconds = min(seconds, winograd_seconds(shape, rate, gpu))
     seconds *= max(flops / max(alone, 1), 1.0)

@@ -140,7 +140,7 @@ def test_part_of_the_stores_is_not_hidden():
     """Scores of attention: 64 terms for each element that is stored."""
     shape = (128, 1024, 1024, 64, 0)
     arithmetic = 128 * 8 * 8 / 100 * (2 * 128 * 128 * 64 / 1e11 + 0.5e-6)
-    found = matmul_seconds(shape, 10e12, False, ROUND, 4)
+    found = matmul_seconds(shape, 10e12, False, ROUND)
     assert found == pytest.approx(arithmetic + 0.35 * 128 * 1024 * 1024 * 4 / 1e12, rel=1e-2)
 
 
