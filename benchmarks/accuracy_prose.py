@@ -44,12 +44,12 @@ one that torchtitan names, an H100 of 500 W with HBM2e of 2.4 TB/s (`h100-500w`)
 nor batch is printed. Attention is FlashAttention-2, as the PyTorch of these runs took it on Hopper.
 
 What is left, bytes: two samples of 8,192 tokens. The document of that row names no options of the allocator; without
-expandable segments the trace has 82.38 GiB. Seconds: 7 to 11 % of torchtitan's rows. It is not the network: collectives
-and the copies around them are hidden behind computation in these rows, and NCCL's own model of its latency, the host's
-time in FSDP2's hooks and clipping's all-reduce change them by less than 1 %. What is left is how fast a card of 500 W
-multiplies in bf16, of which no single kernel was published; its rates are those of one of 700 W by the cube of the
-clock. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with less to compute for
-each: they ran on something else, and what it was is not known."""
+expandable segments the trace has 82.38 GiB. Seconds: 7 to 11 % of torchtitan's rows. It is not the network:
+collectives and the copies around them are hidden behind computation in these rows, and NCCL's own model of its
+latency, the host's time in FSDP2's hooks and clipping's all-reduce change them by less than 1 %. What is left is how
+fast a card of 500 W multiplies in bf16, of which no single kernel was published; its rates are those of one of 700 W
+by the cube of the clock. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with less
+to compute for each: they ran on something else, and what it was is not known."""
 
 KERNELS = """\
 ## Single kernels
