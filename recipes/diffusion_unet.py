@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
-    directory = RunDirectory.of(args, lora=model_args.rank is not None)
+    directory = RunDirectory.of(args, lora=model_args.adapts)
     run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
@@ -113,7 +113,7 @@ def train(
     # 2. The U-Net, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
     unet = load_unet(model_args)
     dtype = frozen_dtype(accelerator)
-    parameters = prepare(unet, model_args, dtype)
+    unet = prepare(unet, model_args, dtype)
     unet.to(accelerator.device)
     scheduler, side = data.noisy.add_noise.scheduler, data.latent[-1]
     workload = unet_workload(unet, attempt.args, accelerator, scheduler, model_args.snr_gamma, side, dtype)
@@ -122,7 +122,7 @@ def train(
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    state = TrainingState(unet, parameters, len(data.samples), UNET, model_args, fitted.args, accelerator)
+    state = TrainingState(unet, len(data.samples), UNET, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
     # 4. The loop

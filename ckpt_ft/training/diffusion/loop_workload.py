@@ -12,6 +12,7 @@ from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
+from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
@@ -41,7 +42,7 @@ def unet_workload(
     """
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        inputs = send_to_device(noise_batch(unet, samples, side, dtype), accelerator.device)
+        inputs = send_to_device(noise_batch(without_adapters(unet), samples, side, dtype), accelerator.device)
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -90,7 +91,7 @@ def _workload(
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        name=type(model).__name__,
+        name=type(without_adapters(model)).__name__,
     )
 
 

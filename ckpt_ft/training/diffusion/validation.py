@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from ckpt_ft.training.images.shapes import contact_sheet, drawings
+from ckpt_ft.workloads.adapters import without_adapters
 
 from .arguments import LoopArguments, PipelineArguments
 from .trained import Trained, predicts
@@ -106,7 +107,7 @@ class Validation:
             self.model.pretrained_model_name_or_path,
             revision=self.model.revision,
             variant=self.model.variant,
-            **{self.part.component: model, "vae": self.vae, **dict.fromkeys(self.absent)},
+            **{self.part.component: without_adapters(model), "vae": self.vae, **dict.fromkeys(self.absent)},
         )
         predicts(pipeline.scheduler, self.model)
         pipeline.set_progress_bar_config(disable=True)
