@@ -202,10 +202,7 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
 
 
 def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
-    """Unite one more field with those before it: lists grow, equal values agree, others contradict each other.
-
-    So do all stages and some of them: each is made again whole, or block by block.
-    """
+    """Unite one more field with those before it: lists grow, equal values agree, all else contradicts."""
     old = fields.get(key, new)
     if key in ("members", "save") and bool(old) == bool(new):
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))

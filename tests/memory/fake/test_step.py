@@ -312,7 +312,7 @@ def test_another_threads_training_is_not_in_the_record() -> None:
         ("find_torch_dispatch_rule", 40),  # torch's C++ lets no exception out of this one: the process aborted
         ("_freed", 40),  # a weak reference's callback: the exception was lost
         ("faked_model", 1),
-        ("fake_like", 3),
+        ("like", 3),
         ("behave_like", 1),
         ("_note_node", 60),
         ("__exit__", 3),
