@@ -80,13 +80,13 @@ def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
 
 def test_it_is_trained_resumed_and_its_best_is_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     """Its weights are saved by the names of the published ones, which a Trainer by itself would not read back."""
-    flags = ["--train_towers", "both", "--load_best_model_at_end", "--learning_rate", "0.5"]
-    flags += ["--ac_policy", "full@language,full@vision", "--answered", "1"]
+    flags = ["--train_towers", "both", "--ac_policy", "full@language,full@vision", "--answered", "1"]
+    flags += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     losses = train(vlm, qwen, tmp_path, *flags)
     saved = load_file(tmp_path / "model.safetensors")
     assert "visual.merger.ln_q.weight" in saved  # and not as the model has it, model.visual. ...
     best = json.loads((tmp_path / "trainer_state.json").read_text())["best_model_checkpoint"]
-    assert best.endswith("checkpoint-1")  # with that learning rate it gets worse
+    assert best.endswith("checkpoint-1")  # the worse one, so that it is not the last
     kept = load_file(Path(best) / "model.safetensors")
     assert all(torch.equal(kept[name], saved[name]) for name in saved)
     shutil.rmtree(tmp_path / "checkpoint-2")
