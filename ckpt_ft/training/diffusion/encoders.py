@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import DiffusionModelArguments
 from .parts import check_words, given, load_part, load_vae, pipeline_index
+from .sampling import Autocast
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -181,11 +180,12 @@ def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
 
 
 def draw_latents(
-    pipeline: Any, autocast: Callable[[], AbstractContextManager[Any]], guidance: float, arguments: dict[str, Any]
+    pipeline: Any, autocast: Autocast, guidance: float | None, arguments: dict[str, Any]
 ) -> list[Image.Image]:
     """What the pipeline draws, decoded outside of autocast: SDXL's VAE overflows in half precision."""
+    scale = {} if guidance is None else {"guidance_scale": guidance}
     with autocast():
-        latents = pipeline(guidance_scale=guidance, output_type="latent", **arguments).images
+        latents = pipeline(**scale, output_type="latent", **arguments).images
     vae = pipeline.vae
     parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in latents.split(4)]
     images: list[Image.Image] = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
