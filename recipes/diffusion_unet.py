@@ -42,8 +42,8 @@ from ckpt_ft.training.diffusion.data import Data, endless_batches, load_samples
 from ckpt_ft.training.diffusion.encoders import (
     Encoders,
     draw_latents,
+    load_denoiser,
     load_scheduler,
-    load_unet,
     own_side,
     unet_config,
 )
@@ -54,7 +54,7 @@ from ckpt_ft.training.diffusion.parts import frozen_dtype
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.state import TrainingState
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
-from ckpt_ft.training.diffusion.trained import UNET, prepare
+from ckpt_ft.training.diffusion.trained import UNET, UNET_XL, prepare
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.replan import Attempt, run_within
@@ -114,8 +114,8 @@ def train(
     clear_device_cache(garbage_collection=True)
 
     # 2. The U-Net, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
-    unet = load_unet(model_args)
     dtype = frozen_dtype(accelerator)
+    unet = load_denoiser(model_args, dtype)
     parameters = prepare(unet, model_args, dtype)
     unet.to(accelerator.device)
     scheduler, side = data.noisy.add_noise.scheduler, data.latent[-1]
@@ -126,7 +126,8 @@ def train(
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    state = TrainingState(unet, parameters, len(data.samples), UNET, model_args, fitted.args, accelerator)
+    part = data.validation.part
+    state = TrainingState(unet, parameters, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
     # 4. The loop
@@ -148,8 +149,9 @@ def load_data(
     resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
     side = resolution // frozen.vae_scale_factor
     noise = Denoising(load_scheduler(model_args), frozen.vae.config.scaling_factor, model_args.noise_offset)
-    sampler = Sampler(UNET, model_args, frozen, resolution, draw_latents)
-    draw_class_images(image_args.prior, sampler, frozen, partial(load_unet, model_args), accelerator, args.seed)
+    sampler = Sampler(UNET_XL if sdxl else UNET, model_args, frozen, resolution, draw_latents)
+    load = partial(load_denoiser, model_args, frozen_dtype(accelerator))
+    draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed)
     return Data(
         load_samples(frozen, resolution, image_args, args, accelerator),
         NoisyBatches(frozen, noise, image_args),

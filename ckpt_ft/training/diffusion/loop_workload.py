@@ -14,12 +14,12 @@ from ckpt_ft.training.fit import Fitted, fit
 from ckpt_ft.training.images.dreambooth import Prior
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
-from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
+from .joint import example_inputs
 from .noise import NoisyBatches, denoising_loss
 from .prior import preserving_denoising_loss, preserving_flow_loss
 
@@ -46,7 +46,7 @@ def unet_workload(
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
-        inputs = send_to_device(noise_batch(unet, rows, side, dtype), accelerator.device)
+        inputs = send_to_device(example_inputs(unet, rows, side, dtype), accelerator.device)
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:

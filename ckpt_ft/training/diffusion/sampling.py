@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .arguments import PipelineArguments
+from .joint import TextAndUNet, components_of
 from .trained import Trained, predicts
 
 if TYPE_CHECKING:
@@ -44,16 +45,19 @@ class Sampler:
         guidance: float | None = None,
         **more: Any,
     ) -> list[Image.Image]:
-        """Of encoded prompts, the empty one last.
+        """Of encoded prompts, the empty one last; of their tokens where the model has text encoders of its own.
 
         guidance: None for the pipeline's own scale.
         more: arguments of the pipeline.
         """
-        pipeline = self._pipeline(model)
         home, was_training = self.vae.device, model.training
         self.vae.to(device)
         model.eval()
         try:
+            if isinstance(model, TextAndUNet):
+                with autocast():
+                    embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
+            pipeline = self._pipeline(components_of(model, self.part.component)[self.part.component])
             arguments = {**_prompts(embeds, device), "height": self.size, "width": self.size, **more}
             return self.draw(pipeline, autocast, guidance, arguments)
         finally:

@@ -12,6 +12,8 @@ from torch import nn
 from ckpt_ft.errors import UserError, one_line
 
 from .arguments import PipelineArguments
+from .joint import TextAndUNet, components_of, text_from_file, text_to_file
+from .text_encoders import add_text_adapters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,7 +46,8 @@ class Trained:
         return _of_diffusers(self.pipeline)
 
 
-UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)  # SDXL's file is the same
+UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)
+UNET_XL = Trained("unet", "UNet2DConditionModel", "StableDiffusionXLPipeline", down_and_up=True)
 
 
 def _of_diffusers(name: str) -> Any:
@@ -66,6 +69,8 @@ def prepare(
     Raises:
         UserError: the model has no such modules.
     """
+    if isinstance(model, TextAndUNet):
+        return [*prepare(model.unet, args, dtype, targets), *add_text_adapters(model, args)]
     if args.rank is not None:
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
@@ -117,12 +122,12 @@ def save_trained(model: Any, part: Trained, output_dir: str | Path, lora: bool) 
     if not lora:
         model.save_pretrained(Path(output_dir) / part.component)
         return
-    weights = get_peft_model_state_dict(model)
-    part.pipeline_class.save_lora_weights(
-        output_dir,
-        **{f"{part.component}_lora_layers": convert_state_dict_to_diffusers(weights) if part.down_and_up else weights},
-        **_collate_lora_metadata({part.component: model}),
-    )
+    layers, components = {}, components_of(model, part.component)
+    for name, component in components.items():
+        weights = get_peft_model_state_dict(component)
+        weights = weights if name == part.component else text_to_file(weights)
+        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.down_and_up else weights
+    part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
 
 
 def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -> None:
@@ -140,10 +145,13 @@ def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -
         return
     weights = part.pipeline_class.lora_state_dict(input_dir)
     weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
-    weights = {name.removeprefix(f"{part.component}."): value for name, value in weights.items()}
-    outcome = set_peft_model_state_dict(model, convert_unet_state_dict_to_peft(weights), adapter_name="default")
-    if outcome.unexpected_keys:
-        raise RuntimeError(f"adapter weights that this {part.model} has no place for: {outcome.unexpected_keys[:3]}")
+    for name, component in components_of(model, part.component).items():
+        ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        own = name == part.component
+        ours = convert_unet_state_dict_to_peft(ours) if own else text_from_file(component, ours)
+        outcome = set_peft_model_state_dict(component, ours, adapter_name="default")
+        if outcome.unexpected_keys:
+            raise RuntimeError(f"adapter weights that this {name} has no place for: {outcome.unexpected_keys[:3]}")
 
 
 def save_result(model: Any, part: Trained, vae: Any, args: PipelineArguments, output_dir: str) -> None:
