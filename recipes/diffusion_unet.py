@@ -47,6 +47,8 @@ from ckpt_ft.training.diffusion.encoders import (
     own_side,
     unet_config,
 )
+from ckpt_ft.training.diffusion.inpainting import MaskedImages, blank, inpaints, pictures
+from ckpt_ft.training.diffusion.latents import FramedImages
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, unet_workload
 from ckpt_ft.training.diffusion.noise import Denoising, NoisyBatches
@@ -118,9 +120,10 @@ def train(
     unet = load_denoiser(model_args, dtype)
     parameters = prepare(unet, model_args, dtype)
     unet.to(accelerator.device)
-    scheduler, side = data.noisy.add_noise.scheduler, data.latent[-1]
-    prior = image_args.prior
-    workload = unet_workload(unet, attempt.args, accelerator, scheduler, model_args.snr_gamma, side, dtype, prior)
+    scheduler, snr_gamma = data.noisy.add_noise.scheduler, model_args.snr_gamma
+    workload = unet_workload(
+        unet, attempt.args, accelerator, scheduler, snr_gamma, data.latent, dtype, image_args.prior
+    )  # fmt: skip
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(unet)
@@ -145,17 +148,23 @@ def load_data(
     """The images as the pipeline's U-Net is shown them; of what is frozen only what is still needed is kept."""
     config = unet_config(model_args)  # what it is, before any weights are read
     sdxl = config["addition_embed_type"] == "text_time"
-    frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype(accelerator))
+    dtype, rows = frozen_dtype(accelerator), FramedImages
+    if inpaints(config):
+        rows, image_args = MaskedImages, image_args.uncached("the masks of inpainting are drawn anew each time")
+    frozen = Encoders(model_args, sdxl, accelerator.device, dtype, rows)
     resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
     side = resolution // frozen.vae_scale_factor
     noise = Denoising(load_scheduler(model_args), frozen.vae.config.scaling_factor, model_args.noise_offset)
     sampler = Sampler(UNET_XL if sdxl else UNET, model_args, frozen, resolution, draw_latents)
-    load = partial(load_denoiser, model_args, frozen_dtype(accelerator))
-    draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed)
+    load = partial(load_denoiser, model_args, dtype)
+    whole = blank(resolution) if inpaints(config) else {}
+    draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed, **whole)
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
+    shown = pictures(samples, args) if inpaints(config) else {}
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, noise, image_args),
-        Validation(sampler, args, frozen, Path(args.output_dir, "samples")),
+        Validation(sampler, args, frozen, Path(args.output_dir, "samples"), **shown),
         (frozen.vae.config.latent_channels, side, side),
     )
 

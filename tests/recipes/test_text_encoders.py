@@ -89,7 +89,6 @@ def draw(pipeline: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("error")
 def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
     """Every key of the file has its place in U-Net and text encoders, each part changes the image, and so does the
     checkpoint's file, which is the same."""
@@ -114,9 +113,8 @@ def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: P
     for name, weights in there.items():
         ours = [value for key, value in saved.items() if key.startswith(f"{name}.")]
         assert len(ours) == len(weights) > 0
-        assert sum(float(w.abs().sum()) for w in weights) == pytest.approx(
-            sum(float(w.abs().sum()) for w in ours), rel=1e-4
-        )
+        ours_sum, theirs_sum = (sum(w.detach().abs().sum().item() for w in ws) for ws in (ours, weights))
+        assert theirs_sum == pytest.approx(ours_sum, rel=1e-4)
         assert parts[name].peft_config["default_0"].lora_alpha == 4
     plain = draw(DiffusionPipeline.from_pretrained(bases[kind]))
     assert all(np.abs(draw(loaded(f"{name}.")) - plain).max() > 1e-4 for name in parts)
@@ -144,7 +142,7 @@ def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", ["full", "save:attention", "segments:2", "full@text_encoder"])
+@pytest.mark.parametrize("policy", ["full", "save:attention", "segments:2", "full@language"])
 def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
     """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
     model = joint(bases[kind])
@@ -154,7 +152,7 @@ def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str)
     for name in inputs:
         if name.startswith("input_ids"):
             inputs[name] = torch.randint(0, 500, (2, 12))
-    check_parity(model, inputs, policy)
+    assert check_parity(model, inputs, policy).ok
     model(**inputs).sample.square().mean().backward()
     without = [
         name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())

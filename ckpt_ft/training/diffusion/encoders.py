@@ -12,7 +12,9 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import DiffusionModelArguments
+from .inpainting import encode_masked, inpaints
 from .joint import IDS, TextAndUNet, encoded_text
+from .latents import FramedImages
 from .parts import given, load_part, load_vae, pipeline_index
 from .sampling import Autocast
 from .text_encoders import load_text_encoders, load_tokenizers
@@ -48,6 +50,7 @@ class Encoders:
     are trained are not among them: then a prompt's tokens stand for what it is encoded to.
 
     Attributes:
+        rows: images as they are read; masked ones for inpainting.
         absent: components that drawing from prompts already encoded does without.
         identity: what prompts' encodings depend on beside weights and tokenizers.
 
@@ -55,9 +58,17 @@ class Encoders:
         UserError: a part cannot be loaded.
     """
 
-    def __init__(self, args: DiffusionModelArguments, sdxl: bool, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        args: DiffusionModelArguments,
+        sdxl: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: type[FramedImages] = FramedImages,
+    ) -> None:
         from diffusers import AutoencoderKL
 
+        self.rows = rows
         self.device, self.identity = device, str(dtype)
         self.absent = [
             "text_encoder",
@@ -87,13 +98,18 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.
+        """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`; for inpainting of `mask` as well.
 
         Returns:
-            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and what `encode_text` returns.
+            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and what `encode_text` (and `encode_masked`)
+            returns.
         """
-        moments = self.vae.encode(batch["pixels"].to(self.device)).latent_dist.parameters
-        return {"moments": moments, "time_ids": batch["time_ids"], **self.encode_text(batch)}
+        pixels = batch["pixels"].to(self.device)
+        moments = self.vae.encode(pixels).latent_dist.parameters
+        encoded = {"moments": moments, "time_ids": batch["time_ids"].to(self.device), **self.encode_text(batch)}
+        if "mask" in batch:
+            encoded |= encode_masked(self.vae, pixels, batch["mask"].to(self.device), moments.shape[-1])
+        return encoded
 
     @torch.no_grad()
     def encode_text(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -120,10 +136,11 @@ def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
             f"{args.pretrained_model_name_or_path}: its U-Net wants '{unet.config.addition_embed_type}' conditions; "
             "SD 1.x, 2.x and SDXL are supported"
         )
-    if unet.config.in_channels != unet.config.out_channels:
+    if unet.config.in_channels != unet.config.out_channels and not inpaints(unet.config):
         raise UserError(
             f"{args.pretrained_model_name_or_path}: its U-Net takes {unet.config.in_channels} channels and returns "
-            f"{unet.config.out_channels}, as for inpainting; give a text-to-image pipeline"
+            f"{unet.config.out_channels}; those from text ({unet.config.out_channels}) and for inpainting "
+            f"({2 * unet.config.out_channels + 1}) are supported"
         )
     return unet
 
@@ -189,7 +206,7 @@ def draw_latents(
     scale = {} if guidance is None else {"guidance_scale": guidance}
     with autocast():
         latents = pipeline(**scale, output_type="latent", **arguments).images
-    vae = pipeline.vae
+    vae = pipeline.vae.float()
     parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in latents.split(4)]
     images: list[Image.Image] = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
     return images

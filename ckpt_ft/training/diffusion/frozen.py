@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .latents import FramedImages
 
 
 class Frozen(Protocol):
     """A pipeline's VAE and text encoders, whichever they are.
 
     Attributes:
+        rows: images as they are read.
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
+    rows: type[FramedImages]
     device: torch.device
     vae: Any
     tokenize: Any

@@ -35,19 +35,19 @@ def unet_workload(
     accelerator: Accelerator,
     scheduler: Any,
     snr_gamma: float | None,
-    side: int,
+    latent: tuple[int, ...],
     dtype: torch.dtype,
     prior: Prior | None = None,
 ) -> Workload:
-    """The loop's step on latents of `side` x `side` and prompts of `dtype`.
+    """The loop's step on latents of the shape `latent` (C, h, w) and prompts of `dtype`.
 
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
-        inputs = send_to_device(example_inputs(unet, rows, side, dtype), accelerator.device)
-        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
+        inputs = send_to_device(example_inputs(unet, rows, latent[-1], dtype), accelerator.device)
+        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : latent[0]])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         inputs = batch["inputs"]

@@ -61,6 +61,9 @@ class Denoising:
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self.scaling
         inputs, target = noisy_inputs(latents, encoded, self.scheduler, self.noise_offset)
+        if "mask" in encoded:
+            seen = DiagonalGaussianDistribution(encoded["masked_moments"]).sample() * self.scaling
+            inputs["sample"] = torch.cat([inputs["sample"], encoded["mask"], seen], dim=1)
         return {"inputs": inputs, "target": target}
 
 
@@ -86,7 +89,7 @@ def noisy_inputs(
 def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
     """A U-Net's arguments of a prompt and, for SDXL, of sizes; prompts that it is to encode itself as their tokens."""
     if "prompt_embeds" not in encoded:
-        return {name: value for name, value in encoded.items() if name != "moments"}
+        return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
     given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
     if "pooled_prompt_embeds" in encoded:
         given["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}

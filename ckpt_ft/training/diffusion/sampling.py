@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -57,14 +58,15 @@ class Sampler:
             if isinstance(model, TextAndUNet):
                 with autocast():
                     embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
-            pipeline = self._pipeline(components_of(model, self.part.component)[self.part.component])
+            vae = copy.deepcopy(self.vae) if "mask_image" in more else self.vae  # SDXL's for inpainting leaves it cast
+            pipeline = self._pipeline(vae, components_of(model, self.part.component)[self.part.component])
             arguments = {**_prompts(embeds, device), "height": self.size, "width": self.size, **more}
             return self.draw(pipeline, autocast, guidance, arguments)
         finally:
             model.train(was_training)
             self.vae.to(home)
 
-    def _pipeline(self, model: nn.Module) -> Any:
+    def _pipeline(self, vae: Any, model: nn.Module) -> Any:
         """The pipeline with its own sampler, around what is at hand: no text encoder is loaded again."""
         from diffusers import DiffusionPipeline
 
@@ -72,7 +74,7 @@ class Sampler:
             self.model.pretrained_model_name_or_path,
             revision=self.model.revision,
             variant=self.model.variant,
-            **{self.part.component: model, "vae": self.vae, **dict.fromkeys(self.absent)},
+            **{self.part.component: model, "vae": vae, **dict.fromkeys(self.absent)},
         )
         predicts(pipeline.scheduler, self.model)
         pipeline.set_progress_bar_config(disable=True)

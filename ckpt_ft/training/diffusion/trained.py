@@ -124,7 +124,7 @@ def save_trained(model: Any, part: Trained, output_dir: str | Path, lora: bool) 
         return
     layers, components = {}, components_of(model, part.component)
     for name, component in components.items():
-        weights = get_peft_model_state_dict(component)
+        weights = get_peft_model_state_dict(component, save_embedding_layers=False)
         weights = weights if name == part.component else text_to_file(weights)
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.down_and_up else weights
     part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,15 @@ _LABEL = 72  # pixels for the row's name
 class Validation:
     """Draws `args.validation_prompt` in the course of a run. The prompts are encoded now; the encoders are not kept.
 
+    Args:
+        more: arguments of the pipeline, such as the images to paint in.
+
     Attributes:
         part, model, vae, size: the sampler's.
     """
 
-    def __init__(self, sampler: Sampler, args: LoopArguments, encoders: Frozen, folder: Path) -> None:
-        self.sampler, self.args, self.folder = sampler, args, folder
+    def __init__(self, sampler: Sampler, args: LoopArguments, encoders: Frozen, folder: Path, **more: Any) -> None:
+        self.sampler, self.args, self.folder, self.more = sampler, args, folder, more
         self.part, self.model, self.vae, self.size = sampler.part, sampler.model, sampler.vae, sampler.size
         self.prompts = args.validation_prompt or []
         self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
@@ -64,7 +67,7 @@ class Validation:
             model, self.embeds, accelerator.device, accelerator.autocast, self.args.validation_guidance_scale,
             num_inference_steps=self.args.validation_inference_steps,
             num_images_per_prompt=self.args.num_validation_images,
-            generator=torch.Generator().manual_seed(self.args.seed),
+            generator=torch.Generator().manual_seed(self.args.seed), **self.more,
         )  # fmt: skip
 
     def write_sheet(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, check_numbers, flag
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, changed, check_numbers, flag
 
 from .captioned import ImageArguments, first_rows, load_captioned
 from .files import readable
@@ -74,11 +74,22 @@ class DreamBoothArguments(ImageArguments):
     prior_loss_weight: float | None = flag(None, "Weight of their loss; 1 when left out.")
 
     def __post_init__(self) -> None:
+        self.asked_to_cache = bool(self.cache_latents)
         super().__post_init__()
         numbers = {"num_class_images": AT_LEAST_ONE, "sample_batch_size": AT_LEAST_ONE}
         check_numbers(self, {**numbers, "prior_loss_weight": NOT_NEGATIVE})
         self._check_instance()
         self._check_prior()
+
+    def uncached(self, why: str) -> DreamBoothArguments:
+        """These, with nothing encoded in advance, which `why` rules out.
+
+        Raises:
+            UserError: it is asked for.
+        """
+        if self.asked_to_cache:
+            raise UserError(f"--cache_latents encodes each image once, but {why}: drop it")
+        return changed(self, cache_latents=False)
 
     @property
     def prior(self) -> Prior | None:
