@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from recipe_scripts import load_recipe
 from safetensors.torch import load_file
@@ -33,11 +33,13 @@ CLASSES = {"sd1": "StableDiffusionInpaintPipeline", "sdxl": "StableDiffusionXLIn
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of tiny pipelines; their VAE has eight channels, so that nine are seventeen here."""
+    """Directories of tiny pipelines; their VAE has four channels, since the pipelines take no other number."""
     root = tmp_path_factory.mktemp("inpainting")
     for kind, name in CLASSES.items():
         parts = make_tiny_pipeline(kind, 0, (16, 32)).components
-        parts["unet"] = UNet2DConditionModel.from_config({**parts["unet"].config, "in_channels": 17})
+        channels = {"in_channels": 9, "out_channels": 4}
+        parts["unet"] = UNet2DConditionModel.from_config({**parts["unet"].config, **channels})
+        parts["vae"] = AutoencoderKL.from_config({**parts["vae"].config, "latent_channels": 4})
         extra = {"requires_safety_checker": False} if kind == "sd1" else {}
         getattr(diffusers, name)(**parts, **extra).save_pretrained(root / kind)
     return {kind: str(root / kind) for kind in CLASSES}
@@ -107,7 +109,7 @@ def test_what_the_unet_is_shown_by_hand() -> None:
 def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
     """LoRA, with validation by the inpainting pipeline: what the mask leaves is the image's, what it hides changes."""
     flags = ["--rank", "2", "--learning_rate", "1e-1", "--validation_prompt", "a red circle", "a blue star"]
-    flags += ["--validation_inference_steps", "1", "--num_validation_images", "2"]
+    flags += ["--validation_inference_steps", "2", "--num_validation_images", "2"]
     losses = train(recipe, bases[kind], tmp_path / "out", *flags)
     assert losses == train(recipe, bases[kind], tmp_path / "plain", "--rank", "2", "--learning_rate", "1e-1")
     with Image.open(tmp_path / "out" / "samples" / "step-000003.png") as sheet:
@@ -118,8 +120,10 @@ def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: P
 
     def draw() -> np.ndarray:
         image, mask = Image.new("RGB", (32, 32), (200, 30, 30)), random_mask(32, random.Random(2))
-        made = pipeline("a star", image, mask, height=32, width=32, num_inference_steps=1, strength=1.0,
-                        generator=torch.Generator().manual_seed(0), output_type="np")  # fmt: skip
+        made = pipeline(
+            prompt="a star", image=image, mask_image=mask, height=32, width=32, num_inference_steps=1, strength=1.0,
+            generator=torch.Generator().manual_seed(0), output_type="np",
+        )  # fmt: skip
         return np.asarray(made.images[0])
 
     plain = draw()
@@ -152,13 +156,17 @@ def test_resumes_bit_for_bit_under_a_policy(recipe: ModuleType, bases: dict[str,
 
 
 def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    """Of the U-Net's step; what encodes images and prompts in it stands beside it, and is said to."""
     flags = ["--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json", "--ac_policy", "full"]
     train(recipe, bases["sd1"], tmp_path, *flags)
     rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
     measured = max(peak["allocated"] for peak in rank["peaks"].values())
-    assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
+    pipeline = DiffusionPipeline.from_pretrained(bases["sd1"])
+    encoding = [pipeline.vae.encoder, pipeline.vae.quant_conv, pipeline.text_encoder]
+    weights = sum(p.numel() * p.element_size() for part in encoding for p in part.parameters())
+    assert rank["predicted"]["allocated"] + weights == pytest.approx(measured, rel=5e-3)
 
 
 def test_masks_cannot_be_cached(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the masks of inpainting are drawn anew each time: drop it"):
-        train(recipe, bases["sd1"], tmp_path, "--cache_latents")
+        train(recipe, bases["sd1"], tmp_path, "--cache_latents", "true")
