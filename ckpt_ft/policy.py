@@ -76,7 +76,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         _validate(self)
-        object.__setattr__(self, "members", tuple(sorted(set(self.members), key=_member_order)))
+        members = {str(whole_number(member) or member) for member in self.members}
+        object.__setattr__(self, "members", tuple(sorted(members, key=_member_order)))
         object.__setattr__(self, "save", tuple(sorted(set(self.save), key=_canonical_order)))
         own = sorted(self.towers, key=lambda tower: TOWERS.index(tower[0]))
         everywhere = self.parts[""] != Policy() if own else False  # else a tower that keeps everything is no other
@@ -131,7 +132,7 @@ class Policy:
         terms += [f"{term}@{tower}" for tower, policy in self.towers for term in str(policy).split(",")]
         terms += [name for name in _FLAGS if name in _WHOLE and getattr(self, name)]
         if self.budget is not None:
-            terms.append(f"budget:{self.budget:g}")
+            terms.append(f"budget:{self.budget}".removesuffix(".0"))
         return ",".join(terms) or "none"
 
 
@@ -140,6 +141,9 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
     for key in value:
         if key not in names:
             raise UserError(f"policy: no field '{key}'{_meant(key, names)} ({', '.join(names)})")
+    for key in _FLAGS:
+        if not isinstance(value.get(key, False), bool):
+            raise UserError(f"policy: '{key}' is true or false, not {value[key]!r}")
     for key in ("members", "save"):
         entries = value.get(key, ())
         if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
@@ -198,19 +202,18 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
 
 
 def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
-    """Unite one more field with those before it: lists grow, equal values agree, others contradict each other."""
+    """Unite one more field with those before it: lists grow, equal values agree, all else contradicts."""
     old = fields.get(key, new)
-    if key in ("members", "save"):
+    if key in ("members", "save") and bool(old) == bool(new):
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))
     elif old == new:
         fields[key] = new
+    elif key in ("scope", "budget"):
+        raise UserError(f"policy '{text}': {key}s {old} and {new} contradict each other; keep one")
     else:
-        what = (
-            f"{key}s {old} and {new}"
-            if key in ("scope", "budget")
-            else f"'{fields['scope']}:{old}' and '{fields['scope']}:{new}'"
-        )
-        raise UserError(f"policy '{text}': {what} contradict each other; keep one")
+        scope = fields["scope"]
+        terms = (f"{scope}:{'+'.join(n) if isinstance(n, tuple) else n}".rstrip(":") for n in (old, new))
+        raise UserError(f"policy '{text}': {' and '.join(map(repr, terms))} contradict each other; keep one")
 
 
 def _number(name: str, detail: str, text: str) -> int:
@@ -264,8 +267,9 @@ def _validate_group(group: str) -> None:
 def _validate_unions(policy: Policy) -> None:
     if policy.save and policy.scope == "none":
         raise UserError("'save' acts inside what is checkpointed; give a scope with it, such as full")
-    if "matmul" in policy.save and any(group.startswith("matmul/") for group in policy.save):
-        raise UserError("'matmul' and 'matmul/N' contradict each other; keep one")
+    matmuls = [group for group in policy.save if group.partition("/")[0] == "matmul"]
+    if len(set(matmuls)) > 1:
+        raise UserError(f"save: {' and '.join(map(repr, matmuls))} contradict each other; keep one")
     for tower, own in policy.towers:
         if tower not in TOWERS:
             raise UserError(f"no tower '{tower}'{_meant(str(tower), TOWERS)} ({', '.join(TOWERS)})")

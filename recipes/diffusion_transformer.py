@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
-    directory = RunDirectory.of(args, lora=model_args.rank is not None)
+    directory = RunDirectory.of(args, lora=model_args.adapts)
     run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
@@ -122,7 +122,7 @@ def train(
     # 2. The transformer, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
     part, dtype = data.validation.part, frozen_dtype(accelerator)
     transformer = load_transformer(model_args, part, dtype)
-    parameters = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
+    transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
     workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latent, image_args.prior)
     fitted = fit_loop(workload, accelerator, attempt)
@@ -130,7 +130,7 @@ def train(
     memory.apply(transformer)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    state = TrainingState(transformer, parameters, len(data.samples), part, model_args, fitted.args, accelerator)
+    state = TrainingState(transformer, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
     # 4. The loop

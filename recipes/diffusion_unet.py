@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unless="pretrained_model_name_or_path",
         description=__doc__,
     )
-    directory = RunDirectory.of(args, lora=model_args.rank is not None)
+    directory = RunDirectory.of(args, lora=model_args.adapts)
     run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
@@ -117,8 +117,7 @@ def train(
 
     # 2. The U-Net, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
     dtype = frozen_dtype(accelerator)
-    unet = load_denoiser(model_args, dtype)
-    parameters = prepare(unet, model_args, dtype)
+    unet = prepare(load_denoiser(model_args, dtype), model_args, dtype)
     unet.to(accelerator.device)
     scheduler, snr_gamma = data.noisy.add_noise.scheduler, model_args.snr_gamma
     workload = unet_workload(
@@ -130,7 +129,7 @@ def train(
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
     part = data.validation.part
-    state = TrainingState(unet, parameters, len(data.samples), part, model_args, fitted.args, accelerator)
+    state = TrainingState(unet, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
     # 4. The loop

@@ -79,7 +79,7 @@ class Described:
 
     @property
     def unread(self) -> list[str]:
-        return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
+        return [key for key, value in self.content.items() if key not in self._read and _says(value)]
 
     def get(self, name: str) -> Any:
         """What the file says under any name of the flag; else the kind's default, None where there is none."""
@@ -95,7 +95,7 @@ class Described:
             raise UserError(f"--config {path}: it names no model ({', '.join(_MODELS)})")
         words = [str(model)]
         for option, value in self._options(path):
-            if value not in (None, False, ""):
+            if _says(value):
                 words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
         policy = self._policy()
         return words + (["--policy", policy] if with_policy and policy else [])
@@ -111,7 +111,11 @@ class Described:
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
-        if self.diffusion and self.get("lora_r") and self.get("mixed_precision") in _DTYPES:
+        if (
+            self.diffusion
+            and (self.get("lora_r") or self.get("peft_config"))
+            and self.get("mixed_precision") in _DTYPES
+        ):
             dtype = self.get("mixed_precision")  # that of frozen weights in the recipes
         if self.kind == "axolotl":
             dtype = "bfloat16" if bf16 else "float16" if fp16 else None
@@ -132,9 +136,20 @@ class Described:
         return _OPTIMIZERS[named]
 
     def _adapters(self) -> Iterator[tuple[str, Any]]:
-        adapter, rank = self.get("adapter"), self.get("lora_r")
-        if not (self.get("use_peft") or adapter or self.diffusion):
+        adapter, rank, whole = self.get("adapter"), self.get("lora_r"), self.get("peft_config")
+        if not (self.get("use_peft") or adapter or whole or self.diffusion):
             return
+        yield "peft-config", whole
+        if not whole:
+            yield from self._lora(rank)
+        quantised = bool(self.get("load_in_4bit"))
+        yield "load-in-4bit", quantised
+        yield "load-in-8bit", self.get("load_in_8bit")
+        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "quant-storage", self.get("quant_storage")
+        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
+
+    def _lora(self, rank: Any) -> Iterator[tuple[str, Any]]:
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else [targets] if targets else []
         self.get("lora_target_linear")
@@ -142,12 +157,6 @@ class Described:
         yield "lora-targets", ",".join(str(target) for target in targets if target != "all-linear")
         yield "lora-dropout", self.get("lora_dropout")
         yield "dora", self.get("dora")
-        quantised = bool(self.get("load_in_4bit"))
-        yield "load-in-4bit", quantised
-        yield "load-in-8bit", self.get("load_in_8bit")
-        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
-        yield "quant-storage", self.get("quant_storage")
-        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
 
     def _policy(self) -> str:
         named, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
@@ -167,6 +176,11 @@ _PLAIN = (
     ("ema", "ema"),
     ("budget", "budget"),
 )
+
+
+def _says(value: Any) -> bool:
+    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    return not (value is None or value is False or value == "")
 
 
 def _kind(content: dict[str, Any]) -> str:

@@ -12,16 +12,14 @@ from ckpt_ft.reading import library_reads
 
 from .defaults import LORA_DROPOUT
 from .dtypes import DTYPES
+from .peft_file import configuration
 from .settings import Settings
 from .valueless import Valueless
-
-# Of a configuration what is not of training.
-_OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
 
 def without_adapters(model: Any) -> Any:
     """The model that PEFT's wrapper is around; `model` itself where there is none."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapt(model: Any, settings: Settings) -> Any:
@@ -90,10 +88,10 @@ def _freeze(model: Any, part: str) -> None:
 
 def _configuration(settings: Settings) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry."""
-    from peft import LoraConfig, get_peft_config
+    from peft import LoraConfig
 
     if settings.peft is not None:
-        return get_peft_config({k: v for k, v in settings.peft.items() if k not in _OF_A_CHECKPOINT})
+        return configuration(settings.peft, "the PEFT configuration")
     rank, dropout = settings.lora_r, settings.lora_dropout
     return LoraConfig(
         r=rank,

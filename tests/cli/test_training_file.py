@@ -99,6 +99,15 @@ def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
     assert capsys.readouterr().err == f"{said}\n"
 
 
+def test_zeros_say_something(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\nuse_peft: true\nlora_dropout: 0.0\nmax_grad_norm: 0\nbf16: false\n")
+    words = with_file(["estimate", "--config", str(file)])
+    assert words[words.index("--lora-dropout") + 1] == "0.0"
+    assert words[words.index("--max-grad-norm") + 1] == "0"
+    assert "--bf16" not in words
+
+
 def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(FILES / "axolotl_full.yaml")
     with_file(["plan", "--config", path])

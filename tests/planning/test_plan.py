@@ -217,6 +217,10 @@ def test_context_and_margin_are_kept_free() -> None:
     room = make_room("24GiB", gpu)
     assert room.limit == 24 * GIB - gpu.context - round(0.02 * 24 * GIB)
     assert make_room("24GiB", gpu, "1GiB").limit == 23 * GIB - gpu.context
+    assert make_room("24GiB", gpu, "0").limit == 24 * GIB - gpu.context
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UserError, match="a share of the budget, from 0 up to, but not including, 1"):
+            make_room("24GiB", gpu, share)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "pointwise"])

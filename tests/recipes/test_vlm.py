@@ -194,7 +194,7 @@ def test_what_is_wrong_with_a_row_is_one_line(
         (["--longest_side", "64"], "--longest_side 64: LlavaNextImageProcessorPil does not go by it"),
         (["--answered", "4"], "--answered 4: no rows are held out"),
         (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
-        ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no linear layer of that name"),
+        ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no layer of that name"),
     ],
 )
 def test_flags_that_do_not_fit_are_one_line(vlm: ModuleType, tmp_path: Path, flags: list[str], message: str) -> None:

@@ -51,6 +51,16 @@ LLAVA = {
     "vision_feature_select_strategy": "default", "text_config": {"model_type": "llama", **TEXT},
     "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
+IDEFICS3 = {
+    "model_type": "idefics3", "image_token_id": 7, "scale_factor": 2, "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"model_type": "idefics3_vision", **SIGHT, "image_size": 32, "patch_size": 8},
+}  # fmt: skip
+INTERN = {
+    "model_type": "internvl", "image_token_id": 7, "image_seq_length": 4, "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {
+        "model_type": "internvl_vision", **SIGHT, "image_size": [32, 32], "patch_size": [8, 8],
+    },
+}  # fmt: skip
 # Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
 SEEING = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
@@ -58,6 +68,10 @@ SEEING = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
     "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
+    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
+    "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
+    "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
+    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
 }
 FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
 
@@ -70,18 +84,19 @@ def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> s
     return str(path)
 
 
-def asked(**more: Any) -> Settings:
-    return Settings(images=2, image_size=(100, 60), seq_length=64, **more)
+def asked(seq_length: int = 64, **more: Any) -> Settings:
+    return Settings(images=2, image_size=(100, 60), seq_length=seq_length, **more)
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
-    workload = load(where, asked(), "cpu")
-    assert workload.shape == {"seq_length": 64, "images": 2, "image_tokens": 2 * tokens}
+    length = 64 if tokens < 30 else 256
+    workload = load(where, asked(length), "cpu")
+    assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
-    assert ids.shape == (3, 64)
+    assert ids.shape == (3, length)
     assert (ids == 7).sum(1).tolist() == [2 * tokens] * 3
     assert workload.notes == ()
     assert any("vis" in path for path in workload.trace(1).module_activations())

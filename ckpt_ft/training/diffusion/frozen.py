@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .latents import FramedImages
 
 
 class Frozen(Protocol):
     """A pipeline's VAE and text encoders, whichever they are.
 
     Attributes:
-        rows: images as they are read.
+        rows: class of the images as they are read: FramedImages, or masked ones.
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
-    rows: type[FramedImages]
+    rows: Any
     device: torch.device
     vae: Any
     tokenize: Any

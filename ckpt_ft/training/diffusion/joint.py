@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion import noise_batch
 
 from .noise import conditions
@@ -63,7 +64,7 @@ def components_of(model: Any, component: str) -> dict[str, Any]:
 def example_inputs(model: nn.Module, rows: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
     """What the U-Net, alone or with its text encoders, is called with, as zeros (see `noise_batch`)."""
     if not isinstance(model, TextAndUNet):
-        return noise_batch(model, rows, side, dtype)
+        return noise_batch(without_adapters(model), rows, side, dtype)
     inputs = noise_batch(model.unet, rows, side, dtype)
     given = {name: inputs[name] for name in ("sample", "timestep")}
     if "added_cond_kwargs" in inputs:

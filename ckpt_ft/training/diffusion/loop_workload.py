@@ -14,6 +14,7 @@ from ckpt_ft.training.fit import Fitted, fit
 from ckpt_ft.training.images.dreambooth import Prior
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
+from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
@@ -99,7 +100,7 @@ def _workload(
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        name=type(model).__name__,
+        name=type(without_adapters(model)).__name__,
     )
 
 

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ckpt_ft.workloads.adapters import without_adapters
+
 from .arguments import PipelineArguments
 from .joint import TextAndUNet, components_of
 from .trained import Trained, predicts
@@ -59,7 +61,8 @@ class Sampler:
                 with autocast():
                     embeds = model.encode({name: value.to(device) for name, value in embeds.items()})
             vae = copy.deepcopy(self.vae) if "mask_image" in more else self.vae  # SDXL's for inpainting leaves it cast
-            pipeline = self._pipeline(vae, components_of(model, self.part.component)[self.part.component])
+            trained = components_of(model, self.part.component)[self.part.component]
+            pipeline = self._pipeline(vae, without_adapters(trained))
             arguments = {**_prompts(embeds, device), "height": self.size, "width": self.size, **more}
             return self.draw(pipeline, autocast, guidance, arguments)
         finally:

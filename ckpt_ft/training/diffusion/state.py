@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint
 
@@ -25,7 +26,7 @@ class TrainingState:
     """All that a checkpoint holds but for random states, which accelerate adds.
 
     Args:
-        parameters: what of `model` is trained.
+        model: what of it is trained needs a gradient.
         rows: images of an epoch, over all ranks.
 
     Attributes:
@@ -38,7 +39,6 @@ class TrainingState:
     def __init__(
         self,
         model: nn.Module,
-        parameters: list[nn.Parameter],
         rows: int,
         part: Trained,
         model_args: PipelineArguments,
@@ -48,7 +48,8 @@ class TrainingState:
         from diffusers.optimization import get_scheduler
         from diffusers.training_utils import EMAModel
 
-        self.accelerator, self.parameters = accelerator, parameters
+        self.accelerator = accelerator
+        self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
         self.step = self.samples_seen = 0
@@ -64,10 +65,11 @@ class TrainingState:
         )
         self.ema = EMAModel(parameters) if args.use_ema else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        save_only_what_is_trained(accelerator, part, lora=model_args.rank is not None)
+        save_only_what_is_trained(accelerator, part, lora=model_args.adapts)
         hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
-            "rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes,
+            "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
+            "processes": accelerator.num_processes,
             "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
         }  # fmt: skip
 

@@ -51,8 +51,8 @@ def load_text_encoders(args: DiffusionModelArguments, tokenizers: list[Any], dty
     return encoders
 
 
-def add_text_adapters(model: TextAndUNet, args: PipelineArguments) -> list[nn.Parameter]:
-    """LoRA in float32 on the frozen text encoders, of the U-Net's rank; returns what of it is trained."""
+def add_text_adapters(model: TextAndUNet, args: PipelineArguments) -> TextAndUNet:
+    """LoRA in float32 on the frozen text encoders, of the U-Net's rank."""
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
@@ -69,8 +69,7 @@ def add_text_adapters(model: TextAndUNet, args: PipelineArguments) -> list[nn.Pa
         cast_training_params(encoder, dtype=torch.float32)
     if len(model.text_encoders) > 1:
         _last_layer(model.text_encoders[NAMES[0]]).requires_grad_(False)  # SDXL reads that encoder in front of it
-    parts = list(model.text_encoders.values())
-    return [parameter for part in parts for parameter in part.train().parameters() if parameter.requires_grad]
+    return model.train()
 
 
 def _last_layer(encoder: nn.Module) -> nn.Module:

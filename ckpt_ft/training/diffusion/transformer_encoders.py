@@ -142,12 +142,12 @@ def checked_resolution(asked: int | None, config: Any, encoders: TransformerEnco
 
 
 def load_transformer(args: TransformerArguments, part: Trained, dtype: torch.dtype) -> Any:
-    """The transformer in float32; with `load_in_4bit` in NF4, which computes in `dtype`; for LoRA in `dtype`.
+    """The transformer in float32; with `load_in_4bit` in NF4, which computes in `dtype`; for adapters in `dtype`.
 
     Raises:
         UserError: it is not there or cannot be read.
     """
-    more: dict[str, Any] = in_dtype(torch.float32 if args.rank is None else dtype)
+    more: dict[str, Any] = in_dtype(dtype if args.adapts else torch.float32)
     if args.load_in_4bit:
         from diffusers import BitsAndBytesConfig
 

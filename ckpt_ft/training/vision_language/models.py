@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -87,8 +86,8 @@ def kinds_of(model: Any) -> tuple[str, ...]:
 
 
 def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
-    """The model in train mode. Towers that are not trained are frozen; with `use_peft` all weights are frozen, and the
-    trained towers have adapters.
+    """The model in train mode. Towers that are not trained are frozen; with adapters all weights are frozen, and the
+    trained towers have them.
 
     Raises:
         UserError: it cannot be read from here, has no such tower, or nothing in it that could get an adapter.
@@ -104,32 +103,43 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
                 f"--train_towers {args.train_towers}: {type(model).__name__} has no {name} tower"
                 f"{'; it has ' + ', '.join(towers) if towers else ''}"
             )
-    if args.use_peft:
-        pattern = adapted_layers(
-            [towers[name] for name in wanted], model.get_output_embeddings(), args.lora_target_modules
-        )
-        return with_adapters(model, replace(args, lora_target_modules=None), target_modules=pattern)
+    if args.adapts:
+        trained, head = [towers[name] for name in wanted], model.get_output_embeddings()
+        by = f"--peft_config {args.peft_config}:" if args.peft_config else "--lora_target_modules"
+        return with_adapters(model, args, targets=lambda asked: adapted_layers(trained, head, asked, by))
     for name, tower in towers.items():
         if name not in wanted:
-            head = [model.get_output_embeddings()] if name == "language" else []
-            for module in [*tower.modules.values(), *head]:
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()] if name == "language" else []
+            for module in [*tower.modules.values(), *(end for end in ends if end is not None)]:
                 module.requires_grad_(False)
     return model
 
 
-def adapted_layers(towers: list[Tower], head: nn.Module | None, asked: list[str] | None) -> str:
-    """A pattern, as PEFT takes one, of the linear layers in `towers`: all but the head, or those named as `asked`."""
+def adapted_layers(
+    towers: list[Tower], head: nn.Module | None, asked: list[str] | str | None, by: str = "--lora_target_modules"
+) -> str:
+    """A pattern, as PEFT takes one, of what gets an adapter in `towers`: every linear layer but the head, or what is
+    named as `asked` (`by` a flag). Where `asked` is a pattern, that, whatever towers it is of.
+
+    Raises:
+        UserError: nothing in them is.
+    """
+    linear = asked in (None, "all-linear", ["all-linear"])
+    if isinstance(asked, str) and not linear:
+        return asked
     patterns = []
     for tower in towers:
         inside = [item for root in tower.modules.values() for item in root.named_modules()]
-        found = {
-            name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear) and layer is not head
-        }
-        names = found if asked in (None, ["all-linear"]) else found & set(asked or ())
+        if linear:
+            names = {
+                name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear) and layer is not head
+            }
+        else:
+            names = {end for end in asked or () if any(f".{name}".endswith(f".{end}") for name, _ in inside)}
         if names:
             roots = "|".join(re.escape(f"{root}.") if root else "" for root in tower.modules)
             patterns.append(rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})")
     if not patterns:
         where = " or ".join(tower.name for tower in towers)
-        raise UserError(f"--lora_target_modules {' '.join(asked or ())}: no linear layer of that name is {where}'s")
+        raise UserError(f"{by} {' '.join(asked or ())}: no layer of that name is {where}'s")
     return "|".join(patterns)
