@@ -6,12 +6,14 @@ What stands for a GPU is not here but in rules/cuda.py.
 from __future__ import annotations
 
 import gc
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,7 +41,8 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
 
     def fake(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return type(value)(fake(item) for item in value)
+            items = [fake(item) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
         if not isinstance(value, Tensor):
             return value
         if id(value) not in made:
@@ -98,14 +101,19 @@ def tensors_of_fakes() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
-    enabled = gc.isenabled()
+    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
+
+    Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation.
+    """
+    enabled, python, drawn = gc.isenabled(), random.getstate(), numpy.random.get_state()
     gc.disable()
     gc.freeze()  # collections look at what the step makes, not at what was there
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        random.setstate(python)
+        numpy.random.set_state(drawn)
         gc.unfreeze()
         if enabled:
             gc.enable()
