@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,13 @@ def test_plot(tmp_path: Path) -> None:
     path = record().plot(tmp_path / "step.svg")
     text = path.read_text()
     assert "activations" in text or path.stat().st_size > 5000
+
+
+def test_a_trace_comes_back_from_another_process_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    trace = trace_step(model, lambda model, _: model(torch.ones(2, 4)).sum().backward())
+    for one in (trace, StepTrace("cpu", [], [])):
+        there = pickle.loads(pickle.dumps(one))
+        assert there == one
+        assert there.peak_reserved == one.peak_reserved
+    assert trace.ops
