@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import Replay, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -167,6 +168,13 @@ class StepTrace:
         return rows
 
     @property
+    def _card(self) -> GPU:
+        """What the step was traced for; raises UserError for "cpu"."""
+        if self.device == "cpu":
+            raise UserError("a trace for 'cpu' has no seconds: its speed is not modelled; trace for a GPU by name")
+        return self.gpu or find_gpu(self.device)
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
         return self.seconds_parts.total
@@ -174,7 +182,7 @@ class StepTrace:
     @cached_property
     def seconds_parts(self) -> Parts:
         """Where `seconds` go: what computes, what is waited for, and what bounds the step."""
-        return self.seconds_on(self.gpu or find_gpu(self.device))
+        return self.seconds_on(self._card)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
         """The same were its kernels run on `gpu`, issued by `host` (None: one that such a card usually has)."""
@@ -191,7 +199,7 @@ class StepTrace:
 
     def schedule(self) -> Iterator[Span]:
         """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
-        return self.schedule_on(self.gpu or find_gpu(self.device))
+        return self.schedule_on(self._card)
 
     def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:
         """The same were its kernels run on `gpu`, issued by `host`."""
@@ -212,7 +220,7 @@ class StepTrace:
         limit: bytes that may be reserved, drawn as a line; None for what the card leaves.
         """
         if limit is None and self.device != "cpu":
-            limit = (self.gpu or find_gpu(self.device)).usable
+            limit = self._card.usable
         view = StepView.from_trace(self, title or f"a step on {self.device}", limit)
         return Page(view.name, f"{self.source}, {self.device}", [Section("step", STEP_TITLE, view)]).write(path)
 
