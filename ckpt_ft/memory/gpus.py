@@ -79,11 +79,8 @@ class GPU:
 
     @property
     def clock(self) -> float:
-        """Cycles a second of an SM under load: its boost clock, as its fp32 rate says, less what its power cap takes.
-
-        fp32 matmuls that are not held back reach 92 % of the rate (V100, A100), where each of an SM's 128 lanes shares
-        its issue slot with another 68 % (RTX 3090, 4090).
-        """
+        """Cycles a second of an SM under load: its boost clock, by its fp32 rate, less what its power cap takes."""
+        # What fp32 matmuls reach of the rate where nothing holds them back: V100, A100; H100; RTX 3090, 4090.
         reached = 0.92 if self.lanes == 64 else 0.82 if self.arch[0] in (9, 10) else 0.68
         return self.fp32 / (2 * self.lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
 

@@ -101,10 +101,10 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     elif args.train_data_dir is not None:
         rows, source = _image_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
-        return _first(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
+        return first_rows(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
             "image", ImageFeature(decode=False)
         )
-    rows = _first(rows.cast_column("image", ImageFeature(decode=False)), args)
+    rows = first_rows(rows.cast_column("image", ImageFeature(decode=False)), args)
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
@@ -196,7 +196,7 @@ def _is_caption(text: Any) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _first(rows: Dataset, args: ImageArguments) -> Dataset:
+def first_rows(rows: Dataset, args: ImageArguments) -> Dataset:
     return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
 
 
