@@ -207,22 +207,12 @@ class FakeTracker(Tracker):
     skipping: Skipping | None = None
 
     def __init__(
-        self,
-        fake_mode: FakeTensorMode,
-        fakes: Fakes,
-        model: nn.Module,
-        gpu: GPU | None,
-        interrupts: Interrupts,
+        self, fake_mode: FakeTensorMode, fakes: Fakes, model: nn.Module, gpu: GPU | None, interrupts: Interrupts,
         streams: Streams,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
-        self.fake_mode, self.fakes, self.gpu, self.interrupts, self.streams = (
-            fake_mode,
-            fakes,
-            gpu,
-            interrupts,
-            streams,
-        )
+        self.fake_mode, self.fakes, self.gpu = fake_mode, fakes, gpu
+        self.interrupts, self.streams = interrupts, streams
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
