@@ -39,6 +39,7 @@ from accelerate.utils.memory import clear_device_cache
 from ckpt_ft.errors import run
 from ckpt_ft.training.diffusion.data import Data, endless_batches, load_samples
 from ckpt_ft.training.diffusion.flow import FlowMatching
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, flow_workload
 from ckpt_ft.training.diffusion.noise import NoisyBatches
@@ -120,7 +121,7 @@ def train(
     transformer = load_transformer(model_args, part, dtype)
     transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
-    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latent)
+    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latents)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(transformer)
@@ -149,14 +150,14 @@ def load_data(
     config = transformer_config(model_args, family)
     frozen = TransformerEncoders(model_args, family, accelerator.device, frozen_dtype(accelerator))
     resolution = checked_resolution(image_args.resolution, config, frozen)
-    latent = frozen.latent_shape(resolution)  # before the VAE leaves the device
+    channels, side, _ = frozen.latent_shape(resolution)  # before the VAE leaves the device
     flow = FlowMatching(family, config, frozen.vae, load_times(model_args), model_args)
-    samples = Path(args.output_dir, "samples")
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, flow, image_args),
-        Validation(family.part, model_args, args, frozen, resolution, samples, family.draw),
-        latent,
+        Validation(family.part, model_args, args, frozen, resolution, Path(args.output_dir, "samples"), family.draw),
+        LatentShapes.of(samples.sizes, samples.buckets, channels, resolution // side),
     )
 
 

@@ -45,6 +45,7 @@ from ckpt_ft.training.diffusion.encoders import (
     own_side,
     unet_config,
 )
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, unet_workload
 from ckpt_ft.training.diffusion.noise import Denoising, NoisyBatches
@@ -115,8 +116,8 @@ def train(
     dtype = frozen_dtype(accelerator)
     unet = prepare(unet, model_args, dtype)
     unet.to(accelerator.device)
-    scheduler, side = data.noisy.add_noise.scheduler, data.latent[-1]
-    workload = unet_workload(unet, attempt.args, accelerator, scheduler, model_args.snr_gamma, side, dtype)
+    scheduler, latents = data.noisy.add_noise.scheduler, data.latents
+    workload = unet_workload(unet, attempt.args, accelerator, scheduler, model_args.snr_gamma, latents, dtype)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(unet)
@@ -142,13 +143,14 @@ def load_data(
     sdxl = config["addition_embed_type"] == "text_time"
     frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype(accelerator))
     resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
-    side = resolution // frozen.vae_scale_factor
     noise = Denoising(load_scheduler(model_args), frozen.vae.config.scaling_factor, model_args.noise_offset)
+    channels, scale = frozen.vae.config.latent_channels, frozen.vae_scale_factor
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, noise, image_args),
         Validation(UNET, model_args, args, frozen, resolution, Path(args.output_dir, "samples"), draw_latents),
-        (frozen.vae.config.latent_channels, side, side),
+        LatentShapes.of(samples.sizes, samples.buckets, channels, scale),
     )
 
 

@@ -89,6 +89,11 @@ class Encoders:
         factor: int = 2 ** (len(self.vae.config.block_out_channels) - 1)
         return factor
 
+    @property
+    def token(self) -> int:
+        """A latent's pixels; images are in steps of eight whatever the VAE."""
+        return max(8, self.vae_scale_factor)
+
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.

@@ -14,6 +14,7 @@ class Frozen(Protocol):
     Attributes:
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
+        token: pixels of an image's side that what is trained takes a whole number of.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
@@ -22,6 +23,9 @@ class Frozen(Protocol):
     tokenize: Any
     absent: list[str]
     identity: str
+
+    @property
+    def token(self) -> int: ...
 
     @property
     def modules(self) -> list[nn.Module]:

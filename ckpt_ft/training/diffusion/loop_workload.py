@@ -19,6 +19,7 @@ from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
+from .latent_shapes import LatentShapes
 from .noise import NoisyBatches, denoising_loss
 
 if TYPE_CHECKING:
@@ -33,16 +34,18 @@ def unet_workload(
     accelerator: Accelerator,
     scheduler: Any,
     snr_gamma: float | None,
-    side: int,
+    latents: LatentShapes,
     dtype: torch.dtype,
 ) -> Workload:
-    """The loop's step on latents of `side` x `side` and prompts of `dtype`.
+    """The loop's step on `latents` and prompts of `dtype`.
 
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}.
     """
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        inputs = send_to_device(noise_batch(without_adapters(unet), samples, side, dtype), accelerator.device)
+        inputs = send_to_device(
+            noise_batch(without_adapters(unet), samples, latents.shape(length)[1:], dtype), accelerator.device
+        )
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -50,7 +53,7 @@ def unet_workload(
         prediction = model(**inputs).sample
         return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], snr_gamma)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, latents)
 
 
 def flow_workload(
@@ -58,9 +61,9 @@ def flow_workload(
     args: LoopArguments,
     accelerator: Accelerator,
     noisy: NoisyBatches,
-    latent: tuple[int, ...],
+    latents: LatentShapes,
 ) -> Workload:
-    """The loop's step on latents of the shape `latent` (C, h, w) and prompts like those of `noisy`.
+    """The loop's step on `latents` and prompts like those of `noisy`.
 
     A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}.
     """
@@ -71,26 +74,31 @@ def flow_workload(
             name: torch.ones(samples, *shape, dtype=dtype, device=accelerator.device)
             for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(samples, *latent, device=accelerator.device)
+        zeros = torch.zeros(samples, *latents.shape(length), device=accelerator.device)
         return noisy.add_noise.batch(zeros, zeros, torch.ones(samples, device=accelerator.device), prompts)
 
-    return _workload(transformer, make_batch, flow_loss, args, accelerator)
+    return _workload(transformer, make_batch, flow_loss, args, accelerator, latents)
 
 
 def _workload(
-    model: nn.Module, make_batch: MakeBatch, compute_loss: Loss, args: LoopArguments, accelerator: Accelerator
+    model: nn.Module,
+    make_batch: MakeBatch,
+    compute_loss: Loss,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    latents: LatentShapes,
 ) -> Workload:
     return Workload(
         model,
         make_batch,
         compute_loss,
-        # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
-        make_optimizer=optimizer_maker("adamw_8bit" if args.use_8bit_adam else "adamw_fused"),
+        make_optimizer=optimizer_maker(args.traced_optimizer, model=model),
         device=current_gpu() or "cpu",
         autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
+        lengths=latents.lengths,
         name=type(without_adapters(model)).__name__,
     )
 
