@@ -50,11 +50,13 @@ from .options import (
     ImageSize,
     LaunchOption,
     Link,
+    LongestSide,
     Lora,
     LoraDropout,
     LoraTargets,
     Machines,
     MaxGradNorm,
+    MaxPixels,
     MixedPrecision,
     Optimizer,
     Packing,
@@ -65,11 +67,14 @@ from .options import (
     QuantStorage,
     Resolution,
     SeqLength,
+    TrainTowers,
     UsePeft,
     memory,
 )
 
 Command = Callable[..., None]
+# Parameters of an estimate: what a plan chooses, and where this answer goes.
+_NOT_OF_A_PLAN = ("policy", "batch_size", "as_json", "html", "snapshot", "perfetto")
 
 
 def takes(fixed: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Command], Command]:
@@ -105,7 +110,7 @@ def plan_command(context: typer.Context) -> str:
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params[str(parameter.name)]
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name in ("policy", "batch_size", "as_json"):
+        if source is None or source.name != "COMMANDLINE" or name in _NOT_OF_A_PLAN:
             continue
         option = "--budget" if name == "capacity" else parameter.opts[0]
         words += [str(value)] if name == "model" else [option] if value is True else [option, str(value)]
@@ -148,6 +153,9 @@ def _settings(
     audio_seconds: AudioSeconds = 0,
     images: Images = 0,
     image_size: ImageSize = "",
+    max_pixels: MaxPixels = 0,
+    longest_side: LongestSide = 0,
+    train_towers: TrainTowers = "",
     dtype: Dtype = "float32",
     mixed_precision: MixedPrecision = "no",
     bf16: Bf16 = False,
@@ -205,6 +213,9 @@ def _settings(
         audio_seconds=audio_seconds,
         images=images or int(bool(image_size)),
         image_size=_image_size(image_size),
+        max_pixels=max_pixels,
+        longest_side=longest_side,
+        train_towers=train_towers,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         double_quant=double_quant,

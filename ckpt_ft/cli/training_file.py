@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
-RECIPES = ("llm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
+RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
@@ -27,6 +27,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: a
 # What each kind of file means where it says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
+    "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
     "image_classification": {"batch_size": 8},
     "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
     "axolotl": {"batch_size": 1},
@@ -62,6 +63,8 @@ def with_file(words: Sequence[str]) -> list[str]:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     described = Described(content, kind)
     found = described.words(path, with_policy=words[0] != "plan")
+    if kind == "vlm" and not any(word.startswith("--dataset") for word in rest):
+        found += ["--images", str(described.get("images") or 1)]
     if described.unread:
         print(f"note: not read of {path}: {', '.join(described.unread)}", file=sys.stderr)
     return [words[0], *found, *rest]
@@ -80,7 +83,7 @@ class Described:
 
     @property
     def unread(self) -> list[str]:
-        return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
+        return [key for key, value in self.content.items() if key not in self._read and _says(value)]
 
     def get(self, name: str) -> Any:
         """What the file says under any name of the flag; else the kind's default, None where there is none."""
@@ -96,7 +99,7 @@ class Described:
             raise UserError(f"--config {path}: it names no model ({', '.join(_MODELS)})")
         words = [str(model)]
         for option, value in self._options(path):
-            if value not in (None, False, ""):
+            if _says(value):
                 words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
         policy = self._policy()
         return words + (["--policy", policy] if with_policy and policy else [])
@@ -171,8 +174,10 @@ _PLAIN = (
     ("packing", "packing"),
     ("resolution", "resolution"),
     ("aspect-ratio-buckets", "aspect_ratio_buckets"),
-    ("images", "images"),
     ("image-size", "image_size"),
+    ("max-pixels", "max_pixels"),
+    ("longest-side", "longest_side"),
+    ("train-towers", "train_towers"),
     ("audio-seconds", "audio_seconds"),
     ("max-grad-norm", "max_grad_norm"),
     ("ema", "ema"),
@@ -180,11 +185,21 @@ _PLAIN = (
 )
 
 
+def _says(value: Any) -> bool:
+    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    return not (value is None or value is False or value == "")
+
+
+_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
+
+
 def _kind(content: dict[str, Any]) -> str:
     if "base_model" in content:
         return "axolotl"
     if "beta" in content:
         return "dpo"
+    if _OF_IMAGES & content.keys():
+        return "vlm"
     return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
 
 

@@ -101,10 +101,24 @@ class DiffusionModelArguments(PipelineArguments):
     )
     snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
     noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
+    train_text_encoder: bool = flag(False, "LoRA on the text encoders too; prompts are then encoded in each step.")
+    text_encoder_lr: float | None = flag(None, "Their peak learning rate; 5e-6 when left out.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE})
+        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE, "text_encoder_lr": NOT_NEGATIVE})
+        if self.train_text_encoder and self.rank is None:
+            raise UserError("--train_text_encoder puts LoRA on the text encoders; add --rank, or drop it")
+        if self.text_encoder_lr is not None and not self.train_text_encoder:
+            raise UserError(
+                "--text_encoder_lr is the rate of text encoders that are trained; add --train_text_encoder"
+            )
+
+    @property
+    def text_rate(self) -> float | None:
+        """The peak learning rate of the text encoders; None where they are frozen."""
+        rate = 5e-6 if self.text_encoder_lr is None else self.text_encoder_lr  # diffusers' own
+        return rate if self.train_text_encoder else None
 
 
 @dataclass

@@ -8,15 +8,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from datasets import concatenate_datasets
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.images.dreambooth import DreamBoothArguments, load_class, load_instance
 from ckpt_ft.workloads.buckets import sizes_of
 
 from .arguments import LoopArguments
 from .latent_shapes import LatentShapes
 from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
+from .prior import Pairs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,36 +28,47 @@ if TYPE_CHECKING:
     from .validation import Validation
 
 
+Samples = FramedImages | CachedLatents | Pairs
+
+
 class Data(NamedTuple):
     """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
 
     `latents` are the shapes of images' latents, as the model sees them.
     """
 
-    samples: FramedImages | CachedLatents
+    samples: Samples
     noisy: NoisyBatches
     validation: Validation
     latents: LatentShapes
 
 
 def load_samples(
-    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
-) -> FramedImages | CachedLatents:
+    encoders: Frozen, resolution: int, image_args: DreamBoothArguments, args: LoopArguments, accelerator: Accelerator
+) -> Samples:
     """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
+
+    With prior preservation in pairs with images of the class, which are there already.
 
     Raises:
         UserError: images or captions that cannot be trained on.
         WorkFailed: the VAE's output is no number.
     """
     with accelerator.main_process_first():
-        rows = load_captioned(image_args, resolution)
+        rows = load_instance(image_args, resolution)
+        instances = len(rows)
+        if image_args.prior is not None:
+            rows = concatenate_datasets([rows, load_class(image_args.prior, image_args)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
-    images = FramedImages(rows, encoders.tokenize, sizes, image_args, args.seed)
+    images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
-    if not image_args.cache_latents:
-        return images
+    samples = _encoded(images, encoders, args, accelerator) if image_args.cache_latents else images
+    return samples if image_args.prior is None else Pairs(samples, instances)
+
+
+def _encoded(images: FramedImages, encoders: Frozen, args: LoopArguments, accelerator: Accelerator) -> CachedLatents:
     samples = cache_latents(
         images, encoders, cache_root() / "latents", args.train_batch_size,
         accelerator.process_index, accelerator.num_processes,
@@ -66,7 +79,7 @@ def load_samples(
 
 
 def endless_batches(
-    samples: FramedImages | CachedLatents, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
+    samples: Samples, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
 ) -> Iterator[Row]:
     """This rank's micro-batches of `samples` without end, from where a run stood that had seen so many of them.
 

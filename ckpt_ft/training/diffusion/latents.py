@@ -64,6 +64,10 @@ class FramedImages(TorchDataset[Row]):
         self._bucket = [place[sizes[at]] for at in found]
         self.buckets = [[row for row, of in enumerate(self._bucket) if of == at] for at in range(len(self.sizes))]
 
+    def size(self, index: int) -> Size:
+        """Of a row's picture."""
+        return self.sizes[self._bucket[index]]
+
     def _nearest(self, sizes: Sequence[Size]) -> list[int]:
         if len(sizes) == 1:
             return [0] * len(self.rows)
@@ -76,7 +80,7 @@ class FramedImages(TorchDataset[Row]):
         epoch, index = key
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
-        pixels, time_ids = framed(open_image(row["image"]), self.sizes[self._bucket[index]], self.args, draw)
+        pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
 
 

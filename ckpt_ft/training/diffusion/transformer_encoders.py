@@ -13,6 +13,7 @@ from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import TransformerArguments
 from .families import FAMILIES, Family
+from .latents import FramedImages
 from .parts import check_words, given, in_dtype, load_part, pipeline_index
 from .trained import Trained
 
@@ -48,6 +49,7 @@ class TransformerEncoders:
     def __init__(self, args: TransformerArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
         import diffusers
 
+        self.rows = FramedImages
         self.family, self.device, self.tokens = family, device, args.max_sequence_length or family.tokens
         self.vae = load_part(getattr(diffusers, family.vae), args, "vae", variant=args.variant)
         with library_reads(f"{given(args)}: no usable text encoders"):

@@ -58,7 +58,7 @@ def test_state_is_predicted_to_the_byte(name: str, lora: bool) -> None:
     )  # fmt: skip
     predicted = workload.trace(2).at_peak["optimizer"]
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained, args, args.learning_rate)
+    optimizer = make_optimizer([{"params": trained}], args, args.learning_rate)
     for _ in range(2):
         workload.step(2)(model, optimizer)
     held = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
