@@ -20,6 +20,7 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
     "paged_adamw_32bit": "adamw", "adafactor": "adafactor", "sgd": "sgd", "adamw": "adamw",
+    "prodigy": "prodigy",
 }  # fmt: skip
 _PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
@@ -172,6 +173,7 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
+    ("aspect-ratio-buckets", "aspect_ratio_buckets"),
     ("image-size", "image_size"),
     ("max-pixels", "max_pixels"),
     ("longest-side", "longest_side"),

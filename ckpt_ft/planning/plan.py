@@ -157,7 +157,7 @@ def _stopped(estimates: Estimates) -> Stopped:
 
 
 def _describe(lengths: Lengths, batch: int) -> str:
-    return (
-        f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
-        f"{lengths.padded(batch)} at batch {batch}"
-    )
+    usual = f"padded to {lengths.padded(batch)} at batch {batch}"
+    if lengths.by_length:
+        usual = f"of {lengths.padded(batch)}"
+    return f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, {usual}"
