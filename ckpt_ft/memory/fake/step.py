@@ -216,7 +216,13 @@ class FakeTracker(Tracker):
         streams: Streams,
     ) -> None:
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
-        self.fake_mode, self.fakes, self.gpu, self.interrupts, self.streams = fake_mode, fakes, gpu, interrupts, streams
+        self.fake_mode, self.fakes, self.gpu, self.interrupts, self.streams = (
+            fake_mode,
+            fakes,
+            gpu,
+            interrupts,
+            streams,
+        )
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
