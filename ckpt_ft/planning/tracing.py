@@ -263,6 +263,8 @@ def _trace(policies: list[str], batch: int, usual: bool, launch: Launch | None) 
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing
+            if trace.device != "cpu":
+                trace.seconds_parts  # noqa: B018
     return traces
 
 
