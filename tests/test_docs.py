@@ -170,13 +170,13 @@ def parse_launch(arguments: Sequence[str]) -> None:
 def parse_recipe(script: str, flags: list[str]) -> None:
     recipe = load(script)
     loops = {
-        "recipes/diffusion_unet.py": ("DiffusionModelArguments", "DreamBoothArguments", "LoopArguments"),
-        "recipes/diffusion_transformer.py": ("TransformerArguments", "ImageArguments", "TransformerLoopArguments"),
+        "recipes/diffusion_unet.py": ("DiffusionModelArguments", "LoopArguments"),
+        "recipes/diffusion_transformer.py": ("TransformerArguments", "TransformerLoopArguments"),
     }
     if script in loops:
         from ckpt_ft.training.run.parser import parse_args
 
-        names = (*loops[script], "ACArguments")
+        names = (*loops[script], "DreamBoothArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)
     else:
         recipe.parse([*flags, "--use_cpu"])  # half precision is refused where there is neither a GPU nor this
