@@ -63,7 +63,7 @@ def plan(
         margin: kept free beside the CUDA context, an amount or, as a float, a share of the budget;
             None for 2 % of the budget on a GPU, nothing on "cpu".
         policies: those to look at; None for all that suit the model.
-        jobs: processes to trace on.
+        jobs: processes to trace on; 0 for as many as there are cores.
         report: told what is being traced.
         launches: to choose from, in place of the workload's own; all on as many GPUs (see `launches_on`).
 
