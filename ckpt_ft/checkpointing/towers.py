@@ -1,10 +1,11 @@
 """Finds the towers of a model: the language model, vision encoder and audio encoder that it is put together of.
 
-Structure decides, not names. From a block outwards, the first module says what it hears of that is
+Structure decides, not names. What a block hears is
 
-    declared    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
-    built       otherwise, of the layers that stand before the blocks: an embedding of tokens (language), a convolution
-                over two or three dimensions (vision) or over one (audio).
+    declared    by the model that it stands in, a transformers model of one sense alone (`input_modalities`), text
+                being what all declare by default;
+    built       otherwise, from the block outwards, of the first layers that stand before the blocks: an embedding of
+                tokens (language), a convolution over two or three dimensions (vision) or over one (audio).
 
 A block that one finds only together with blocks of several senses (a resampler between the towers, say) is of none.
 """
@@ -82,13 +83,17 @@ def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
 
 def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
     """The tower that the block at `path` is of; "" for none."""
+    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
+    senses: set[str] = set()
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        senses = _declared(module) or set(_built(module, blocks))
-        if senses:
-            return senses.pop() if len(senses) == 1 else ""
-    return ""
+        senses = senses or set(_built(module, blocks))
+        if kind is not None and isinstance(module, kind):
+            senses = _declared(module) or senses  # an embedding of relative positions is built as one of tokens is
+            if senses:
+                break
+    return senses.pop() if len(senses) == 1 else ""
 
 
 def _root(path: str, others: list[str]) -> str:
