@@ -1,6 +1,6 @@
 """Kill recipes at random moments, resume them, and compare with runs that were left alone.
 
-    python benchmarks/faults.py [--recipes llm image_classification diffusion_unet] [--kills 50] [--signal KILL]
+    python benchmarks/faults.py [--recipes llm vlm] [--kills 50] [--signal KILL]
 
 Half of the kills come while something is written: as soon as a name comes to, or goes from, the output directory. Of
 the others one in five comes at any time from the start on, so also while a checkpoint is read.
@@ -42,13 +42,17 @@ FORKED = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     "ckpt_ft.training.fit",
     "ckpt_ft.training.diffusion.unet",
+    "ckpt_ft.training.diffusion.transformer_encoders",
+    "ckpt_ft.training.vision_language.encode",
     "datasets",
     "diffusers",
     "peft",
     "transformers",
 ]
 LIBRARIES += ["transformers.models.llama.modeling_llama", "transformers.models.resnet.modeling_resnet"]
+LIBRARIES += ["transformers.models.llava_next.modeling_llava_next", "transformers.models.siglip.modeling_siglip"]
 LIBRARIES += ["diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"]
+LIBRARIES += ["diffusers.models.transformers.transformer_flux"]
 _TRAINER = [
     "--use_cpu",
     "--max_steps",
@@ -61,14 +65,20 @@ _TRAINER = [
     "1",
 ]
 _TRAINER += ["--per_device_train_batch_size", "2", "--disable_tqdm", "true", "--report_to", "none"]
+_LOOP = [
+    "--max_train_steps", "{steps}", "--checkpointing_steps", "2", "--checkpoints_total_limit", "2",
+    "--train_batch_size", "2", "--max_train_samples", "20", "--rank", "2", "--lora_dropout", "0.1", "--use_ema",
+    "--validation_steps", "1000000",
+]  # fmt: skip
 RECIPES = {
     "llm": [*_TRAINER, "--max_length", "32", "--use_peft", "--lora_dropout", "0.1"],
     "image_classification": [*_TRAINER, "--max_train_samples", "200", "--eval_strategy", "no"],
-    "diffusion_unet": [
-        "--max_train_steps", "{steps}", "--checkpointing_steps", "2", "--checkpoints_total_limit", "2",
-        "--train_batch_size", "2", "--max_train_samples", "20", "--rank", "2", "--lora_dropout", "0.1", "--use_ema",
-        "--validation_steps", "1000000",
+    "vlm": [
+        *_TRAINER, "--answered", "0", "--eval_strategy", "no", "--use_peft", "--lora_dropout", "0.1",
+        "--train_towers", "both",
     ],
+    "diffusion_unet": _LOOP,
+    "diffusion_transformer": _LOOP,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.flags import SplitArguments, changed
-from ckpt_ft.training.models import ModelArguments, load_pretrained, load_tokenizer, lora_config, within_positions
+from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
 from ckpt_ft.training.run.help import DPO, RUN, TRAINING, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -89,7 +89,7 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory = RunDirectory.of(training_args, lora=model_args.adapts)
     directory.open()
     set_seed(training_args.seed)
 
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_dataset=train_rows,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
-            peft_config=lora_config(model_args, task_type="CAUSAL_LM") if model_args.use_peft else None,
+            peft_config=adapter_config(model_args, task_type="CAUSAL_LM") if model_args.adapts else None,
         )
 
     # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report

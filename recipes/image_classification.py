@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory = RunDirectory.of(training_args, lora=model_args.adapts)
     directory.open()
     set_seed(training_args.seed)
 
@@ -115,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     training_args = mind_batch_norm(model, fitted.args, len(train_rows))
 
     # 5. Training: the policy and the memory report are one callback
-    memory = ACCallback(fitted)
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -126,8 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             data_collator=collator,
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=choose,
-            callbacks=[memory, NewCropsEachEpoch(train_dataset)],
+            callbacks=[NewCropsEachEpoch(train_dataset)],
         )
+    memory = ACCallback(fitted).attach(trainer)
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
         metrics = train_within(trainer, memory, directory)
 

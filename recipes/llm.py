@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, AC
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory = RunDirectory.of(training_args, lora=model_args.adapts)
     directory.open()
     set_seed(training_args.seed)
 

@@ -91,7 +91,7 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.use_peft)
+    directory = RunDirectory.of(training_args, lora=model_args.adapts)
     directory.open()
     set_seed(training_args.seed)
 

@@ -86,7 +86,7 @@ def tables(of: Coverage) -> list[Table]:
         cells = [(row.tower, *cell) for row, cell in zip(covered(of), cells, strict=True)]
     found = [Table(f"Policy {of.policy} on {type(of.model).__name__}", header, cells, text=text)]
     for engine in of.engines:
-        dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.describe()]
+        dropped = [(row.module, str(row.count), row.dropped, row.kept) for row in engine.rows]
         found.append(Table(engine.term, ("module", "count", "dropped", "kept"), dropped, text=(0, 2, 3)))
     return found
 

@@ -106,15 +106,10 @@ class Treated:
 
 
 class Installed:
-    """What an engine did to a model; `term` is the engine's in a policy."""
+    """What an engine did to a model; `term` is the engine's in a policy, `rows` what `explain()` says of it."""
 
     def __init__(self, term: str, stand_ins: Sequence[StandIn], rows: list[Treated]) -> None:
         self.term, self.stand_ins, self.rows = term, list(stand_ins), rows
-
-    def remove(self) -> None:
-        """Give every module the forward it had; a second call does nothing."""
-        while self.stand_ins:
-            self.stand_ins.pop().remove()
 
     def pause(self) -> None:
         """Give every module the forward it had, until `resume`."""
@@ -125,10 +120,6 @@ class Installed:
         """Undo `pause`."""
         for stand_in in self.stand_ins:
             stand_in.put_back()
-
-    def describe(self) -> list[Treated]:
-        """Rows for `explain()`."""
-        return self.rows
 
 
 def warn_once(message: str) -> None:

@@ -1,17 +1,20 @@
 """Finds the towers of a model: the language model, vision encoder and audio encoder that it is put together of.
 
-Structure decides, not names. What a block hears is
+Structure decides, not names. From a block outwards, the first module, or else the transformers model that it is in,
+says what it hears of that
 
-    declared    by the model that it stands in, a transformers model of one sense alone (`input_modalities`), text
-                being what all declare by default;
-    built       otherwise, from the block outwards, of the first layers that stand before the blocks: an embedding of
-                tokens (language), a convolution over two or three dimensions (vision) or over one (audio).
+    takes       pixels alone (vision) or sound alone (audio), among what its forward is called with;
+    declares    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
+    is built    otherwise, of the layers that stand before the blocks: an embedding of tokens (language), a convolution
+                over two or three dimensions (vision) or over one (audio). Parts with blocks of their own do not count.
 
-A block that one finds only together with blocks of several senses (a resampler between the towers, say) is of none.
+A block that one finds only together with layers of several senses, or of none (a resampler between the towers), is of
+none.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,10 @@ from ckpt_ft.policy import TOWERS, Policy
 from .blocks import Blocks, library_class
 
 _SENSES = {"text": "language", "image": "vision", "video": "vision", "audio": "audio"}
+_TAKEN = {
+    "input_ids": "language", "pixel_values": "vision", "pixel_values_videos": "vision", "input_features": "audio",
+    "input_values": "audio",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,24 @@ def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
 
 def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
     """The tower that the block at `path` is of; "" for none."""
-    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
-    senses: set[str] = set()
+    inside = model.get_submodule(path)
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        senses = senses or set(_built(module, blocks))
-        if kind is not None and isinstance(module, kind):
-            senses = _declared(module) or senses  # an embedding of relative positions is built as one of tokens is
-            if senses:
-                break
-    return senses.pop() if len(senses) == 1 else ""
+        senses = _told(module) or set(_built(module, inside, blocks))
+        if senses:  # an embedding of relative positions is built as one of tokens is
+            senses = _told(_model_around(model, path)) or senses
+            return senses.pop() if len(senses) == 1 else ""
+        inside = module
+    return ""
+
+
+def _model_around(model: nn.Module, path: str) -> nn.Module:
+    """The innermost transformers model that the module at `path` is, or is in; that module where there is none."""
+    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
+    names = path.split(".") if path else []
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+    return next((module for module in around if kind is not None and isinstance(module, kind)), around[0])
 
 
 def _root(path: str, others: list[str]) -> str:
@@ -106,20 +120,22 @@ def _root(path: str, others: list[str]) -> str:
     return path
 
 
-def _declared(module: nn.Module) -> set[str]:
+def _told(module: nn.Module) -> set[str]:
+    """The one sense but language that `module` takes, or else declares; empty where there is no one such."""
+    taken = {_TAKEN[name] for name in inspect.signature(type(module).forward).parameters if name in _TAKEN}
     kind = library_class("transformers.modeling_utils", "PreTrainedModel")
-    if kind is None or not isinstance(module, kind):
-        return set()
-    declared: Any = module.input_modalities
-    senses = {_SENSES[sense] for sense in ([declared] if isinstance(declared, str) else declared) if sense in _SENSES}
-    return senses if len(senses) == 1 and senses != {"language"} else set()
+    if not taken and kind is not None and isinstance(module, kind):
+        declared: Any = module.input_modalities
+        said = [declared] if isinstance(declared, str) else declared
+        taken = {_SENSES[sense] for sense in said if sense in _SENSES}
+    return taken if len(taken) == 1 and taken != {"language"} else set()
 
 
-def _built(module: nn.Module, blocks: set[nn.Module]) -> Iterator[str]:
-    """The senses of the layers in `module` before and beside its blocks, which are not looked into."""
-    children = [child for child in module.children() if child not in blocks]
+def _built(module: nn.Module, inside: nn.Module, blocks: set[nn.Module]) -> Iterator[str]:
+    """The senses of the layers in `module`, outside of its part `inside` and of others that have blocks."""
+    children = [child for child in module.children() if child is not inside and blocks.isdisjoint(child.modules())]
     kinds = {"vision" for child in children if isinstance(child, (nn.Conv2d, nn.Conv3d))}
     kinds |= {"audio" for child in children if isinstance(child, nn.Conv1d)}
     yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # else of positions
     for child in children:
-        yield from _built(child, blocks)
+        yield from _built(child, inside, blocks)

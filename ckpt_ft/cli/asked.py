@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import Parameter
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import typer
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.defaults import SEQ_LENGTH
+from ckpt_ft.workloads.peft_file import read_peft
 from ckpt_ft.workloads.settings import IMAGE_SIZE, Settings
 
 from .launches import asked_launch, asked_launches
@@ -50,11 +49,13 @@ from .options import (
     ImageSize,
     LaunchOption,
     Link,
+    LongestSide,
     Lora,
     LoraDropout,
     LoraTargets,
     Machines,
     MaxGradNorm,
+    MaxPixels,
     MixedPrecision,
     Optimizer,
     Packing,
@@ -65,11 +66,14 @@ from .options import (
     QuantStorage,
     Resolution,
     SeqLength,
+    TrainTowers,
     UsePeft,
     memory,
 )
 
 Command = Callable[..., None]
+# Parameters of an estimate: what a plan chooses, and where this answer goes.
+_NOT_OF_A_PLAN = ("policy", "batch_size", "as_json", "html", "snapshot", "perfetto")
 
 
 def takes(fixed: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Command], Command]:
@@ -105,7 +109,7 @@ def plan_command(context: typer.Context) -> str:
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params[str(parameter.name)]
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name in ("policy", "batch_size", "as_json"):
+        if source is None or source.name != "COMMANDLINE" or name in _NOT_OF_A_PLAN:
             continue
         option = "--budget" if name == "capacity" else parameter.opts[0]
         words += [str(value)] if name == "model" else [option] if value is True else [option, str(value)]
@@ -147,6 +151,9 @@ def _settings(
     audio_seconds: AudioSeconds = 0,
     images: Images = 0,
     image_size: ImageSize = "",
+    max_pixels: MaxPixels = 0,
+    longest_side: LongestSide = 0,
+    train_towers: TrainTowers = "",
     dtype: Dtype = "float32",
     mixed_precision: MixedPrecision = "no",
     bf16: Bf16 = False,
@@ -190,7 +197,7 @@ def _settings(
         lora_r=lora or (LORA_R if use_peft else 0),
         lora_targets=_parts("--lora-targets", lora_targets),
         use_dora=dora,
-        peft=_peft(peft_config) if peft_config else None,
+        peft=read_peft(peft_config, f"--peft-config {peft_config}") if peft_config else None,
         frozen=_parts("--freeze", freeze),
         rows=_rows(packing, padding),
         ema=ema,
@@ -203,6 +210,9 @@ def _settings(
         audio_seconds=audio_seconds,
         images=images or int(bool(image_size)),
         image_size=_image_size(image_size),
+        max_pixels=max_pixels,
+        longest_side=longest_side,
+        train_towers=train_towers,
         attn_implementation=attn_implementation,
         load_in_4bit=load_in_4bit,
         double_quant=double_quant,
@@ -232,20 +242,6 @@ def _rows(packing: bool, padding: bool) -> str:
     if packing and padding:
         raise UserError("--packing and --padding: packed sequences are full, give one of them")
     return "packed" if packing else "padded" if padding else "alike"
-
-
-def _peft(given: str) -> dict[str, Any]:
-    """The configuration of PEFT in a file, or in the directory of an adapter."""
-    path = Path(given) / "adapter_config.json" if Path(given).is_dir() else Path(given)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--peft-config {given}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--peft-config {given}: not JSON ({one_line(error, 200)})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
-        raise UserError(f"--peft-config {given}: no configuration of PEFT: it names no peft_type")
-    return content
 
 
 def _precision(named: str, bf16: bool, fp16: bool) -> str:

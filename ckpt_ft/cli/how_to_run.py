@@ -55,7 +55,9 @@ def _recipe(plan: Plan, settings: Settings, dataset: str) -> tuple[str, list[str
     config = read_config(plan.model)
     named = (config.get("architectures") or [""])[0] or class_for(config.get("model_type", ""))
     task = task_of(named)
-    if task is None or task.kind != "language model":
+    pictured = settings.images or (dataset and "vision_config" in config)
+    unknown = settings.load_in_8bit or settings.peft or settings.frozen or settings.ema  # to the recipe
+    if task is None or task.kind != "language model" or pictured or unknown:
         return _OTHERS, own
     flags = ["--model_name_or_path", plan.model, *own, "--max_length", str(settings.seq_length)]
     flags += ["--dtype", settings.dtype]
@@ -67,12 +69,19 @@ def _recipe(plan: Plan, settings: Settings, dataset: str) -> tuple[str, list[str
         flags += ["--use_peft", "--lora_r", str(settings.lora_r)]
         flags += ["--lora_target_modules", *settings.lora_targets] if settings.lora_targets else []
         flags += [] if settings.lora_dropout is None else ["--lora_dropout", str(settings.lora_dropout)]
-    if settings.load_in_4bit:
-        flags.append("--load_in_4bit")
+    asked = {
+        "use_dora": settings.use_dora,
+        "load_in_4bit": settings.load_in_4bit,
+        "use_bnb_nested_quant": settings.double_quant,
+        "packing": settings.rows == "packed",
+    }
+    flags += [f"--{name}" for name, given in asked.items() if given]
     if settings.quant_storage != "uint8":
         flags += ["--bnb_4bit_quant_storage", settings.quant_storage]
     if settings.attn_implementation:
         flags += ["--attn_implementation", settings.attn_implementation]
+    if settings.max_grad_norm != 1.0:  # a Trainer's own
+        flags += ["--max_grad_norm", f"{settings.max_grad_norm:g}"]
     if settings.optimizer != "none":
         flags += ["--optim", _OPTIMS.get(settings.optimizer, settings.optimizer)]
     flags += ["--dataset_name", dataset or "DATASET"]

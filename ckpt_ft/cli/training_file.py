@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
-RECIPES = ("llm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
+RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
@@ -26,6 +26,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: a
 # What each kind of file means where it says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
+    "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
     "image_classification": {"batch_size": 8},
     "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
     "axolotl": {"batch_size": 1},
@@ -61,6 +62,8 @@ def with_file(words: Sequence[str]) -> list[str]:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     described = Described(content, kind)
     found = described.words(path, with_policy=words[0] != "plan")
+    if kind == "vlm" and not any(word.startswith("--dataset") for word in rest):
+        found += ["--images", str(described.get("images") or 1)]
     if described.unread:
         print(f"note: not read of {path}: {', '.join(described.unread)}", file=sys.stderr)
     return [words[0], *found, *rest]
@@ -79,7 +82,7 @@ class Described:
 
     @property
     def unread(self) -> list[str]:
-        return [key for key, value in self.content.items() if key not in self._read and value not in (None, False, "")]
+        return [key for key, value in self.content.items() if key not in self._read and _says(value)]
 
     def get(self, name: str) -> Any:
         """What the file says under any name of the flag; else the kind's default, None where there is none."""
@@ -95,7 +98,7 @@ class Described:
             raise UserError(f"--config {path}: it names no model ({', '.join(_MODELS)})")
         words = [str(model)]
         for option, value in self._options(path):
-            if value not in (None, False, ""):
+            if _says(value):
                 words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
         policy = self._policy()
         return words + (["--policy", policy] if with_policy and policy else [])
@@ -111,7 +114,11 @@ class Described:
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
-        if self.diffusion and self.get("lora_r") and self.get("mixed_precision") in _DTYPES:
+        if (
+            self.diffusion
+            and (self.get("lora_r") or self.get("peft_config"))
+            and self.get("mixed_precision") in _DTYPES
+        ):
             dtype = self.get("mixed_precision")  # that of frozen weights in the recipes
         if self.kind == "axolotl":
             dtype = "bfloat16" if bf16 else "float16" if fp16 else None
@@ -132,9 +139,20 @@ class Described:
         return _OPTIMIZERS[named]
 
     def _adapters(self) -> Iterator[tuple[str, Any]]:
-        adapter, rank = self.get("adapter"), self.get("lora_r")
-        if not (self.get("use_peft") or adapter or self.diffusion):
+        adapter, rank, whole = self.get("adapter"), self.get("lora_r"), self.get("peft_config")
+        if not (self.get("use_peft") or adapter or whole or self.diffusion):
             return
+        yield "peft-config", whole
+        if not whole:
+            yield from self._lora(rank)
+        quantised = bool(self.get("load_in_4bit"))
+        yield "load-in-4bit", quantised
+        yield "load-in-8bit", self.get("load_in_8bit")
+        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
+        yield "quant-storage", self.get("quant_storage")
+        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
+
+    def _lora(self, rank: Any) -> Iterator[tuple[str, Any]]:
         targets = self.get("lora_targets")
         targets = targets if isinstance(targets, list) else [targets] if targets else []
         self.get("lora_target_linear")
@@ -142,12 +160,6 @@ class Described:
         yield "lora-targets", ",".join(str(target) for target in targets if target != "all-linear")
         yield "lora-dropout", self.get("lora_dropout")
         yield "dora", self.get("dora")
-        quantised = bool(self.get("load_in_4bit"))
-        yield "load-in-4bit", quantised
-        yield "load-in-8bit", self.get("load_in_8bit")
-        yield "double-quant", quantised and (self.get("double_quant") or self.kind == "axolotl")
-        yield "quant-storage", self.get("quant_storage")
-        yield "prepare-kbit", self.kind == "axolotl" and (quantised or bool(self.get("load_in_8bit")))
 
     def _policy(self) -> str:
         named, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
@@ -160,8 +172,10 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
-    ("images", "images"),
     ("image-size", "image_size"),
+    ("max-pixels", "max_pixels"),
+    ("longest-side", "longest_side"),
+    ("train-towers", "train_towers"),
     ("audio-seconds", "audio_seconds"),
     ("max-grad-norm", "max_grad_norm"),
     ("ema", "ema"),
@@ -169,11 +183,21 @@ _PLAIN = (
 )
 
 
+def _says(value: Any) -> bool:
+    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    return not (value is None or value is False or value == "")
+
+
+_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
+
+
 def _kind(content: dict[str, Any]) -> str:
     if "base_model" in content:
         return "axolotl"
     if "beta" in content:
         return "dpo"
+    if _OF_IMAGES & content.keys():
+        return "vlm"
     return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
 
 

@@ -19,8 +19,8 @@ Sources, by field:
   GDDR6 with ECC they have; RTX 4090 0.91 and A100 0.89 by github.com/xytpai/nvbench, the others taken to be alike.
 - l2: the datasheets; 70 % of it on A100, H100 and B200, whose two halves keep copies of each other's data (layer
   norms over rows of 2,048 to 4,096 in that set: where their second read comes from memory).
-- sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set that run for longer than a
-  second (0.44 of the datasheet against 0.50, 0.28 against 0.31); L40 and L40S as L4.
+- sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set whose repeated calls ran
+  for longer (0.47 of the datasheet against 0.52 to 0.55 of short ones, 0.29 against 0.32); L40 and L40S as L4.
 - cards of a generation that differ in size alone are in kin.py.
 """
 
@@ -79,13 +79,15 @@ class GPU:
 
     @property
     def clock(self) -> float:
-        """Cycles a second of an SM under load: its boost clock, as its fp32 rate says, less what its power cap takes.
+        """Cycles a second of an SM under load: its boost clock, by its fp32 rate, less what its power cap takes."""
+        # What fp32 matmuls reach of the rate where nothing holds them back: V100, A100; H100; RTX 3090, 4090.
+        reached = 0.92 if self.lanes == 64 else 0.82 if self.arch[0] in (9, 10) else 0.68
+        return self.fp32 / (2 * self.lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
 
-        fp32 matmuls that are not held back reach 92 % of the rate (V100, A100), where each of an SM's 128 lanes shares
-        its issue slot with another 68 % (RTX 3090, 4090).
-        """
-        lanes, reached = (64, 0.92) if self.arch <= (8, 0) else (128, 0.82 if self.arch[0] in (9, 10) else 0.68)
-        return self.fp32 / (2 * lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
+    @property
+    def lanes(self) -> int:
+        """fp32 lanes of an SM (NVIDIA's architecture whitepapers)."""
+        return 64 if self.arch <= (8, 0) else 128
 
     @property
     def threads(self) -> int:
@@ -148,19 +150,19 @@ _AMD = (
 # fmt: off
 GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
     #    name        arch      SMs  GiB     context GB/s  fp32   tf32   fp16  bf16  fp8   TFLOP/s  efficiencies, L2
-    _gpu("t4",        (7, 5),  40,  14.56,  0.13,   320, (8.1,   0,     65,   0,    0), (0.50, 0.37), 0.75, 4, 0.88),
+    _gpu("t4",        (7, 5),  40,  14.56,  0.13,   320, (8.1,   0,     65,   0,    0), (0.54, 0.37), 0.75, 4, 0.88),
     _gpu("v100-16gb", (7, 0),  80,  15.77,  0.40,   900, (15.7,  0,     125,  0,    0), (0.89, 0.78), 0.92, 6),
     _gpu("v100-32gb", (7, 0),  80,  31.73,  0.40,   900, (15.7,  0,     125,  0,    0), (0.89, 0.78), 0.92, 6),
     _gpu("a10g",      (8, 6),  80,  22.06,  0.42,   600, (35,    35,    70,   70,   0), (0.66, 0.94), 0.89, 6),
-    _gpu("l4",        (8, 9),  58,  22.03,  0.25,   300, (30.3,  60,   121,  121,  242), (0.31, 0.47), 0.78, 48, 0.92),
+    _gpu("l4",        (8, 9),  58,  22.03,  0.25,   300, (30.3,  60,   121,  121,  242), (0.32, 0.47), 0.78, 48, 0.92),
     _gpu("l40s",      (8, 9),  142, 44.39,  0.41,   864, (91.6,  183,  362,  362,  733), (0.51, 0.74), 0.78, 96, 0.92),
     _gpu("rtx-3090",  (8, 6),  82,  23.56,  0.60,   936, (35.6,  35.6,  71,   71,   0), (0.70, 1.00), 0.91, 6),
     _gpu("rtx-4090",  (8, 9),  128, 23.64,  0.60,  1008, (82.6,  82.6,  165,  165,  330), (0.66, 1.00), 0.91, 72),
     _gpu("rtx-5090",  (12, 0), 170, 31.36,  0.58,  1792, (104.8, 104.8, 209,  209,  419), (0.65, 1.00), 0.91, 96),
     _gpu("a100-40gb", (8, 0),  108, 39.49,  0.40,  1555, (19.5,  156,   312,  312,  0), (0.86, 0.79), 0.88, 28),
     _gpu("a100-80gb", (8, 0),  108, 79.25,  0.40,  2039, (19.5,  156,   312,  312,  0), (0.94, 0.84), 0.87, 28),
-    _gpu("h100",      (9, 0),  132, 79.11,  0.65,  3350, (67,    494.7, 989,  989,  1979), (0.76, 0.79), 0.90, 35),
-    _gpu("h200",      (9, 0),  132, 139.80, 0.65,  4800, (67,    494.7, 989,  989,  1979), (0.76, 0.80), 0.90, 35),
+    _gpu("h100",      (9, 0),  132, 79.11,  0.65,  3350, (67,    494.7, 989,  989,  1979), (0.78, 0.79), 0.90, 35),
+    _gpu("h200",      (9, 0),  132, 139.80, 0.65,  4800, (67,    494.7, 989,  989,  1979), (0.78, 0.80), 0.90, 35),
     _gpu("b200",      (10, 0), 148, 178.35, 0.70,  7670, (75,    1125,  2250, 2250, 4500), (0.88, 0.75), 0.90, 88),
     _gpu("p100",      (6, 0),  56,  15.89,  0.40,   732, (9.3,   0,     18.7, 0,    0), (0.75, 0.75), 0.89, 4),
     _gpu("rtx-2080-ti", (7, 5), 68, 10.76,  0.60,   616, (13.4,  0,     53.8, 0,    0), (0.75, 0.80), 0.89, 5.5),
@@ -170,9 +172,9 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
     _gpu("l40",       (8, 9),  142, 44.52,  0.41,   864, (90.5, 90.5,  181,  181,  362), (0.51, 0.74), 0.78, 96, 0.92),
     _gpu("rtx-pro-6000", (12, 0), 188, 94.97, 0.58, 1792, (125, 252, 503.8, 503.8, 1008), (0.65, 0.75), 0.89, 128),
     _gpu("a30",       (8, 0),  56,  23.50,  0.40,   933, (10.3,  82,    165,  165,  0), (0.92, 0.79), 0.89, 17),
-    _gpu("h100-pcie", (9, 0),  114, 79.11,  0.65,  2000, (51,    378,   756,  756,  1513), (0.76, 0.79), 0.90, 35),
-    _gpu("h100-nvl",  (9, 0),  132, 93.10,  0.65,  3938, (60,    417.5, 835,  835,  1671), (0.76, 0.79), 0.90, 35),
-    _gpu("h20",       (9, 0),  78,  95.00,  0.65,  4000, (44,    74,    148,  148,  296), (0.76, 0.79), 0.90, 42),
+    _gpu("h100-pcie", (9, 0),  114, 79.11,  0.65,  2000, (51,    378,   756,  756,  1513), (0.78, 0.79), 0.90, 35),
+    _gpu("h100-nvl",  (9, 0),  132, 93.10,  0.65,  3938, (60,    417.5, 835,  835,  1671), (0.78, 0.79), 0.90, 35),
+    _gpu("h20",       (9, 0),  78,  95.00,  0.65,  4000, (44,    74,    148,  148,  296), (0.78, 0.79), 0.90, 42),
     _gpu("gb200",     (10, 0), 152, 184.30, 0.70,  7670, (80,    1250,  2500, 2500, 5000), (0.88, 0.73), 0.90, 88),
     _gpu("b300",      (10, 3), 148, 267.90, 0.70,  7670, (80,    1125,  2250, 2250, 4500), (0.88, 0.79), 0.90, 88),
     _gpu("mi250",     (9, 0),  104, 63.98,  0.65,  1638, (45.3,  0,     181,  181,  0), (0.75, 0.77), 0.89, 8,
@@ -287,11 +289,8 @@ def match_device(properties: object) -> GPU:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
     amd = bool(words & {"amd", "instinct", "radeon"})
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
-    near = min(made, key=lambda gpu: (gpu.arch > arch, _distance(gpu.arch, arch), abs(gpu.sms - sms)))
+    sm = 10 * arch[0] + arch[1]
+    near = min(made, key=lambda gpu: (gpu.arch > arch, abs(10 * gpu.arch[0] + gpu.arch[1] - sm), abs(gpu.sms - sms)))
     share = sms / near.sms
     rates = {rate: getattr(near, rate) * share for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16", "fp8")}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return abs(one[0] * 10 + one[1] - other[0] * 10 - other[1])

@@ -56,7 +56,7 @@ def make_room(
     margin: an amount of memory; a float is a share of the budget.
 
     Raises:
-        UserError: no budget for the CPU, or more than the GPU has.
+        UserError: no budget for the CPU, more than the GPU has, or a margin that is no share of it.
     """
     if gpu is None:
         if budget is None:
@@ -74,8 +74,10 @@ def make_room(
 
 def _room(budget: int, context: int, margin: str | float) -> Room:
     if isinstance(margin, float):
+        if not 0 <= margin < 1:
+            raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
         return Room(budget, context, round(margin * budget), margin)
-    return Room(budget, context, parse_budget(margin) if margin else 0)
+    return Room(budget, context, 0 if str(margin) == "0" else parse_budget(margin))
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
@@ -91,8 +93,8 @@ def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: M
             values[n] = needs(n)
         return values[n]
 
-    fits = max((n for n, need in values.items() if need <= limit), default=0)
-    over = min((n for n, need in values.items() if need > limit and n > fits), default=most + 1)
+    fits = max((n for n, need in values.items() if need <= limit and n <= most), default=0)
+    over = min((n for n, need in values.items() if need > limit and fits < n <= most), default=most + 1)
     rounds = 0
     while over - fits > 1:
         rounds += 1

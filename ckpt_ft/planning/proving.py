@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.checkpointing import rng
 from ckpt_ft.errors import is_oom
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.workloads.workload import Workload
@@ -150,10 +151,11 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     copies = [tensor.detach().to("cpu", copy=True) for tensor in changing]
     gradients = [(p, p.grad.to("cpu")) for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
+    drawn = rng.snapshot(device, host=True)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
+        drawn.restore()
         for module, training in modes:
             module.training = training
         with torch.no_grad():

@@ -7,7 +7,7 @@
         result = train_within(trainer, memory, directory)     # of replan.py: what to do when memory still runs out
 
 The step that is traced and tried is the Trainer's, on a batch with the longest row there is (trainer_workload.py).
-diffusion/unet_workload.py does the same for the loop of the diffusion recipe.
+diffusion/loop_workload.py does the same for the loop of the diffusion recipes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 memory = LoopMemory(ac_args, accelerator)
 memory.apply(model)                                    # before accelerator.prepare
-with advise_on_oom(memory), memory.measure(model, optimizer, total_steps):
+with advise_on_oom(memory), memory.measure(model, optimizer, total_steps, output_dir):
     for batch in loader:
         ...
         memory.step()

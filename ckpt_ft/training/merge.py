@@ -12,16 +12,19 @@ import torch
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
+from ckpt_ft.workloads.peft_file import NAME
 
 UNET_LORA = "pytorch_lora_weights.safetensors"
+_ADAPTED = ("base_model_class", "parent_library")  # as peft notes what an adapter stands on
 
 
 def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
     """Write the model that `adapter` was trained on, with the adapter in its weights, to `output`.
 
     Args:
-        adapter: a directory as a recipe leaves it: peft's (`adapter_config.json`), or a pipeline's LoRA
-            (`pytorch_lora_weights.safetensors`), whose base is a whole pipeline.
+        adapter: a directory as a recipe leaves it: peft's (`adapter_config.json`), of a model or of a part of a
+            pipeline, or a pipeline's LoRA (`pytorch_lora_weights.safetensors`). The base of the last two is a whole
+            pipeline.
         output: a directory that is not there yet, or is empty.
         base: Hub id or directory; by default the one that the adapter names.
         dtype: of the merged weights; "auto" keeps the base's. A base that was trained in 4 bits is read in its own
@@ -35,8 +38,8 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
         raise UserError(f"--output {output} is there already; give a directory that is not")
     if (source / UNET_LORA).is_file():
         merged = _merged_pipeline(source, base, dtype)
-    elif (source / "adapter_config.json").is_file():
-        merged = _merged_model(source, base, dtype)
+    elif (source / NAME).is_file():
+        merged = _merged_adapter(source, base, dtype)
     else:
         raise UserError(
             f"{adapter} holds no adapter: neither adapter_config.json nor {UNET_LORA}; give a LoRA run's output_dir"
@@ -49,23 +52,55 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
         raise UserError(f"--output {output} cannot be written: {one_line(error)}") from error
 
 
-def _merged_model(source: Path, base: str, dtype: str) -> list[Any]:
-    """The model, and its tokenizer or processor where it has one."""
-    from peft import PeftModel
+def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
+    """Of peft's files: the model, and its tokenizer or processor where it has one; or the pipeline."""
+    with library_reads(f"{source / NAME} cannot be read"):
+        settings = json.loads((source / NAME).read_text(encoding="utf-8"))
+        name = base or settings.get("base_model_name_or_path")
+        part, library = (str((settings.get("auto_mapping") or {}).get(key)) for key in _ADAPTED)
+    if not name:
+        raise UserError(f"{source / NAME} names no base model; give it with --base")
+    with library_reads(_what(source, name)):
+        return _merged_part(source, name, dtype, part) if library.startswith("diffusers") else _merged_model(
+            source, name, dtype
+        )  # fmt: skip
+
+
+def _merged_model(source: Path, name: str, dtype: str) -> list[Any]:
     from transformers import AutoConfig, AutoProcessor
 
-    name = base or _named_base(source)
-    with library_reads(_what(source, name)):
-        kind = _class_of(AutoConfig.from_pretrained(name))
-        tuned = PeftModel.from_pretrained(kind.from_pretrained(name, dtype=dtype), str(source))
-        _check_whole(tuned, source, name)
-        parts: list[Any] = [tuned.merge_and_unload(safe_merge=True)]
+    kind = _class_of(AutoConfig.from_pretrained(name))
+    parts = [_merged(kind.from_pretrained(name, dtype=dtype), source, name)]
     for place in (source, name):
         try:
             return [*parts, AutoProcessor.from_pretrained(place)]
         except Exception:
             continue
     return parts
+
+
+def _merged_part(source: Path, name: str, dtype: str, part: str) -> list[Any]:
+    """The pipeline with its component of the class `part` merged."""
+    pipeline = _pipeline(name, dtype)
+    for component, model in pipeline.components.items():
+        if type(model).__name__ == part:
+            setattr(pipeline, component, _merged(model, source, name))
+            return [pipeline]
+    raise UserError(f"{source} is an adapter of a {part}, which {name} has not; give the pipeline with --base")
+
+
+def _merged(model: Any, source: Path, base: str) -> Any:
+    from peft import PeftModel
+
+    tuned = PeftModel.from_pretrained(model, str(source))
+    config = tuned.active_peft_config
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise UserError(
+            f"{source} is {config.peft_type.value}, which is no change of weights that could be merged; load it with "
+            "peft.PeftModel.from_pretrained"
+        )
+    _check_whole(tuned, source, base)
+    return tuned.merge_and_unload(safe_merge=True)
 
 
 def _what(source: Path, base: str) -> str:
@@ -93,16 +128,6 @@ def _check_whole(tuned: Any, source: Path, base: str) -> None:
             )
 
 
-def _named_base(source: Path) -> str:
-    try:
-        named = json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{source / 'adapter_config.json'} cannot be read: {one_line(error)}") from error
-    if not named:
-        raise UserError(f"{source / 'adapter_config.json'} names no base model; give it with --base")
-    return str(named)
-
-
 def _class_of(config: Any) -> Any:
     """The class that the base was trained as."""
     names = getattr(config, "architectures", None) or []
@@ -115,14 +140,19 @@ def _class_of(config: Any) -> Any:
 def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
     if not base:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
-    from diffusers import DiffusionPipeline
-
-    precision = {} if dtype == "auto" else {"torch_dtype": getattr(torch, dtype)}
     with library_reads(_what(source, base)):
-        pipeline = DiffusionPipeline.from_pretrained(base, **precision)
+        pipeline = _pipeline(base, dtype)
         pipeline.load_lora_weights(str(source))
         if not pipeline.get_list_adapters():
             raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     return [pipeline]
+
+
+def _pipeline(base: str, dtype: str) -> Any:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(
+        base, **({} if dtype == "auto" else {"torch_dtype": getattr(torch, dtype)})
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,18 @@ from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
 from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
 
+from .peft_flag import HELP as PEFT_CONFIG
+from .peft_flag import Targets, adapter_of, check_peft_flag
+
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_RANK, _ALPHA = 16, 32
+# Flags of LoRA: LoraConfig's names, and what stands for a flag that is left out.
+_LORA = {"lora_r": ("r", _RANK), "lora_alpha": ("lora_alpha", _ALPHA), "lora_dropout": ("lora_dropout", LORA_DROPOUT)}
 
 
 @dataclass
@@ -43,9 +51,10 @@ class ModelArguments:
         default=False, metadata={"help": "Run code that comes with the model; without it none is run."}
     )
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of the weights."})
-    lora_r: int = field(default=16, metadata={"help": "LoRA rank."})
-    lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha."})
-    lora_dropout: float = field(default=LORA_DROPOUT, metadata={"help": "LoRA dropout."})
+    peft_config: str | None = field(default=None, metadata={"help": PEFT_CONFIG})
+    lora_r: int | None = field(default=None, metadata={"help": f"LoRA rank; {_RANK} when left out."})
+    lora_alpha: int | None = field(default=None, metadata={"help": f"LoRA alpha; {_ALPHA} when left out."})
+    lora_dropout: float | None = field(default=None, metadata={"help": f"LoRA dropout; {LORA_DROPOUT} when left out."})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules that get an adapter; all-linear for every linear layer but the head."}
     )
@@ -62,9 +71,23 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.load_in_4bit and not self.use_peft:
+        if self.load_in_4bit and not self.adapts:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
         check_numbers(self, {"lora_r": LORA_RANK, "lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
+        check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
+            "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
+        })  # fmt: skip
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.use_peft or self.peft_config is not None
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """Rank, alpha and dropout, by LoraConfig's names."""
+        asked = {name: getattr(self, flag) for flag, (name, _) in _LORA.items()}
+        return {name: default if asked[name] is None else asked[name] for name, default in _LORA.values()}
 
     @property
     def source(self) -> dict[str, Any]:
@@ -109,8 +132,7 @@ def within_positions(args: ModelArguments, max_length: int) -> int:
 
 
 def load_model(args: ModelArguments) -> PreTrainedModel:
-    """The causal language model in train mode; with `use_peft` its weights are frozen, in 4 bits when asked, and
-    adapters added.
+    """The causal language model in train mode; with adapters its weights are frozen, in 4 bits when asked.
 
     Raises:
         UserError: the model cannot be read from here, or bitsandbytes is missing.
@@ -118,7 +140,7 @@ def load_model(args: ModelArguments) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     model = load_pretrained(args, AutoModelForCausalLM)
-    return with_adapters(model, args, task_type="CAUSAL_LM") if args.use_peft else model
+    return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
 
 def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedModel:
@@ -141,34 +163,41 @@ def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedM
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
-    """`model` frozen, with LoRA adapters; `more` goes to `LoraConfig`, `target_modules` for when `args` name none.
+    """`model` frozen, with LoRA adapters or those of a configuration of PEFT; `more` is `adapter_config`'s.
 
     Raises:
-        UserError: the model has no modules of the names that are to get an adapter.
+        UserError: the model has no modules of the names that are to get an adapter, or none of that kind.
     """
     from peft import get_peft_model
 
-    config = lora_config(args, **more)
+    config = adapter_config(args, **more)
+    if args.peft_config is not None:
+        with library_reads(f"--peft_config {args.peft_config}"):
+            return get_peft_model(model, config)
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        named = args.lora_target_modules or more.get("target_modules") or ["(none given)"]
+        named = args.lora_target_modules or getattr(config, "target_modules", None) or ["(none given)"]
+        named = [named] if isinstance(named, str) else sorted(named)
         raise UserError(f"--lora_target_modules {' '.join(named)}: {one_line(error)}") from error
 
 
-def lora_config(args: ModelArguments, **more: Any) -> LoraConfig:
-    """What peft makes adapters from; `more` as in `with_adapters`."""
+def adapter_config(
+    args: ModelArguments, targets: Targets | None = None, modules_to_save: Sequence[str] = (), **task: str
+) -> PeftConfig:
+    """What peft makes adapters from: LoRA's flags, or the file; the rest as for `adapter_of`."""
+    if args.peft_config is not None:
+        return adapter_of(args.peft_config, targets, modules_to_save, **task)
     from peft import LoraConfig
 
-    default = more.pop("target_modules", None)
-    targets = args.lora_target_modules or default
+    asked = args.lora_target_modules
+    found = targets(asked) if targets else asked
     return LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        **args.lora,
+        target_modules=found[0] if found == ["all-linear"] else found,
         use_dora=args.use_dora,
-        **more,
+        modules_to_save=list(modules_to_save) or None,
+        **task,
     )
 
 

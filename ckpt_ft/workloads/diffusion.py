@@ -14,10 +14,11 @@ from ckpt_ft.errors import UserError, one_line
 from .adapters import adapt
 from .diffusion_inputs import KINDS, Latents
 from .dtypes import DTYPES
+from .peft_file import takes
 from .settings import Settings
 from .workload import Batch, Forward, Workload
 
-_ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
+ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
 _LEAST = 8  # pixels that a resolution is a multiple of, also where a latent is one pixel
 _FRAMES = 49  # of a video, where none are asked for: about two seconds
 
@@ -55,8 +56,11 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
             f"{max(scale, _LEAST)}"
         )
     frames = (settings.frames or _FRAMES) if called.frames else 0
-    targets = settings.lora_targets or _ATTENTION_PROJECTIONS
+    targets = settings.lora_targets or ATTENTION_PROJECTIONS
     settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
+    peft = settings.peft
+    if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
+        settings = replace(settings, peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
     latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 

@@ -7,10 +7,13 @@ of its class and the model's configuration. Its tokenizer is a stand-in that has
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +28,7 @@ _PLACES = (
     "global_image",
 )  # fmt: skip
 _OF_TEXT = {"attention_mask", "labels"}  # which a batch has where its rows need them
+_OF_TOWERS = {"pixtral"}  # types of vision towers whose own processor is taken, whatever model they are in
 _WITHOUT_CLASS = "default"  # LLaVA's word: of the tower's tokens those of patches alone
 
 
@@ -75,11 +79,14 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
     wide, high = settings.image_size
     try:
         processor = _processor(config, published)
+        choose_size(processor.image_processor, settings.max_pixels, settings.longest_side)
         images = [Image.new("RGB", (wide, high))] * settings.images
         text = f"{processor.image_token} <text>" * settings.images  # models look for where one ends
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries about each other
             made = dict(processor(text=[text], images=[images], return_tensors="pt"))
+    except UserError:
+        raise
     except Exception as error:
         reason = one_line(error, 160)
         raise UserError(f"{settings.images} images: no processor for {called} can be made here: {reason}") from error
@@ -93,34 +100,94 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
     return Pictured(inputs, ids, along, int(placed.sum()))
 
 
-def _processor(config: Any, published: Mapping[str, Any]) -> Any:
-    """The processor of transformers for the model type, beside a tokenizer that knows the places of images alone."""
-    import transformers
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+def choose_size(images: Any, max_pixels: int | None, longest_side: int | None) -> None:
+    """Set the pixel budget of an image processor, under the name that it has there; None or 0 leaves it.
 
-    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
-    images: Any = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"])
+    Raises:
+        UserError: its images have a size that cannot be chosen so.
+    """
+    kind, size = type(images).__name__, dict(images.size or {})
+    known = getattr(images, "valid_kwargs", type(images)).__annotations__
+    counts = "max_pixels" in known  # its edges are pixels in all
+    if max_pixels:
+        if not counts:
+            raise UserError(f"max pixels {max_pixels}: {kind} has no such budget, its images have {_said(size)}")
+        least = size.get("shortest_edge") or 0
+        if max_pixels < least:
+            raise UserError(f"max pixels {max_pixels}: {kind} makes no image of less than {least} pixels")
+        images.size = type(images.size)(**{**size, "longest_edge": max_pixels})
+    if longest_side:
+        if counts or not size.get("longest_edge"):
+            raise UserError(
+                f"longest side {longest_side}: {kind} does not go by it, its images have "
+                f"{'a number of pixels in all, max pixels' if counts else _said(size)}"
+            )
+        images.size = type(images.size)(**{**size, "longest_edge": longest_side})
+
+
+def _said(size: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in size.items() if value) or "no size of their own"
+
+
+def _processor(config: Any, published: Mapping[str, Any]) -> Any:
+    """The processor of transformers that is published with the model, or else of its type, beside a tokenizer that
+    knows the places of images alone."""
+    kind, images = _classes(config, published)
     taken = set(inspect.signature(kind.__init__).parameters)
-    of_images = {**_of_images(config), **published, **published.get("image_processor", {})}
+    of_images = {**_of_images(config, images), **published, **published.get("image_processor", {})}
     known = {**_of_text(config), **published}
     absent = dict.fromkeys(("video_processor", "feature_extractor"))  # what needs libraries that are not asked for
     rest = {name: value for name, value in {**absent, **known}.items() if name in taken - {"image_processor"}}
     unchecked = type(
         kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: type(value)}
     )
-    return unchecked(image_processor=images(**of_images), tokenizer=_tokenizer(), **rest)
+    with _without_videos(kind):
+        return unchecked(image_processor=images(**of_images), tokenizer=_tokenizer(), **rest)
 
 
-def _of_images(config: Any) -> dict[str, Any]:
-    """Settings of an image processor that follow from the model's configuration."""
+def _classes(config: Any, published: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The classes of the processor and of its images, which go through Pillow where they can."""
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    tower = getattr(config.vision_config, "model_type", "")
+    kind = tower if tower in _OF_TOWERS else config.model_type
+    both = {**published, **published.get("image_processor", {})}
+    named = str(both.get("image_processor_type") or "").removesuffix("Fast")
+    of_images = next(
+        (names for names in IMAGE_PROCESSOR_MAPPING_NAMES.values() if named in names.values()),
+        IMAGE_PROCESSOR_MAPPING_NAMES[kind],
+    )
+    of_both = both.get("processor_class") or PROCESSOR_MAPPING_NAMES[kind]
+    return getattr(transformers, of_both), getattr(transformers, of_images.get("pil") or of_images["torchvision"])
+
+
+@contextmanager
+def _without_videos(kind: Any) -> Iterator[None]:
+    """SmolVLM's writes the number of a video's frames in words, by a package that it asks for even where none is."""
+    module = sys.modules.get(kind.__module__)
+    if getattr(module, "num2words", True) is not None:
+        yield
+        return
+    with patch.object(module, "num2words", str):
+        yield
+
+
+def _of_images(config: Any, images: Any) -> dict[str, Any]:
+    """Settings of an image processor of the class `images` that follow from the model's configuration."""
     tower = config.vision_config
-    side = getattr(tower, "image_size", None)
     found = {name: getattr(tower, name, None) for name in ("patch_size", "temporal_patch_size")}
     found["merge_size"] = getattr(tower, "spatial_merge_size", None)
-    if isinstance(side, int):
-        square = {"height": side, "width": side}
-        found |= {"size": square, "crop_size": square}
+    found["image_grid_pinpoints"] = getattr(config, "image_grid_pinpoints", None)
+    side, sides = getattr(tower, "image_size", None), set(images.size or {})
+    side = side[0] if isinstance(side, (list, tuple)) else side
+    tile = getattr(images, "max_image_size", None)  # where images are cut in tiles, so many of them along a side
+    if isinstance(side, int) and tile:
+        most = images.size["longest_edge"] // tile["longest_edge"] * side
+        found |= {"size": {"longest_edge": most}, "max_image_size": {"longest_edge": side}}
+    elif isinstance(side, int) and sides and sides != {"shortest_edge", "longest_edge"}:
+        found |= {"size": dict.fromkeys(sides, side), "crop_size": {"height": side, "width": side}}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -133,6 +200,8 @@ def _of_text(config: Any) -> dict[str, Any]:
         "num_additional_image_tokens": int(strategy == _WITHOUT_CLASS),
         "image_seq_length": getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None),
     }
+    if getattr(config, "scale_factor", None):
+        found["image_seq_len"] = (tower.image_size // tower.patch_size // config.scale_factor) ** 2
     return {name: value for name, value in found.items() if value is not None}
 
 

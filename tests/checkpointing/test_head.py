@@ -453,7 +453,7 @@ def test_trls_chunked_loss_needs_no_head(first: str) -> None:
         head.install(model)
     add_fused_lm_head(model)
     if first == "trl":
-        row = head.install(model).describe()[0]
+        row = head.install(model).rows[0]
         assert row.kept == "as TRL's chunked loss, which is on, does: 'head' is not needed"
         assert "forward" not in model.lm_head.__dict__
     model(**inputs, fused_lm_head=True).loss.backward()
@@ -471,6 +471,6 @@ def test_remove_and_describe() -> None:
     model, _ = build("llama")
     installed = head.install(model)
     assert installed.term == "head"
-    assert installed.describe() == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
-    installed.remove()
+    assert installed.rows == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
+    installed.pause()
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -532,7 +532,7 @@ def test_nothing_to_treat() -> None:
 
 def test_describe() -> None:
     model, _ = build("llama")
-    rows = {row.module: (row.count, row.dropped, row.kept) for row in treat(model).describe()}
+    rows = {row.module: (row.count, row.dropped, row.kept) for row in treat(model).rows}
     assert rows == {
         "LlamaMLP": (2, "gated product", "gate and up projections"),
         "LlamaRMSNorm": (5, "output", "input"),
@@ -544,7 +544,7 @@ def test_describe() -> None:
 def test_rotary_embedding_behind_a_norm(name: str, treated: bool) -> None:
     """Rotated queries and keys are dropped only where unrotated ones are rebuilt anyway."""
     model, inputs = build(name)
-    rows = [row for row in treat(model).describe() if row.dropped == "rotated queries and keys"]
+    rows = [row for row in treat(model).rows if row.dropped == "rotated queries and keys"]
     assert [row.count for row in rows] == ([2] if treated else [])
     output = model(**inputs)
     rotations = {h.source for h in handles() if str(h.source.call) == "apply_rotary_pos_emb"}

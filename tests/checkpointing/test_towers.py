@@ -171,6 +171,58 @@ def test_one_tower_may_be_named_and_others_are_refused() -> None:
         apply_policy(vlm.make("qwen2_vl"), "stages@vision")
 
 
+TEXT: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+SIGHT: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+    "image_size": 32,
+}  # fmt: skip
+# What declares every sense alike, declares one that it has not, or holds its embeddings beside another tower.
+UNCLEAR: list[tuple[str, dict[str, Any], dict[str, list[str]]]] = [
+    (
+        "gemma4",
+        {
+            "text_config": {**TEXT, "hidden_size_per_layer_input": 8},
+            "vision_config": {**SIGHT, "num_key_value_heads": 2, "head_dim": 8},
+            "audio_config": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        },
+        {"language": ["model.language_model"], "vision": ["model.vision_tower"], "audio": ["model.audio_tower"]},
+    ),
+    (
+        "git",
+        {**TEXT, "vision_config": SIGHT},
+        {"language": ["git.encoder"], "vision": ["git.image_encoder"]},
+    ),
+    (
+        "idefics",
+        {
+            **TEXT, "cross_layer_interval": 1, "use_resampler": False,
+            "vision_config": {**SIGHT, "embed_dim": 16},
+        },
+        {"language": ["model.layers", "model.gated_cross_attn_layers"], "vision": ["model.vision_model"]},
+    ),
+    (
+        "pp_formulanet",
+        {},
+        {"language": ["model.decoder"], "vision": ["model.encoder"]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "config", "expected"), UNCLEAR, ids=[case[0] for case in UNCLEAR])
+def test_what_a_part_takes_and_is_built_of_tells_more_than_what_its_family_declares(
+    kind: str, config: dict[str, Any], expected: dict[str, list[str]]
+) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config))
+    towers = find_towers(model, find_blocks(model).blocks)
+    assert {tower.name: list(tower.modules) for tower in towers} == expected
+
+
 def test_structure_tells_a_model_that_declares_nothing() -> None:
     """A vision tower by its convolution, with positions; a language model by its tokens; the rest by nothing."""
 

@@ -180,10 +180,11 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
 
 def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
-    answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB")
+    page = str(Path(config).with_name("estimate.html"))
+    answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
     assert "nothing that was tried fits: the leanest needs" in answer.out
     assert "--launch fsdp2" in answer.out
-    assert f"more to choose from: ckpt-ft plan {config} --budget 140MiB --device t4 --seq-length 64" in answer.out
+    assert f"more to choose from: ckpt-ft plan {config} --budget 140MiB --device t4 --seq-length 64\n" in answer.out
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from accelerate.utils import DistributedType
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
-from ckpt_ft.cli.how_to_run import launch_words
+from ckpt_ft.cli.how_to_run import command, launch_words
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.memory.distributed.launch import Launch, launches_on
 from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
@@ -23,8 +25,14 @@ from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.answer import Plan, Stopped
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.fitting import Room
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.text.data import DataArguments
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -221,9 +229,31 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
     assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
     assert load_config_from_file(str(file)).distributed_type == DistributedType.FSDP
     assert "fits on 1: none at batch 2" in shown
-    command = f'accelerate launch -q --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
-    assert command in shown
+    line = f'accelerate launch -q --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
+    assert line in shown
     assert "--ac_policy none --per_device_train_batch_size 2 --max_length 32 --dtype float32 --bf16" in shown
+
+
+def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
+    asked = {"lora_r": 8, "use_dora": True, "rows": "packed", "max_grad_norm": 0.5, "lora_dropout": 0.0}
+    settings = Settings(**asked, load_in_4bit=True, double_quant=True, seq_length=32)
+    launch = Launch("ddp", 2)
+    candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
+    plan = Plan([candidate], Room(GIB), config, "t4", "throughput", "")
+    words = shlex.split(command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
+    model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
+    assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (
+        8,
+        True,
+        0.0,
+        32,
+        True,
+    )
+    assert (model.load_in_4bit, model.use_bnb_nested_quant, data.dataset_name) == (True, True, "rows.jsonl")
+    assert (run.per_device_train_batch_size, run.gradient_accumulation_steps, run.max_grad_norm) == (2, 4, 0.5)
+    assert memory.ac_policy == "full"
+    for other in (replace(settings, load_in_4bit=False, double_quant=False, load_in_8bit=True), Settings(ema=True)):
+        assert "YOUR_SCRIPT.py --ac_policy full" in command(plan, other, "rows.jsonl", "")
 
 
 def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:

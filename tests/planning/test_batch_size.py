@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import torch.multiprocessing as mp
 from small_models import MODELS, Small
 from torch import nn
 
+from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu
@@ -94,10 +97,18 @@ def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkey
 def test_nothing_is_left_behind() -> None:
     small = MODELS["resnet"]()
     before = {key: value.clone() for key, value in small.model.state_dict().items()}
-    random = torch.random.get_rng_state()
-    find_max_batch_size(small.model, small.step_for_batch, "8MiB", make_optimizer=small.make_optimizer)
+
+    def drawing(samples: int) -> Step:
+        def step(model: nn.Module, optimizer: Any) -> None:
+            random.random(), numpy.random.rand(), torch.rand(1)
+            small.step_for_batch(samples)(model, optimizer)
+
+        return step
+
+    drawn = rng.snapshot(host=True)
+    find_max_batch_size(small.model, drawing, "8MiB", make_optimizer=small.make_optimizer)
     assert all(torch.equal(value, before[key]) for key, value in small.model.state_dict().items())
-    assert torch.equal(torch.random.get_rng_state(), random)
+    assert rng.snapshot(host=True) == drawn
     assert all(parameter.grad is None for parameter in small.model.parameters())
 
 

@@ -217,6 +217,10 @@ def test_context_and_margin_are_kept_free() -> None:
     room = make_room("24GiB", gpu)
     assert room.limit == 24 * GIB - gpu.context - round(0.02 * 24 * GIB)
     assert make_room("24GiB", gpu, "1GiB").limit == 23 * GIB - gpu.context
+    assert make_room("24GiB", gpu, "0").limit == 24 * GIB - gpu.context
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UserError, match="a share of the budget, from 0 up to, but not including, 1"):
+            make_room("24GiB", gpu, share)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "pointwise"])
@@ -303,6 +307,11 @@ def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
     asked.clear()
     assert largest_fitting(needs, limit, 300) == answer
     assert len(asked) == len(set(asked)) <= 12
+
+
+def test_what_is_known_beyond_the_most_is_no_answer() -> None:
+    assert largest_fitting(lambda n: n, 100, 3, {5: 5, 7: 107}) == 3
+    assert largest_fitting(lambda n: 40 * n, 100, 3, {5: 200}) == 2
 
 
 def test_frontier() -> None:

@@ -132,7 +132,7 @@ def test_a_signal_is_waited_out(
 ) -> None:
     """The step is finished and saved, the report written; what resumes it ends as if nothing had come."""
     out = tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["llm.py", "--hub_token", "hf_secret99", "--overwrite_output_dir"])
+    monkeypatch.setattr("sys.argv", ["llm.py", "--hub_token", "hf_secret99", "--overwrite_output_dir", "True"])
     with monkeypatch.context() as patch:
         at_step(3, lambda: os.kill(os.getpid(), number), patch)
         with pytest.raises(SystemExit) as stopped:

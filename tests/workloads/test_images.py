@@ -51,6 +51,17 @@ LLAVA = {
     "vision_feature_select_strategy": "default", "text_config": {"model_type": "llama", **TEXT},
     "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
+IDEFICS3 = {
+    "model_type": "idefics3", "image_token_id": 7, "scale_factor": 2, "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"model_type": "idefics3_vision", **SIGHT, "image_size": 32, "patch_size": 8},
+}  # fmt: skip
+INTERN = {
+    "model_type": "internvl", "image_token_id": 7, "image_seq_length": 4,
+    "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {
+        "model_type": "internvl_vision", **SIGHT, "image_size": [32, 32], "patch_size": [8, 8],
+    },
+}  # fmt: skip
 # Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
 SEEING = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
@@ -58,6 +69,10 @@ SEEING = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
     "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
+    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
+    "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
+    "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
+    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
 }
 FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
 
@@ -70,18 +85,19 @@ def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> s
     return str(path)
 
 
-def asked(**more: Any) -> Settings:
-    return Settings(images=2, image_size=(100, 60), seq_length=64, **more)
+def asked(seq_length: int = 64, **more: Any) -> Settings:
+    return Settings(images=2, image_size=(100, 60), seq_length=seq_length, **more)
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
-    workload = load(where, asked(), "cpu")
-    assert workload.shape == {"seq_length": 64, "images": 2, "image_tokens": 2 * tokens}
+    length = 64 if tokens < 30 else 256
+    workload = load(where, asked(length), "cpu")
+    assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
-    assert ids.shape == (3, 64)
+    assert ids.shape == (3, length)
     assert (ids == 7).sum(1).tolist() == [2 * tokens] * 3
     assert workload.notes == ()
     assert any("vis" in path for path in workload.trace(1).module_activations())
@@ -119,9 +135,22 @@ def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
     assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
 
 
+def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
+    where = written(tmp_path, "qwen2_vl", FEW_PIXELS)
+    assert load(where, asked(max_pixels=4 * 784), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
+    (tmp_path / "other").mkdir()
+    where = written(tmp_path / "other", "idefics3")
+    assert load(where, asked(256, longest_side=64), "cpu").shape["image_tokens"] == 2 * 5 * 4  # 64 x 38: 2 x 2 tiles
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"max_pixels": 784}, "max pixels 784: it is of images; say how many each row has"),
+        ({"images": 1, "longest_side": 64}, "longest side 64: Qwen2VLImageProcessorPil does not go by it"),
+        ({"images": 1, "max_pixels": 7}, "max pixels 7: Qwen2VLImageProcessorPil makes no image of less than 784"),
+        ({"images": 1, "max_pixels": -1}, "max pixels -1: a number, or 0 for the processor's own"),
+        ({"images": 1, "train_towers": "eyes"}, "train towers 'eyes'"),
         ({"images": 9, "image_size": (100, 60), "seq_length": 64}, "9 images of 100x60 pixels take 81 tokens of it"),
         ({"images": 1, "image_size": (5, 0)}, "image size 5x0: each side has 1 to"),
         ({"images": 1, "rows": "packed"}, "packed rows hold text alone"),

@@ -24,6 +24,7 @@ _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
 _NO_VALUE = ("aten::empty", "aten::new_empty")
 _NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
+_IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # of floats: as if none were exactly that number
 
 UNKNOWN = object()
 
@@ -59,6 +60,8 @@ class Values:
         if args and type(args[0]) is FakeTensor and "_value" not in args[0].__dict__:
             if type(out) is FakeTensor and out.dtype.is_floating_point:
                 return  # nearly all of a model's ops, without a look at which
+            if func in _IS_NUMBER and args[0].dtype.is_floating_point:  # an image that is all zeros is a padded one
+                self.set(out, _IS_NUMBER[func])
             if _kind(func).needs_first:
                 return
         kind = _kind(func)

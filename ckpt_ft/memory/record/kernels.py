@@ -13,7 +13,7 @@ from ckpt_ft.memory.gpus import GPU
 
 from .events import Op
 from .matmuls import cube, matmul_seconds, winograd_seconds
-from .sizes import CAST, INDEXED, STRIDED, TF32, Shape
+from .sizes import CAST, CHANNELS_FIRST, INDEXED, STRIDED, TF32, WINDOW, Shape
 
 # Seconds: a kernel's blocks start and its last loads and stores end, and the gap to the next (see Host.per_launch).
 KERNEL_RAMP, KERNEL_GAP = 2.5e-6, 0.9e-6
@@ -27,13 +27,18 @@ _OLD_INSTRUCTION = 0.62
 _NARROW_HEAD = 0.88  # heads of 64 and fewer (the same figures)
 
 # A thread that works out the address of each element, or casts it, keeps its SM busy for so many cycles; one that
-# fetches or adds to rows by index for twice as many (A100: RoPE, RMSNorm and embedding in hf_op_latencies.csv).
-_CYCLES = {STRIDED: 0.9, CAST: 0.9, INDEXED: 2.0}
+# fetches or adds to rows by index for twice as many (A100: RoPE, RMSNorm and embedding in hf_op_latencies.csv); for
+# each value under a window of a depthwise convolution a fifth (A100, 3 x 3: pytorch/pytorch#18631).
+_CYCLES = {STRIDED: 0.9, CAST: 0.9, INDEXED: 2.0, WINDOW: 0.2}
 _BLOCKS = {"softmax": 1024, "norm": 128}  # threads that work on a row (ATen's SoftMax.cu, layer_norm_kernel.cu)
 # Rows in work over the bytes of the caches that keep them: where they begin to be read from memory again, and where
 # all are. Softmax reads a row three times on end, from the SM's own cache too; a norm from L2.
 _MISSES = {"softmax": (0.11, 0.28), "norm": (0.35, 0.95)}
+# A norm's block goes over its row in steps of four elements a thread, and an SM passes so many bytes a cycle through
+# such blocks, read and written (A100: 768 to 3,072 elements; on H100 so too: hf_op_latencies.csv).
+_NORM_STEP, _NORM_BYTES_PER_CYCLE = 4 * 128, 10
 _L1 = {(7, 5): 64, (8, 0): 192, (9, 0): 256, (10, 0): 256}  # KiB of an SM's own cache, elsewhere 128 (CUDA guide)
+_ROW_NORMS = ("aten.native_layer_norm.", "aten._fused_rms_norm.")
 _L2_BYTES_PER_CYCLE = 20  # of each SM (T4, V100, A100, RTX 4090: 16 to 31, arXiv:1903.07486, chipsandcheese.com)
 _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads goes over all rows (ATen/native/cuda/Loss.cu)
 
@@ -43,12 +48,16 @@ def _seconds(
     name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
 ) -> float:
     memory = _traffic(name, nbytes, shape, gpu) / memory_left
-    arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops else 0.0
+    windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
+    arithmetic = _arithmetic(name, flops, nbytes, dtype, shape, gpu) if flops and not windows else 0.0
     elements = 0.0
-    if len(shape) == 2 and shape[1] in _CYCLES and not flops:
+    if windows or (len(shape) == 2 and shape[1] in _CYCLES and not flops):
         elements = shape[0] * _CYCLES[shape[1]] / (gpu.sms * gpu.clock)
     elif "nll_loss" in name and len(shape) == 1:
         elements = shape[0] / _NLL_ROWS * _NLL_SECONDS
+    elif len(shape) == 2 and name.startswith(_ROW_NORMS):
+        step = _NORM_STEP * (2 if dtype in ("float16", "bfloat16") else 4)
+        elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
     return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
 
 
@@ -91,7 +100,7 @@ def _reread(name: str, nbytes: int, shape: Shape, gpu: GPU) -> int:
     return int(rows * width * again * missed)
 
 
-def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> float:
+def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gpu: GPU) -> float:
     """Seconds of an op that multiplies matrices."""
     tf32 = dtype == TF32
     dtype = "float32" if tf32 else dtype
@@ -103,7 +112,10 @@ def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> fl
     seconds = matmul_seconds(shape, rate, tensor_cores, gpu)
     if not tensor_cores:
         seconds = min(seconds, winograd_seconds(shape, rate, gpu))
-    return seconds * max(flops / max(alone, 1), 1.0)
+    seconds *= max(flops / max(alone, 1), 1.0)
+    if tensor_cores and shape[4] & CHANNELS_FIRST:  # read and written, before or after the convolution
+        seconds += 2 * nbytes / (gpu.bandwidth * gpu.bandwidth_efficiency)
+    return seconds
 
 
 def _attention_share(name: str, shape: Shape, gpu: GPU, tensor_cores: bool) -> float:

@@ -5,7 +5,7 @@ SMs idle (docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multipl
 for each product; a tile begins with loads and ends with stores that nothing hides; a result of few tiles is split
 along its sums, and the parts are added up. Which tile cuBLAS takes is not documented: the fastest is taken here.
 
-The three constants are read off 5,500 fp32 matmuls on six cards (benchmarks/kernels.py); those of tensor cores follow
+The constants are read off 5,500 fp32 matmuls on six cards (benchmarks/kernels.py); those of tensor cores follow
 from how much more they multiply for each byte that is loaded.
 """
 
@@ -17,10 +17,15 @@ from ckpt_ft.memory.gpus import GPU
 
 from .sizes import UNEVEN, WINOGRAD, Shape
 
-_LARGEST = {False: (128, 128), True: (256, 128)}  # tensor cores? -> tile that reaches the full rate
-_EDGES = {False: (128, 64, 32), True: (256, 128, 64)}
-_LOADS = {False: 5.0, True: 30.0}  # how much a small tile's loads cost: times the sum of 1 / edge
-_TILE_SECONDS = 1.5e-6  # to fill the pipeline from memory and to store the result
+# How much a small tile's loads cost, times the sum of 1 / edge. Without tensor cores by the bytes that an SM's shared
+# memory gives each of its lanes in a cycle: 2 on V100 and A100, 1 on a T4 (arXiv:1903.07486: 108 and 59 bytes a cycle
+# for 64 lanes) and where an SM has 128 lanes (CUDA C++ programming guide).
+_LOADS, _LOADS_TENSOR = {2: 8.0, 1: 16.0}, 30.0
+# Tensor cores? -> seconds to fill a tile's pipeline from memory, and the share of the time to store the result that no
+# other tile's arithmetic hides (in the former where sums are long enough to use tensor cores well).
+_TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
+_STORES = {False: 0.35, True: 0.0}
+_ONE = 128, 128  # the only tile of cuBLAS's batched fp32 matmuls on Ampere and Ada (all 1,500 that were timed)
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate where rows in memory are no multiple of 16 bytes
 
@@ -36,20 +41,24 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> f
     """Seconds of the arithmetic of a matmul (see shapes.py) at `rate` FLOP/s for large ones."""
     batch, rows, columns, terms, flag = shape
     each = rate / gpu.sms * (_UNEVEN_SHARE if flag == UNEVEN and tensor_cores else 1.0)
-    full = sum(1 / edge for edge in _LARGEST[tensor_cores])
+    narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
+    loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
+    choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)
+    full = sum(1 / edge for edge in choice[0])
+    memory = gpu.bandwidth * gpu.bandwidth_efficiency
     best = float("inf")
-    for high, wide in _tiles(tensor_cores, batch > 1 and gpu.arch[0] == 8):
+    for high, wide in [_ONE] if batch > 1 and gpu.arch[0] == 8 and not tensor_cores else choice:
         tiles = batch * -(-rows // high) * -(-columns // wide)
-        share = 1 / (1 + _LOADS[tensor_cores] * max(1 / high + 1 / wide - full, 0.0))
+        share = 1 / (1 + loads * max(1 / high + 1 / wide - full, 0.0))
         for split in _SPLITS if batch == 1 else (1,):
             if split > 1 and not tensor_cores and tiles * split > gpu.sms:
                 break
             waves = -(-tiles * split // gpu.sms)
-            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS)
+            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS[tensor_cores])
             if split > 1:  # the parts are written and read in fp32
-                seconds += 2 * 4 * rows * columns * split / (gpu.bandwidth * gpu.bandwidth_efficiency)
+                seconds += 2 * 4 * rows * columns * split / memory
             best = min(best, seconds)
-    return best
+    return best + _STORES[tensor_cores] * 4 * batch * rows * columns / memory
 
 
 def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
@@ -58,7 +67,7 @@ def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
     36 products stand for the 144 of each 4 x 4 pixels; inputs and results are transformed, by way of memory
     (Lavin and Gray 2016, arXiv:1509.09308; rules/cudnn.py has the same scratch).
     """
-    if shape[4] != WINOGRAD:
+    if not shape[4] & WINOGRAD:
         return float("inf")
     _, pixels, columns, terms, _ = shape
     tiles, channels = -(-pixels // 16), terms // 9
@@ -68,10 +77,13 @@ def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
 
 
 @lru_cache(maxsize=8)
-def _tiles(tensor_cores: bool, one: bool) -> list[tuple[int, int]]:
-    """Tiles to choose from; cuBLAS's batched fp32 matmuls on Ampere and Ada have one (all 1,500 that were timed)."""
-    if one and not tensor_cores:
-        return [_LARGEST[False]]
-    edges = _EDGES[tensor_cores]
-    most = _LARGEST[tensor_cores][0] * _LARGEST[tensor_cores][1]
-    return [(high, wide) for high in edges for wide in edges if high * wide <= most]
+def _tiles(tensor_cores: bool, large: bool) -> list[tuple[int, int]]:
+    """Tiles to choose from, the one that reaches the full rate first.
+
+    Large ones for tensor cores, and without them on SMs of 128 lanes (the kernels' names in those timings: up to
+    256 x 128 on L4 and H100, 128 x 128 on T4, V100 and A100).
+    """
+    edges = [256, 128, 64, 32][0 if large else 1 : 3 if tensor_cores else 4]
+    most = 128 * (256 if large else 128)
+    tiles = [(high, wide) for high in edges for wide in edges if high * wide <= most]
+    return sorted(tiles, key=lambda tile: 1 / tile[0] + 1 / tile[1])

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .sizes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD, Shape
+from .sizes import CAST, CHANNELS_FIRST, INDEXED, STRIDED, UNEVEN, WINDOW, WINOGRAD, Shape
 
 Rule = Callable[[tuple[Any, ...], Any], Shape]
 VECTOR = 16  # bytes that a thread loads at once
+# What PyTorch's own depthwise kernels take for a value under a window: forward as long as cuDNN's; the gradient of the
+# input, which works out for each value which windows lie on it, and that of the weight, of which each value is one
+# block's sum over all images (ATen/native/cuda/DepthwiseConv2d.cu), so many times as long (pytorch/pytorch#3265,
+# #18631: forward and backward of 3 x 3 windows, moving by 1 and by 2).
+OWN_INPUT, OWN_WEIGHT = 5, 9
 FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
 
 
@@ -54,24 +59,65 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
-    return _as_matmul(args[0], args[1], out, args[3], args[5], args[8], transposed=args[6])
+    given, weight, transposed = args[0], args[1], args[6]
+    if _depthwise(given, weight, args[8]):
+        return _windows(out, weight), WINDOW
+    return _as_matmul(given, weight, out, args[3], args[5], args[8], transposed)
 
 
 def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
     """Of the half towards the input; the one towards the weight has as many flops."""
-    return _as_matmul(args[1], args[2], args[0], args[4], args[6], args[9], transposed=args[7])
+    gradient, given, weight = args[:3]
+    if _depthwise(given, weight, args[9]):
+        to_input, to_weight = args[10][:2]
+        if _cudnn_depthwise(given, weight, args[4]):
+            return (to_input + to_weight) * _windows(gradient, weight), WINDOW
+        own = to_input * OWN_INPUT * _windows(given, weight) + to_weight * OWN_WEIGHT * _windows(gradient, weight)
+        return own, WINDOW
+    return _as_matmul(given, weight, gradient, args[4], args[6], args[9], args[7])
+
+
+def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether each channel is convolved alone."""
+    return groups > 1 and groups == given.shape[1] and weight.shape[1] == 1
+
+
+def _windows(result: Tensor, weight: Tensor) -> int:
+    """Values under the windows of all of a result's pixels."""
+    return result.numel() * prod(weight.shape[2:])
+
+
+def _cudnn_depthwise(given: Tensor, weight: Tensor, stride: Any) -> bool:
+    """Whether cuDNN does it (ConvParams::use_cudnn_depthwise): channels last, or small windows in half precision."""
+    if _channels_last(given):
+        return True
+    window = tuple(weight.shape[2:])
+    square = len(window) == 2 and window[0] == window[1] in (1, 3, 5) and stride[0] in (1, 2)
+    return given.itemsize == 2 and given.shape[1] >= 32 and (square or (len(window) == 1 and stride[0] == 1))
+
+
+def _channels_last(given: Tensor) -> bool:
+    """Whether a pixel's channels lie beside each other."""
+    return given.shape[1] > 1 and given.stride(1) == 1 and not given.is_contiguous()
 
 
 def _as_matmul(
     given: Tensor, weight: Tensor, result: Tensor, stride: Any, dilation: Any, groups: int, transposed: bool
 ) -> Shape:
-    """The matmul of a convolution: pixels of the result by its channels, over the values under the window."""
+    """The matmul of a convolution: pixels of the result by its channels, over the values under the window.
+
+    Tensor cores convolve channels last; what lies otherwise is transposed for them, but for a window of one pixel,
+    which is a matmul as it lies (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional).
+    """
     pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
     window = prod(weight.shape[2:])
     terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
-    plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
-    winograd = plain and tuple(weight.shape[2:]) == (3, 3)
-    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, WINOGRAD if winograd else 0
+    moved_by_one = all(step == 1 for step in stride)
+    plain = groups == 1 and not transposed and moved_by_one and all(step == 1 for step in dilation)
+    flag = WINOGRAD if plain and tuple(weight.shape[2:]) == (3, 3) else 0
+    if not _channels_last(given) and not (window == 1 and moved_by_one):
+        flag += CHANNELS_FIRST
+    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> Shape:

@@ -17,6 +17,8 @@ from ckpt_ft.training.flags import (
     check_trackers,
     flag,
 )
+from ckpt_ft.training.peft_flag import HELP as PEFT_CONFIG
+from ckpt_ft.training.peft_flag import check_peft_flag
 
 # Those of diffusers' get_scheduler that need nothing else.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
@@ -57,11 +59,14 @@ class PipelineArguments:
     )
     revision: str | None = flag(None, "Branch, tag or commit of the Hub pipeline.")
     variant: str | None = flag(None, "Variant of its weight files, e.g. fp16.")
-    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it, all weights.")
+    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it or --peft_config, all weights.")
+    peft_config: str | None = flag(None, PEFT_CONFIG)
     lora_alpha: int | None = flag(None, "Scale of the adapters; the rank when left out.")
     lora_dropout: float = flag(0.0, "Dropout in front of the adapters.")
 
     def __post_init__(self) -> None:
+        beside = ("rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+        check_peft_flag(self.peft_config, {name: getattr(self, name, None) for name in beside})
         if self.rank is None and (self.lora_alpha is not None or self.lora_dropout):
             raise UserError("--lora_alpha and --lora_dropout belong to LoRA; add --rank, or drop them")
         if self.rank is not None and not LORA_RANK.holds(self.rank):
@@ -70,6 +75,11 @@ class PipelineArguments:
                 "all weights"
             )
         check_numbers(self, {"lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.rank is not None or self.peft_config is not None
 
 
 @dataclass
@@ -86,10 +96,24 @@ class DiffusionModelArguments(PipelineArguments):
     )
     snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
     noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
+    train_text_encoder: bool = flag(False, "LoRA on the text encoders too; prompts are then encoded in each step.")
+    text_encoder_lr: float | None = flag(None, "Their peak learning rate; 5e-6 when left out.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE})
+        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE, "text_encoder_lr": NOT_NEGATIVE})
+        if self.train_text_encoder and self.rank is None:
+            raise UserError("--train_text_encoder puts LoRA on the text encoders; add --rank, or drop it")
+        if self.text_encoder_lr is not None and not self.train_text_encoder:
+            raise UserError(
+                "--text_encoder_lr is the rate of text encoders that are trained; add --train_text_encoder"
+            )
+
+    @property
+    def text_rate(self) -> float | None:
+        """The peak learning rate of the text encoders; None where they are frozen."""
+        rate = 5e-6 if self.text_encoder_lr is None else self.text_encoder_lr  # diffusers' own
+        return rate if self.train_text_encoder else None
 
 
 @dataclass
@@ -116,7 +140,7 @@ class TransformerArguments(PipelineArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank is None and (self.load_in_4bit or self.lora_target_modules):
+        if self.rank is None and (self.lora_target_modules or (self.load_in_4bit and not self.adapts)):
             raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
         if self.load_in_4bit:
             require_package("bitsandbytes", "--load_in_4bit")

@@ -8,13 +8,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from datasets import concatenate_datasets
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.images.dreambooth import DreamBoothArguments, load_class, load_instance
 
 from .arguments import LoopArguments
 from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
+from .prior import Pairs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,32 +26,43 @@ if TYPE_CHECKING:
     from .validation import Validation
 
 
+Samples = FramedImages | CachedLatents | Pairs
+
+
 class Data(NamedTuple):
     """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
 
     `latent` is the shape of an image's latents, as the model sees them: channels, height, width.
     """
 
-    samples: FramedImages | CachedLatents
+    samples: Samples
     noisy: NoisyBatches
     validation: Validation
     latent: tuple[int, ...]
 
 
 def load_samples(
-    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
-) -> FramedImages | CachedLatents:
+    encoders: Frozen, resolution: int, image_args: DreamBoothArguments, args: LoopArguments, accelerator: Accelerator
+) -> Samples:
     """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
+
+    With prior preservation in pairs with images of the class, which are there already.
 
     Raises:
         UserError: images or captions that cannot be trained on.
         WorkFailed: the VAE's output is no number.
     """
     with accelerator.main_process_first():
-        rows = load_captioned(image_args, resolution)
-    images = FramedImages(rows, encoders.tokenize, resolution, image_args, args.seed)
-    if not image_args.cache_latents:
-        return images
+        rows = load_instance(image_args, resolution)
+        instances = len(rows)
+        if image_args.prior is not None:
+            rows = concatenate_datasets([rows, load_class(image_args.prior, image_args)])
+    images = encoders.rows(rows, encoders.tokenize, resolution, image_args, args.seed)
+    samples = _encoded(images, encoders, args, accelerator) if image_args.cache_latents else images
+    return samples if image_args.prior is None else Pairs(samples, instances)
+
+
+def _encoded(images: FramedImages, encoders: Frozen, args: LoopArguments, accelerator: Accelerator) -> CachedLatents:
     samples = cache_latents(
         images, encoders, cache_root() / "latents", args.train_batch_size,
         accelerator.process_index, accelerator.num_processes,
@@ -60,7 +73,7 @@ def load_samples(
 
 
 def endless_batches(
-    samples: FramedImages | CachedLatents, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
+    samples: Samples, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
 ) -> Iterator[Row]:
     """This rank's micro-batches of `samples` without end, from where a run stood that had seen so many of them.
 

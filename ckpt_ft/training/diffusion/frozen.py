@@ -12,11 +12,13 @@ class Frozen(Protocol):
     """A pipeline's VAE and text encoders, whichever they are.
 
     Attributes:
+        rows: class of the images as they are read: FramedImages, or masked ones.
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
+    rows: Any
     device: torch.device
     vae: Any
     tokenize: Any

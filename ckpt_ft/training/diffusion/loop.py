@@ -17,6 +17,7 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.training.fit import Fitted
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
@@ -158,7 +159,7 @@ def leave_behind(
         workload=replace(fitted.workload, make_batch=lambda samples, length: dict(data.noisy.last)),
         model=validation.model.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
-        rank=validation.model.rank,
+        rank=validation.model.rank, peft=kind_of(validation.model.peft_config),
     )  # fmt: skip
     accelerator.end_training()
     if not state.done:

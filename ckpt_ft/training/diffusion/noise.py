@@ -61,6 +61,9 @@ class Denoising:
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self.scaling
         inputs, target = noisy_inputs(latents, encoded, self.scheduler, self.noise_offset)
+        if "mask" in encoded:
+            seen = DiagonalGaussianDistribution(encoded["masked_moments"]).sample() * self.scaling
+            inputs["sample"] = torch.cat([inputs["sample"], encoded["mask"], seen], dim=1)
         return {"inputs": inputs, "target": target}
 
 
@@ -77,16 +80,20 @@ def noisy_inputs(
         noise = noise + noise_offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
     steps = scheduler.config.num_train_timesteps
     times = torch.randint(0, steps, (len(latents),), device=latents.device)
-    inputs: dict[str, Any] = {
-        "sample": scheduler.add_noise(latents, noise, times),
-        "timestep": times,
-        "encoder_hidden_states": encoded["prompt_embeds"],
-    }
-    if "pooled_prompt_embeds" in encoded:
-        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
+    inputs = {"sample": scheduler.add_noise(latents, noise, times), "timestep": times, **conditions(encoded)}
     if scheduler.config.prediction_type == "v_prediction":
         return inputs, scheduler.get_velocity(latents, noise, times)
     return inputs, noise
+
+
+def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
+    """A U-Net's arguments of a prompt and, for SDXL, of sizes; prompts that it is to encode itself as their tokens."""
+    if "prompt_embeds" not in encoded:
+        return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
+    given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
+    if "pooled_prompt_embeds" in encoded:
+        given["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
+    return given
 
 
 def denoising_loss(
@@ -111,6 +118,7 @@ def denoising_loss(
 def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
     """Replace, in place, the captions of a random `share` of the batch by the empty one's encoding."""
     if share:
-        dropped = torch.rand(len(encoded["prompt_embeds"])).to(encoded["prompt_embeds"].device) < share
+        one = encoded[next(iter(empty))]
+        dropped = torch.rand(len(one)).to(one.device) < share
         for name, value in empty.items():
             encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint
 
 from .arguments import LoopArguments, PipelineArguments
+from .joint import with_text_rate
 from .trained import Trained, save_only_what_is_trained
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class TrainingState:
     """All that a checkpoint holds but for random states, which accelerate adds.
 
     Args:
-        parameters: what of `model` is trained.
+        model: what of it is trained needs a gradient.
         rows: images of an epoch, over all ranks.
 
     Attributes:
@@ -37,7 +39,6 @@ class TrainingState:
     def __init__(
         self,
         model: nn.Module,
-        parameters: list[nn.Parameter],
         rows: int,
         part: Trained,
         model_args: PipelineArguments,
@@ -47,11 +48,15 @@ class TrainingState:
         from diffusers.optimization import get_scheduler
         from diffusers.training_utils import EMAModel
 
-        self.accelerator, self.parameters = accelerator, parameters
+        self.accelerator = accelerator
+        self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
         self.step = self.samples_seen = 0
-        optimizer = make_optimizer(parameters, args, args.learning_rate * (self.per_step if args.scale_lr else 1))
+        scale = self.per_step if args.scale_lr else 1
+        text_rate = getattr(model_args, "text_rate", None)
+        groups = with_text_rate(model, parameters, None if text_rate is None else text_rate * scale)
+        optimizer = make_optimizer(groups, args, args.learning_rate * scale)
         self.lr_scheduler = get_scheduler(
             args.lr_scheduler,
             optimizer,
@@ -60,10 +65,12 @@ class TrainingState:
         )
         self.ema = EMAModel(parameters) if args.use_ema else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        save_only_what_is_trained(accelerator, part, lora=model_args.rank is not None)
+        save_only_what_is_trained(accelerator, part, lora=model_args.adapts)
         hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
-            "rank": model_args.rank, "use_ema": args.use_ema, "processes": accelerator.num_processes,
+            "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
+            "processes": accelerator.num_processes,
+            "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
         }  # fmt: skip
 
     @property
@@ -114,7 +121,9 @@ class TrainingState:
         self.accelerator.free_memory()
 
 
-def make_optimizer(parameters: list[nn.Parameter], args: LoopArguments, learning_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: list[dict[str, Any]], args: LoopArguments, learning_rate: float
+) -> torch.optim.Optimizer:
     """AdamW, fused: one kernel and no temporaries (torch's default on CUDA makes some as large as the weights).
 
     With `use_8bit_adam` that of bitsandbytes.

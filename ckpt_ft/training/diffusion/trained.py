@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.peft_flag import kind_of
+from ckpt_ft.workloads.adapters import without_adapters
 
+from .adapted import adapted, write_card
 from .arguments import PipelineArguments
+from .joint import TextAndUNet, components_of, text_from_file, text_to_file
+from .text_encoders import add_text_adapters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-LORA_TARGETS = ("to_k", "to_q", "to_v", "to_out.0")  # the attention projections, as in diffusers' scripts
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Trained:
         return _of_diffusers(self.pipeline)
 
 
-UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)  # SDXL's file is the same
+UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)
+UNET_XL = Trained("unet", "UNet2DConditionModel", "StableDiffusionXLPipeline", down_and_up=True)
 
 
 def _of_diffusers(name: str) -> Any:
@@ -56,38 +60,23 @@ def _of_diffusers(name: str) -> Any:
         raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
 
 
-def prepare(
-    model: Any, args: PipelineArguments, dtype: torch.dtype, targets: list[str] | None = None
-) -> list[nn.Parameter]:
-    """Put `model` in train mode, with LoRA frozen in `dtype` under adapters in float32; returns what is trained.
-
-    targets: names of the modules that get an adapter; the attention's projections when left out.
+def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: list[str] | None = None) -> Any:
+    """`model` in train mode; with adapters it is frozen in `dtype` under those in float32 (see `adapted`).
 
     Raises:
-        UserError: the model has no such modules.
+        UserError: it cannot have the adapters that are asked for.
     """
-    if args.rank is not None:
+    if isinstance(model, TextAndUNet):
+        model.unet = prepare(model.unet, args, dtype, targets)
+        return add_text_adapters(model, args)
+    if args.adapts:
         from diffusers.training_utils import cast_training_params
-        from peft import LoraConfig
 
-        model.requires_grad_(False)
         if model.dtype != dtype:  # a transformer is loaded in it
             nn.Module.to(model, dtype)  # diffusers' own warns of modules that it has none of
-        try:
-            model.add_adapter(
-                LoraConfig(
-                    r=args.rank,
-                    lora_alpha=args.lora_alpha or args.rank,
-                    lora_dropout=args.lora_dropout,
-                    init_lora_weights="gaussian",
-                    target_modules=targets or list(LORA_TARGETS),
-                )
-            )
-        except ValueError as error:
-            raise UserError(f"--lora_target_modules {' '.join(targets or [])}: {one_line(error, 200)}") from error
+        model = adapted(model, args, targets)
         cast_training_params(model, dtype=torch.float32)
-    model.train()
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model.train()
 
 
 def save_only_what_is_trained(accelerator: Accelerator, part: Trained, lora: bool) -> None:
@@ -109,20 +98,25 @@ def save_only_what_is_trained(accelerator: Accelerator, part: Trained, lora: boo
 
 
 def save_trained(model: Any, part: Trained, output_dir: str | Path, lora: bool) -> None:
-    """Adapters as `pipe.load_lora_weights(output_dir)` takes them, else the model as its folder of a pipeline."""
+    """Adapters as `pipe.load_lora_weights(output_dir)` or `PeftModel.from_pretrained` takes them, else the model as
+    its folder of a pipeline."""
     from diffusers.training_utils import _collate_lora_metadata
     from diffusers.utils import convert_state_dict_to_diffusers
+    from peft import PeftModel
     from peft.utils import get_peft_model_state_dict
 
+    if isinstance(model, PeftModel):
+        model.save_pretrained(output_dir, save_embedding_layers=False)
+        return
     if not lora:
         model.save_pretrained(Path(output_dir) / part.component)
         return
-    weights = get_peft_model_state_dict(model)
-    part.pipeline_class.save_lora_weights(
-        output_dir,
-        **{f"{part.component}_lora_layers": convert_state_dict_to_diffusers(weights) if part.down_and_up else weights},
-        **_collate_lora_metadata({part.component: model}),
-    )
+    layers, components = {}, components_of(model, part.component)
+    for name, component in components.items():
+        weights = get_peft_model_state_dict(component, save_embedding_layers=False)
+        weights = weights if name == part.component else text_to_file(weights)
+        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.down_and_up else weights
+    part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
 
 
 def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -> None:
@@ -133,17 +127,30 @@ def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -
         RuntimeError: it does not fit `model`.
     """
     from diffusers.utils import convert_unet_state_dict_to_peft
-    from peft.utils import set_peft_model_state_dict
+    from peft import PeftModel
+    from peft.utils import load_peft_weights
 
     if not lora:
         model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=part.component).state_dict())
         return
+    if isinstance(model, PeftModel):
+        _put(model, load_peft_weights(str(input_dir), device="cpu"))
+        return
     weights = part.pipeline_class.lora_state_dict(input_dir)
     weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
-    weights = {name.removeprefix(f"{part.component}."): value for name, value in weights.items()}
-    outcome = set_peft_model_state_dict(model, convert_unet_state_dict_to_peft(weights), adapter_name="default")
+    for name, component in components_of(model, part.component).items():
+        ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        own = name == part.component
+        _put(component, convert_unet_state_dict_to_peft(ours) if own else text_from_file(component, ours))
+
+
+def _put(model: Any, weights: dict[str, Any]) -> None:
+    from peft.utils import set_peft_model_state_dict
+
+    outcome = set_peft_model_state_dict(model, weights, adapter_name="default")
     if outcome.unexpected_keys:
-        raise RuntimeError(f"adapter weights that this {part.model} has no place for: {outcome.unexpected_keys[:3]}")
+        kind = type(without_adapters(model)).__name__
+        raise RuntimeError(f"adapter weights that this {kind} has no place for: {outcome.unexpected_keys[:3]}")
 
 
 def save_result(model: Any, part: Trained, vae: Any, args: PipelineArguments, output_dir: str) -> None:
@@ -152,8 +159,10 @@ def save_result(model: Any, part: Trained, vae: Any, args: PipelineArguments, ou
     Raises:
         RuntimeError: the pipeline that training began with cannot be loaded any more; the model alone is saved.
     """
-    if args.rank is not None:
+    if args.adapts:
         save_trained(model, part, output_dir, lora=True)
+        if without_adapters(model) is not model:
+            write_card(part.component, args, str(kind_of(args.peft_config)), output_dir)
         return
     from diffusers import DiffusionPipeline
 

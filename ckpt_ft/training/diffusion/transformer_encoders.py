@@ -13,6 +13,7 @@ from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import TransformerArguments
 from .families import FAMILIES, Family
+from .latents import FramedImages
 from .parts import check_words, given, in_dtype, load_part, pipeline_index
 from .trained import Trained
 
@@ -48,6 +49,7 @@ class TransformerEncoders:
     def __init__(self, args: TransformerArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
         import diffusers
 
+        self.rows = FramedImages
         self.family, self.device, self.tokens = family, device, args.max_sequence_length or family.tokens
         self.vae = load_part(getattr(diffusers, family.vae), args, "vae", variant=args.variant)
         with library_reads(f"{given(args)}: no usable text encoders"):
@@ -140,12 +142,12 @@ def checked_resolution(asked: int | None, config: Any, encoders: TransformerEnco
 
 
 def load_transformer(args: TransformerArguments, part: Trained, dtype: torch.dtype) -> Any:
-    """The transformer in float32; with `load_in_4bit` in NF4, which computes in `dtype`; for LoRA in `dtype`.
+    """The transformer in float32; with `load_in_4bit` in NF4, which computes in `dtype`; for adapters in `dtype`.
 
     Raises:
         UserError: it is not there or cannot be read.
     """
-    more: dict[str, Any] = in_dtype(torch.float32 if args.rank is None else dtype)
+    more: dict[str, Any] = in_dtype(dtype if args.adapts else torch.float32)
     if args.load_in_4bit:
         from diffusers import BitsAndBytesConfig
 

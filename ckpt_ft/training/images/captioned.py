@@ -101,10 +101,10 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     elif args.train_data_dir is not None:
         rows, source = _image_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
-        return _first(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
+        return first_rows(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
             "image", ImageFeature(decode=False)
         )
-    rows = _first(rows.cast_column("image", ImageFeature(decode=False)), args)
+    rows = first_rows(rows.cast_column("image", ImageFeature(decode=False)), args)
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
@@ -116,8 +116,9 @@ def _hub_dataset(args: ImageArguments) -> Dataset:
 
     try:
         rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {one_line(error)}") from error
+    except Exception as error:  # as its files are: readers of many formats raise what they like
+        reason = one_line(error.__cause__ or error)
+        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {reason}") from error
     return named_columns(
         rows, str(args.dataset_name), ("image_column", args.image_column, "image"),
         ("caption_column", args.caption_column, "text"),
@@ -195,7 +196,7 @@ def _is_caption(text: Any) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _first(rows: Dataset, args: ImageArguments) -> Dataset:
+def first_rows(rows: Dataset, args: ImageArguments) -> Dataset:
     return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
 
 

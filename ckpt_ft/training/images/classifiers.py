@@ -23,7 +23,7 @@ _BUILT_IN_SIDE = 32
 def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
     """A model with one output for each of `names`; a pretrained head of another size is made anew, and that is logged.
 
-    With `use_peft` the weights are frozen but for the head and BatchNorm: both are saved whole beside the adapters,
+    With adapters the weights are frozen but for the head and BatchNorm: both are saved whole beside the adapters,
     because BatchNorm's statistics change in training and an adapter without them would predict otherwise when loaded.
 
     Raises:
@@ -40,11 +40,12 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
         model = _built_in(classes)
     else:
         model = load_pretrained(args, AutoModelForImageClassification, ignore_mismatched_sizes=True, **classes)
-    if not args.use_peft:
+    if not args.adapts:
         return model
     head = _head(model)
     norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    return with_adapters(model, args, modules_to_save=[head, *norms], target_modules=_adaptable(model, head))
+    adaptable = _adaptable(model, head)
+    return with_adapters(model, args, targets=lambda asked: asked or adaptable, modules_to_save=[head, *norms])
 
 
 def load_processor(args: ModelArguments) -> Any:

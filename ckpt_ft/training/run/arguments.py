@@ -69,6 +69,8 @@ class RunArguments(TrainingArguments):
         if self.torch_compile_backend is not None and self.torch_compile_backend.lower() not in backends:
             raise UserError(f"--torch_compile_backend {self.torch_compile_backend}: one of {', '.join(backends)}")
         super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # for no device; torch would warn in every epoch
         if self.fsdp and self.parallel_mode is not ParallelMode.DISTRIBUTED:
             raise UserError(
                 "--fsdp on one process: it shards a model over several; start them with `accelerate launch "

@@ -21,6 +21,7 @@ from ckpt_ft.errors import Interrupted
 from ckpt_ft.redact import redacted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OF_THE_START = ("resume_from_checkpoint", "overwrite_output_dir")  # flags that a run which goes on has otherwise
 _SAME = 1.0  # seconds: a launcher hands on to its ranks what the terminal has sent them already
 
 
@@ -87,12 +88,12 @@ def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
 
 def resuming_command() -> str:
     """This process's command, as it goes on from the last checkpoint; nothing secret is in it."""
-    given, kept = sys.argv[1:], []
-    skip = False
-    for token in given:
-        flag = token.partition("=")[0].replace("-", "_")
-        if not skip and flag not in ("__resume_from_checkpoint", "__overwrite_output_dir"):
+    kept: list[str] = []
+    stays = True  # a flag, with what stands behind it
+    for token in sys.argv[1:]:
+        if token.startswith("--"):
+            stays = token.partition("=")[0][2:].replace("-", "_") not in _OF_THE_START
+        if stays:
             kept.append(token)
-        skip = flag in ("__resume_from_checkpoint",) and "=" not in token
     launcher = ["accelerate", "launch", "-q"] if PartialState().num_processes > 1 else ["python"]
     return shlex.join([*launcher, sys.argv[0], *redacted(kept), "--resume_from_checkpoint", "latest"])

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ckpt_ft.checkpointing.blocks import find_blocks
-from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import load_pretrained, with_adapters
 from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.images import choose_size
+from ckpt_ft.workloads.trained_towers import TrainedTowers
 
-from .arguments import TRAINED, VisionLanguageArguments, VisionLanguageModelArguments
+from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
 from .encode import KINDS
+from .videos import without_videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -32,7 +31,7 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     """
     from transformers import AutoProcessor
 
-    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"):
+    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
         processor = AutoProcessor.from_pretrained(args.model_name_or_path, **args.source)
     if not hasattr(processor, "image_processor"):
         raise UserError(
@@ -43,35 +42,8 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
         tokenizer.pad_token = tokenizer.eos_token
     if processor.chat_template is None:
         processor.chat_template = tokenizer.chat_template
-    _choose_size(processor.image_processor, data)
+    choose_size(processor.image_processor, data.max_pixels, data.longest_side)
     return processor
-
-
-def _choose_size(images: Any, data: VisionLanguageArguments) -> None:
-    """Set the pixel budget of an image processor, under the name that it has there."""
-    kind, size = type(images).__name__, dict(images.size or {})
-    known = getattr(images, "valid_kwargs", type(images)).__annotations__
-    counts = "max_pixels" in known  # its edges are pixels in all
-    if data.max_pixels is not None:
-        if not counts:
-            raise UserError(
-                f"--max_pixels {data.max_pixels}: {kind} has no such budget, its images have {_said(size)}"
-            )
-        least = size.get("shortest_edge") or 0
-        if data.max_pixels < least:
-            raise UserError(f"--max_pixels {data.max_pixels}: {kind} makes no image of less than {least} pixels")
-        images.size = type(images.size)(**{**size, "longest_edge": data.max_pixels})
-    if data.longest_side is not None:
-        if counts or not size.get("longest_edge"):
-            raise UserError(
-                f"--longest_side {data.longest_side}: {kind} does not go by it, its images have "
-                f"{'a number of pixels in all: --max_pixels' if counts else _said(size)}"
-            )
-        images.size = type(images.size)(**{**size, "longest_edge": data.longest_side})
-
-
-def _said(size: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in size.items() if value) or "no size of their own"
 
 
 def patch_of(model: nn.Module) -> int:
@@ -87,8 +59,8 @@ def kinds_of(model: Any) -> tuple[str, ...]:
 
 
 def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
-    """The model in train mode. Towers that are not trained are frozen; with `use_peft` all weights are frozen, and the
-    trained towers have adapters.
+    """The model in train mode. Towers that are not trained are frozen; with adapters all weights are frozen, and the
+    trained towers have them.
 
     Raises:
         UserError: it cannot be read from here, has no such tower, or nothing in it that could get an adapter.
@@ -96,40 +68,9 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
     from transformers import AutoModelForImageTextToText
 
     model = load_pretrained(args, AutoModelForImageTextToText)
-    towers = {tower.name: tower for tower in find_towers(model, find_blocks(model).blocks)}
-    wanted = TRAINED[args.train_towers]
-    for name in wanted:
-        if name not in towers:
-            raise UserError(
-                f"--train_towers {args.train_towers}: {type(model).__name__} has no {name} tower"
-                f"{'; it has ' + ', '.join(towers) if towers else ''}"
-            )
-    if args.use_peft:
-        pattern = adapted_layers(
-            [towers[name] for name in wanted], model.get_output_embeddings(), args.lora_target_modules
-        )
-        return with_adapters(model, replace(args, lora_target_modules=None), target_modules=pattern)
-    for name, tower in towers.items():
-        if name not in wanted:
-            head = [model.get_output_embeddings()] if name == "language" else []
-            for module in [*tower.modules.values(), *head]:
-                module.requires_grad_(False)
+    trained = TrainedTowers(model, args.train_towers)
+    if args.adapts:
+        by = f"--peft_config {args.peft_config}:" if args.peft_config else "--lora_target_modules"
+        return with_adapters(model, args, targets=lambda asked: trained.adapted_layers(asked, by))
+    trained.freeze_others()
     return model
-
-
-def adapted_layers(towers: list[Tower], head: nn.Module | None, asked: list[str] | None) -> str:
-    """A pattern, as PEFT takes one, of the linear layers in `towers`: all but the head, or those named as `asked`."""
-    patterns = []
-    for tower in towers:
-        inside = [item for root in tower.modules.values() for item in root.named_modules()]
-        found = {
-            name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear) and layer is not head
-        }
-        names = found if asked in (None, ["all-linear"]) else found & set(asked or ())
-        if names:
-            roots = "|".join(re.escape(f"{root}.") if root else "" for root in tower.modules)
-            patterns.append(rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})")
-    if not patterns:
-        where = " or ".join(tower.name for tower in towers)
-        raise UserError(f"--lora_target_modules {' '.join(asked or ())}: no linear layer of that name is {where}'s")
-    return "|".join(patterns)

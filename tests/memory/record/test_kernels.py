@@ -12,7 +12,7 @@ from ckpt_ft.memory.record import kernels, opinfo
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
 from ckpt_ft.memory.record.matmuls import matmul_seconds, winograd_seconds
-from ckpt_ft.memory.record.sizes import CAST, INDEXED, STRIDED, UNEVEN, WINOGRAD
+from ckpt_ft.memory.record.sizes import CAST, CHANNELS_FIRST, INDEXED, STRIDED, UNEVEN, WINDOW, WINOGRAD
 
 aten = torch.ops.aten
 # 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.
@@ -56,6 +56,15 @@ def test_rows_are_read_again_when_they_do_not_fit():
     assert busy("aten.native_layer_norm.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(
         1.5 * moved / 1e12
     )
+
+
+def test_a_norms_block_goes_over_its_row_in_whole_steps():
+    """Rows of 768 fp32 take as long as those of 1,024: two steps of 512, ten bytes a cycle of each SM."""
+    name, rows = "aten.native_layer_norm.default", 2**16
+    narrow, wide = (busy(name, 0, 2 * rows * 4 * n, "float32", shape=(rows, 4 * n), gpu=CACHED) for n in (768, 1024))
+    assert narrow == wide == pytest.approx(2 * rows * 4096 / (10 * 100 * CACHED.clock))
+    half = busy(name, 0, 2 * rows * 2 * 768, "float16", shape=(rows, 2 * 768), gpu=CACHED)
+    assert half == pytest.approx(wide / 2)
 
 
 @pytest.mark.parametrize(("how", "cycles"), [(CAST, 0.9), (STRIDED, 0.9), (INDEXED, 2.0)])
@@ -117,9 +126,31 @@ def test_a_skinny_matmul_is_no_cube():
 def test_long_sums_are_split():
     """A result of one tile would keep one SM busy for 21 ms; four small tiles in 16 parts keep 64 busy."""
     alone = 2 * 128 * 128 * 65536 / (10e12 / 100)
-    loads = 1 + 5 * (1 / 64 + 1 / 64 - 1 / 64)
+    loads = 1 + 8 * (1 / 64 + 1 / 64 - 1 / 64)
     found = matmul_seconds((1, 128, 128, 65536, 0), 10e12, False, ROUND)
     assert found == pytest.approx(alone / 64 * loads, rel=0.02)
+
+
+def test_small_tiles_cost_more_where_shared_memory_is_narrow():
+    """A T4 and SMs of 128 lanes get half of the bytes for each lane; the latter have a tile of 256 x 128 too."""
+
+    def relative(arch, high, wide):
+        """Seconds of one such tile on each SM over those at the full rate."""
+        shape = (100, high, wide, 65536, 0)
+        return matmul_seconds(shape, 10e12, False, replace(ROUND, arch=arch)) / (2 * high * wide * 65536 / 1e11)
+
+    assert relative((7, 0), 128, 128) == pytest.approx(1, rel=1e-2)
+    assert relative((7, 0), 32, 32) == pytest.approx(1 + 8 * (2 / 32 - 2 / 128), rel=2e-2)
+    assert relative((7, 5), 32, 32) == pytest.approx(1 + 16 * (2 / 32 - 2 / 128), rel=2e-2)
+    assert relative((9, 0), 128, 128) == pytest.approx(1 + 16 * (1 / 128 - 1 / 256), rel=1e-2)
+
+
+def test_part_of_the_stores_is_not_hidden():
+    """Scores of attention: 64 terms for each element that is stored."""
+    shape = (128, 1024, 1024, 64, 0)
+    arithmetic = 128 * 8 * 8 / 100 * (2 * 128 * 128 * 64 / 1e11 + 0.5e-6)
+    found = matmul_seconds(shape, 10e12, False, ROUND)
+    assert found == pytest.approx(arithmetic + 0.35 * 128 * 1024 * 1024 * 4 / 1e12, rel=1e-2)
 
 
 def test_rows_that_start_anywhere_are_slower():
@@ -161,11 +192,53 @@ def test_complex_numbers_multiply_four_times():
 def test_small_windows_are_convolved_by_winograd_in_fp32():
     args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     work = opinfo.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
-    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD)
+    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD + CHANNELS_FIRST)
     direct = matmul_seconds(work.shape, 10e12, False, ROUND)
     assert 1.5 < direct / winograd_seconds(work.shape, 10e12, ROUND) < 4
     strided = (*args[:3], [2, 2], *args[4:])
-    assert opinfo.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == 0
+    assert opinfo.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == CHANNELS_FIRST
+
+
+def test_what_tensor_cores_cannot_read_as_it_lies_is_transposed():
+    """Once read and written; not for a window of one pixel, nor for channels that lie beside each other."""
+    weight, result = meta(256, 256, 3, 3), meta(32, 256, 14, 14)
+    flag = lambda given, weight: opinfo.measure(  # noqa: E731
+        aten.convolution.default, (given, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, result
+    ).shape[4]
+    assert flag(result, weight) & CHANNELS_FIRST
+    assert not flag(result.to(memory_format=torch.channels_last), weight) & CHANNELS_FIRST
+    assert not flag(result, meta(256, 256, 1, 1)) & CHANNELS_FIRST
+    shape, moved = (1, 6272, 256, 2304), 30 * 10**6
+    first, last = (
+        busy("aten.convolution.default", 2 * 6272 * 256 * 2304, moved, shape=(*shape, flag))
+        for flag in (CHANNELS_FIRST, 0)
+    )
+    assert first - last == pytest.approx(2 * moved / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "last", "times"),
+    [
+        (torch.half, 3, False, 2),  # cuDNN's
+        (torch.half, 7, False, 5 + 9),  # PyTorch's own
+        (torch.float32, 3, False, 5 + 9),
+        (torch.float32, 7, True, 2),
+    ],
+)
+def test_depthwise_convolutions_are_no_matmuls(dtype, window, last, times):
+    """Of 64 channels: values under the windows of each pixel, forward once, backward by the kernel that does it."""
+    pixels, pad = meta(8, 64, 28, 28, dtype=dtype), window // 2
+    given = pixels.to(memory_format=torch.channels_last) if last else pixels
+    weight, under = meta(64, 1, window, window, dtype=dtype), 8 * 64 * 28 * 28 * window**2
+    how = ([1, 1], [pad, pad], [1, 1], False, [0, 0], 64)
+    work = opinfo.measure(aten.convolution.default, (given, weight, None, *how), {}, pixels)
+    assert (work.shape, work.flops) == ((under, WINDOW), 2 * under)
+    seconds = busy("aten.convolution.default", work.flops, 0, shape=work.shape)
+    assert seconds == pytest.approx(under * 0.2 / (100 * ROUND.clock))
+    masked = [True, True, False]
+    args = (pixels, given, weight, None, *how, masked)
+    backward = opinfo.measure(aten.convolution_backward.default, args, {}, (given, weight, None))
+    assert backward.shape == (times * under, WINDOW)
 
 
 @pytest.mark.parametrize(

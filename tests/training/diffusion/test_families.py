@@ -55,8 +55,8 @@ def test_no_policy_changes_a_gradient(pipeline: Any, batch: Batch, rank: int | N
     """Bit for bit (`pointwise`: to 1e-6), of all weights and of adapters with dropout."""
     model = make_tiny_transformer(kind_of(pipeline)).transformer
     args = TransformerArguments(rank=rank, lora_dropout=0.2 if rank else 0.0)
-    for parameter in prepare(model, args, torch.float32):
-        if rank:
+    for parameter in prepare(model, args, torch.float32).parameters():
+        if rank and parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)  # an adapter begins as nothing
     for policy in POLICIES:
         parity = check_parity(model, batch, policy, loss=flow_loss)

@@ -86,6 +86,10 @@ def test_dropped_prompts() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def trained_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("rank", [None, 2])
 def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: int | None) -> None:
     args = copy.copy(tiny)
@@ -93,8 +97,8 @@ def test_weights_go_round(tiny: DiffusionModelArguments, tmp_path: Path, rank: i
     unets = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        unet = load_unet(args)
-        for parameter in prepare(unet, args, torch.float32):
+        unet = prepare(load_unet(args), args, torch.float32)
+        for parameter in trained_of(unet):
             torch.nn.init.normal_(parameter)
         unets.append(unet)
     save_trained(unets[0], UNET, tmp_path, lora=rank is not None)
@@ -108,7 +112,7 @@ def test_lora_trains_adapters_only(tiny: DiffusionModelArguments) -> None:
     args.rank = 2
     unet = load_unet(args)
     layers = sum(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name, _ in unet.named_modules())
-    parameters = prepare(unet, args, torch.bfloat16)
+    parameters = trained_of(prepare(unet, args, torch.bfloat16))
     assert len(parameters) == 2 * layers
     assert {parameter.dtype for parameter in parameters} == {torch.float32}
     assert unet.conv_in.weight.dtype == torch.bfloat16
@@ -133,9 +137,11 @@ def test_pipelines_that_cannot_be_trained(tiny: DiffusionModelArguments, tmp_pat
     with pytest.raises(UserError, match="no U-Net in it"):
         unet_config(args(tmp_path))
     pipeline = make_tiny_pipeline("sd1", 0, (16,))
-    pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 17})
+    pipeline.unet = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 16})
     pipeline.save_pretrained(tmp_path / "odd")
-    with pytest.raises(UserError, match="takes 17 channels and returns 8, as for inpainting"):
+    with pytest.raises(
+        UserError, match="takes 16 channels and returns 8; those from text .8. and for inpainting .17. are"
+    ):
         load_unet(args(tmp_path / "odd"))
     (tmp_path / "odd" / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match="no usable vae"):

@@ -1,0 +1,93 @@
+"""`--peft_config`: adapters of any kind of PEFT in place of LoRA's own flags, in every recipe.
+
+The file is PEFT's own `adapter_config.json`. A recipe knows three things that it may leave out: the task, the modules
+that get an adapter, what is trained beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.peft_file import configuration, read_peft, takes
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+HELP = "An adapter_config.json of any kind of PEFT (DoRA, LoKr, LoHa, OFT ...), or the directory that has it."
+# Names of modules as they are asked for, None where none are -> those that get an adapter, as PEFT takes them.
+Targets = Callable[[Any], Any]
+_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA's first weights: from data that a script of their own reads
+
+
+def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
+    """What can be known of the flag before anything is loaded.
+
+    beside: LoRA's own flags, by name.
+
+    Raises:
+        UserError: the file is no configuration of PEFT, cannot be trained by a plain loop, or one of those flags is
+        given as well.
+    """
+    if path is None:
+        return
+    given = [f"--{name}" for name, value in beside.items() if value]
+    if given:
+        raise UserError(
+            f"--peft_config {path} says all of an adapter, {' and '.join(given)} of another one: give one or the other"
+        )
+    asked = f"--peft_config {path}"
+    content = read_peft(path, asked)
+    if content["peft_type"] == "ADALORA":
+        raise UserError(
+            f"{asked}: ADALORA's ranks are allotted by calls between steps, and by scores that no "
+            "checkpoint holds; give LORA, with a rank_pattern for ranks that differ"
+        )
+    first = content.get("init_lora_weights")
+    if first in _BY_DATA:
+        raise UserError(
+            f"{asked}: init_lora_weights '{first}' is made of data before training, which no recipe "
+            "does; give true, gaussian, orthogonal, olora or pissa"
+        )
+    configuration(content, asked)
+
+
+def adapter_of(
+    path: str, targets: Targets | None = None, modules_to_save: Sequence[str] = (), task_type: str | None = None
+) -> PeftConfig:
+    """The configuration in `path`.
+
+    Args:
+        targets: makes those of the model of the names in the file.
+        modules_to_save: trained whole beside the adapters, with those of the file.
+        task_type: the recipe's, whatever the file says.
+
+    Raises:
+        UserError: it is none, has no place for `modules_to_save`, or stands before text where the recipe has no task.
+    """
+    asked = f"--peft_config {path}"
+    content = read_peft(path, asked)
+    if task_type is not None:
+        content["task_type"] = task_type
+    if targets is not None and takes(content, "target_modules", asked):
+        content["target_modules"] = targets(content.get("target_modules"))
+    if modules_to_save:
+        if not takes(content, "modules_to_save", asked):
+            raise UserError(
+                f"{asked}: {content['peft_type']} trains nothing beside itself, and {modules_to_save[0]} is new; give "
+                "a kind that has modules_to_save, LORA for example"
+            )
+        content["modules_to_save"] = sorted({*(content.get("modules_to_save") or ()), *modules_to_save})
+    config = configuration(content, asked)
+    if task_type is None and (config.is_prompt_learning or config.is_adaption_prompt):
+        raise UserError(
+            f"{asked}: {content['peft_type']} is for the language models of recipes/llm.py and recipes/dpo.py; give a "
+            "kind that adapts modules, LORA or LOKR for example"
+        )
+    return config
+
+
+def kind_of(path: str | None) -> str | None:
+    """Which kind of PEFT the file asks for."""
+    return None if path is None else str(read_peft(path, f"--peft_config {path}")["peft_type"])

@@ -1,0 +1,67 @@
+"""A configuration of PEFT in a file, `adapter_config.json`: which kind of adapter, of what size, on which modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.reading import library_reads
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+NAME = "adapter_config.json"
+# Of a configuration what is not of training.
+_OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+
+
+def read_peft(given: str, asked: str) -> dict[str, Any]:
+    """What stands in the file `given`, or in that of the directory `given`; `asked` names it in errors.
+
+    Raises:
+        UserError: it cannot be read, or is no configuration of PEFT.
+    """
+    path = Path(given) / NAME if Path(given).is_dir() else Path(given)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{asked}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{asked}: not JSON ({one_line(error, 200)})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+        raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
+    return content
+
+
+def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:
+    """The configuration that `content` says, for training anew; where `content` came from a checkpoint, too.
+
+    Raises:
+        UserError: a kind that PEFT does not know, or what that kind does not take.
+    """
+    from peft import get_peft_config
+
+    kind = _kind(content, asked)
+    with library_reads(asked):
+        return get_peft_config({k: v for k, v in content.items() if k not in _OF_A_CHECKPOINT} | {"peft_type": kind})
+
+
+def takes(content: Mapping[str, Any], name: str, asked: str) -> bool:
+    """Whether the kind of configuration that `content` is has a field `name`."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return name in {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[_kind(content, asked)])}
+
+
+def _kind(content: Mapping[str, Any], asked: str) -> Any:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = content["peft_type"]
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        known = ", ".join(sorted(PEFT_TYPE_TO_CONFIG_MAPPING))
+        raise UserError(f"{asked}: PEFT has no kind {kind} ({known})")
+    return kind

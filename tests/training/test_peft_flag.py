@@ -1,0 +1,65 @@
+"""The flag `--peft_config`: what can be told of it before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
+from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.peft_flag import adapter_of
+
+
+def file(folder: Path, **content: Any) -> str:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({}, "no configuration of PEFT: it names no peft_type"),
+        ({"peft_type": "LORAX"}, r"PEFT has no kind LORAX \(ADALORA, "),
+        ({"peft_type": "LOKR", "rank": 4}, "unexpected keyword argument 'rank'"),
+        ({"peft_type": "ADALORA", "total_step": 9}, "ADALORA's ranks are allotted by calls between steps"),
+        ({"peft_type": "LORA", "init_lora_weights": "eva"}, "'eva' is made of data before training"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ModelArguments, DiffusionModelArguments, TransformerArguments])
+def test_what_it_cannot_be(tmp_path: Path, content: dict[str, Any], says: str, kind: Any) -> None:
+    with pytest.raises(UserError, match=says) as refused:
+        kind(peft_config=file(tmp_path, **content))
+    assert "--peft_config" in str(refused.value)
+    with pytest.raises(UserError, match="--peft_config /nowhere: No such file"):
+        kind(peft_config="/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "named"),
+    [
+        (ModelArguments, {"lora_r": 16}, "--lora_r"),
+        (ModelArguments, {"lora_target_modules": ["q"], "use_dora": True}, "--lora_target_modules and --use_dora"),
+        (ModelArguments, {"lora_dropout": 0.0}, "--lora_dropout"),
+        (DiffusionModelArguments, {"rank": 4}, "--rank"),
+        (TransformerArguments, {"lora_target_modules": ["to_q"]}, "--lora_target_modules"),
+    ],
+)
+def test_flags_of_lora_beside_it(tmp_path: Path, kind: Any, flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"{named} of another one: give one or the other"):
+        kind(peft_config=file(tmp_path, peft_type="LOKR"), **flags)
+
+
+def test_what_a_recipe_adds(tmp_path: Path) -> None:
+    """A directory of an adapter will do; what it was saved with is not trained with."""
+    file(tmp_path, peft_type="LOHA", modules_to_save=["a"], inference_mode=True, base_model_name_or_path="gone")
+    config: Any = adapter_of(str(tmp_path), lambda asked: asked or ["q"], ["head"], "CAUSAL_LM")
+    assert config.target_modules == {"q"}
+    assert set(config.modules_to_save) == {"a", "head"}
+    assert (config.task_type, config.inference_mode, config.base_model_name_or_path) == ("CAUSAL_LM", False, None)
+    assert ModelArguments(peft_config=str(tmp_path)).adapts
+    assert ModelArguments(use_peft=True).lora == {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
