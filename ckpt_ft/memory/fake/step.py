@@ -44,7 +44,7 @@ from .balanced import Balanced
 from .interrupts import Interrupts
 from .memo import CPU, Memo, call_key
 from .skipping import Skipping
-from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import cache_of, fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
@@ -159,6 +159,7 @@ def _traced(
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
+        stack.enter_context(cache_of(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, whole)
             stack.enter_context(tracker.skipping.on())

@@ -6,6 +6,7 @@ What stands for a GPU is not here but in rules/cuda.py.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.memory.record.tracker import Tracker
 
 
 def fake_like(tensor: Tensor) -> Tensor:
@@ -96,15 +99,30 @@ def tensors_of_fakes() -> Iterator[None]:
 
 
 @contextmanager
+def cache_of(tracker: Tracker) -> Iterator[None]:
+    """Whoever empties the caching allocator's cache empties that of the step that is traced."""
+    with (
+        patch.object(torch.cuda, "empty_cache", tracker.empty_cache),
+        patch.object(torch.accelerator, "empty_cache", tracker.empty_cache),
+    ):
+        yield
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to."""
-    enabled = gc.isenabled()
+    """Random numbers as they were; reference cycles freed between steps rather than whenever Python chooses to.
+
+    What an op refuses is raised; that torch logs it too is left out.
+    """
+    enabled, logger = gc.isenabled(), logging.getLogger("torch._subclasses.fake_tensor")
+    silent, logger.disabled = logger.disabled, True
     gc.disable()
     gc.freeze()  # collections look at what the step makes, not at what was there
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        logger.disabled = silent
         gc.unfreeze()
         if enabled:
             gc.enable()
