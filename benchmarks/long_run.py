@@ -14,7 +14,7 @@ from ckpt_ft.memory.allocator.pool import Block
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.record.trace import StepTrace
 
-STEPS = 2  # of a stretch: the layout of the first one is that of those behind it, within 2 MiB
+STEPS = 6  # of a stretch: from then on its layout repeats
 
 
 def peak_reserved(trace: StepTrace, stretches: int) -> int:

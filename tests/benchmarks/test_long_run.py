@@ -30,14 +30,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def emptying() -> Step:
-    """The same in a loop that empties the cache after every second step."""
+    """The same in a loop that empties the cache between stretches of steps."""
     done = 0
 
     def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         nonlocal done
         step(model, optimizer)
         done += 1
-        if done > 2 and done % 2:
+        if done >= 3 and (done - 3) % long_run.STEPS == 0:
             torch.cuda.empty_cache()
 
     return stepped
@@ -46,7 +46,7 @@ def emptying() -> Step:
 @pytest.mark.parametrize("stretches", [1, 3])
 def test_a_repeated_step_is_the_steps(stretches: int) -> None:
     once = trace_step(model(), step, make_optimizer=adamw, warmup_steps=2)
-    whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 * stretches)
+    whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 + long_run.STEPS * (stretches - 1))
     assert len(whole.emptied) == stretches
     assert long_run.peak_reserved(once, stretches) == whole.peak_reserved
     given_back = [before - after for before, after in pairwise(whole.replay.reserved) if after < before]
