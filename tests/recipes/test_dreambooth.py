@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from PIL import Image
 from recipe_scripts import ROOT, load_recipe
 from safetensors.torch import load_file
 
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, WorkFailed, run
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.images.shapes import drawings
 from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.units import parse_bytes
 
 SMALL = ["--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1", "--resolution", "32"]
 ADAPTERS = "pytorch_lora_weights.safetensors"
@@ -222,6 +225,19 @@ def test_exit_codes(
     said = capsys.readouterr().err
     assert said.startswith("error: --class_prompt belongs to prior preservation")
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_prediction_still_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the configuration has in its comments."""
+    config = ROOT / "recipes" / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"
+    device, amount = re.findall(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved", config.read_text())[0]
+    monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"])
+    assert cli._main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["headroom"] > 0
+    assert answer["peak_reserved"] == pytest.approx(parse_bytes(f"{amount}GiB"), rel=0.01)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def unet_workload(
     unet: nn.Module,
     args: LoopArguments,
     accelerator: Accelerator,
-    scheduler: Any,
+    noisy: NoisyBatches,
     snr_gamma: float | None,
     latent: tuple[int, ...],
     dtype: torch.dtype,
@@ -44,6 +44,7 @@ def unet_workload(
 
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
+    scheduler = noisy.add_noise.scheduler
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
@@ -55,7 +56,7 @@ def unet_workload(
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
         return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, noisy.notes)
 
 
 def flow_workload(
@@ -83,11 +84,16 @@ def flow_workload(
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
     compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, noisy.notes)
 
 
 def _workload(
-    model: nn.Module, make_batch: MakeBatch, compute_loss: Loss, args: LoopArguments, accelerator: Accelerator
+    model: nn.Module,
+    make_batch: MakeBatch,
+    compute_loss: Loss,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    notes: tuple[str, ...],
 ) -> Workload:
     return Workload(
         model,
@@ -100,6 +106,7 @@ def _workload(
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
+        notes=notes,
         name=type(without_adapters(model)).__name__,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ class NoisyBatches:
     def prompt(self) -> dict[str, Tensor]:
         """What prompts are like: the empty one's encoding."""
         return self._empty_prompt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a prediction of the model's step leaves out: that which encodes in each step."""
+        if self._encoders is None:
+            return ()
+        weights = sum(p.numel() * p.element_size() for part in self._encoders.modules for p in part.parameters())
+        return (f"what encodes images and prompts in each step comes on top: {format_bytes(weights)} of weights",)
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws from torch's global RNG: noise, times, and the captions that are left out."""
