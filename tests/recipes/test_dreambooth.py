@@ -143,7 +143,7 @@ def test_resumes_bit_for_bit_under_any_policy(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", ["sd1", "flux"])
+@pytest.mark.parametrize("kind", ["sd1", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_prior_has_its_weight(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str
 ) -> None:
@@ -156,7 +156,14 @@ def test_the_prior_has_its_weight(
     assert losses[2] == pytest.approx(losses[0] + 3 * (losses[1] - losses[0]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("sd1", []), ("sdxl", ["--rank", "2"]), ("flux", ["--rank", "2"])])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("flux", ["--rank", "2"]),
+        pytest.param("sd1", [], marks=pytest.mark.slow),
+        pytest.param("sdxl", ["--rank", "2"], marks=pytest.mark.slow),
+    ],
+)
 def test_predicted_peak(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str,
     flags: list[str],

@@ -105,7 +105,7 @@ def test_what_the_unet_is_shown_by_hand() -> None:
     assert ((sample[:, 9:] - 0.5 * expected.mean).abs() < 0.5 * 5 * expected.std).all()
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize("kind", [pytest.param("sd1", marks=pytest.mark.slow), "sdxl"])
 def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
     """LoRA, with validation by the inpainting pipeline: what the mask leaves is the image's, what it hides changes."""
     flags = ["--rank", "2", "--learning_rate", "1e-1", "--validation_prompt", "a red circle", "a blue star"]
