@@ -184,13 +184,16 @@ def document(groups: Sequence[Group]) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
     pairs = [pair for group in groups for pair in group.seconds.values()]
     ranks = rank_correlation(*map(list, zip(*pairs, strict=True)))
+    timed = kernels.errors()
     parts = [
         "# How true a trace is",
         prose.MADE.format(versions=versions),
         f"![Predicted against published seconds]({PICTURE})",
         f"Over all {len(pairs)} rows the rank correlation of the seconds is {ranks:.3f}.",
         *(group.markdown() for group in groups),
-        prose.KERNELS.format(kernels=kernels.table(kernels.errors()), operators=operators.table()),
+        prose.KERNELS.format(
+            kernels=kernels.table(timed), loaded=kernels.under_load(timed), operators=operators.table()
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 

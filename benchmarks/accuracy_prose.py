@@ -18,8 +18,10 @@ What is left:
   What it multiplies in a second falls from 29 TFLOP/s in the shortest of the long rows (Qwen, eager) to 16 in the
   longest (SmolLM2-1.7B), if all else is as predicted; the same Qwen step takes 12 % less time with eager
   attention than without, which does more work. The prediction is for a card under load: too slow for the short
-  rows, too fast for the long ones. The rows of 2 x 512 tokens take the host's time, which depends on a machine
-  that is not named (`Host.beside`)."""
+  rows, too fast for the long ones. Eager attention, with what sdpa's would take added, costs SmolLM2's rows 0.43 ns
+  for each score and Qwen's NF4 rows 0.30, where 0.34 is predicted for the bytes that it moves; no kernel in half
+  precision on a T4 was timed alone that could say which part. The rows of 2 x 512 tokens take the host's time, which
+  depends on a machine that is not named (`Host.beside`)."""
 
 FLUX2 = """\
 BOFT, FRoD and SHiRA are not here: their adapters are made from values, which a model on the meta device has not.
@@ -42,9 +44,12 @@ one that torchtitan names, an H100 of 500 W with HBM2e of 2.4 TB/s (`h100-500w`)
 nor batch is printed. Attention is FlashAttention-2, as the PyTorch of these runs took it on Hopper.
 
 What is left, bytes: two samples of 8,192 tokens. The document of that row names no options of the allocator; without
-expandable segments the trace has 82.38 GiB. Seconds: 7 to 11 % of torchtitan's rows; torchao's rows are a fifth slower
-per token than torchtitan's at twice the length, with less to compute for each: they ran on something else, and what it
-was is not known."""
+expandable segments the trace has 82.38 GiB. Seconds: 7 to 11 % of torchtitan's rows. It is not the network:
+collectives and the copies around them are hidden behind computation in these rows, and NCCL's own model of its
+latency, the host's time in FSDP2's hooks and clipping's all-reduce change them by less than 1 %. What is left is how
+fast a card of 500 W multiplies in bf16, of which no single kernel was published; its rates are those of one of 700 W
+by the cube of the clock. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with less
+to compute for each: they ran on something else, and what it was is not known."""
 
 KERNELS = """\
 ## Single kernels
@@ -56,8 +61,10 @@ what is tested is how time goes with shape.
 {kernels}
 
 T4 and L4 are held back by their power caps, and what is left depends on what ran before: batched matmuls of one
-shape and size differ by up to three times. Softmax and layer norms on an A100 are slower where rows are no
-multiple of 1,024 elements.
+shape and size differ by up to three times while they take less than 20 ms, which no shape explains. Those that take
+longer were timed under load, as a training step runs: among them the median error is {loaded}. Softmax and layer
+norms on an A100 are slower where rows are no multiple of 1,024 elements; matmuls of less than 0.2 ms take 10 to 20 %
+longer on every card than their tiles say.
 
 ## Operators of Hugging Face's models
 

@@ -1,6 +1,7 @@
 """What a policy costs the host: forward + backward of models whose kernels cost nothing, one thread.
 
     python benchmarks/host_overhead.py [--repeats 25] [--models llama unet vit] [--json FILE]
+    python benchmarks/host_overhead.py --fsdp2    # forward and backward of the Llama, whole and sharded
 
 Models of 32 layers with tiny widths (for the U-Net: 32 resnet and transformer blocks), so that the time is Python and
 dispatch. All variants of a model take turns, so that a machine's slow minutes hit all alike; medians, and ratios of
@@ -118,6 +119,35 @@ def measure(name: str, repeats: int) -> dict[str, float]:
     return {variant: statistics.median(values) for variant, values in times.items()}
 
 
+def measure_sharded(repeats: int) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of forward and of backward, whole and with each block sharded, without other processes."""
+    from torch.distributed.fsdp import fully_shard
+
+    from ckpt_ft.memory.distributed.group import rank_of
+
+    times: dict[str, list[tuple[float, float]]] = {"plain": [], "fsdp2": []}
+    with rank_of(8) as mesh:
+        runs = {}
+        for variant in times:
+            model, step = llama()
+            for block in [*model.model.layers, model] if variant == "fsdp2" else []:  # type: ignore[union-attr, list-item]
+                fully_shard(block, mesh=mesh)
+            runs[variant] = model, step
+        for repeat in range(repeats + 3):
+            for variant, (model, step) in runs.items():
+                model.zero_grad()
+                start = time.process_time()
+                loss = step(model)
+                middle = time.process_time()
+                loss.backward()
+                if repeat >= 3:
+                    times[variant].append(((middle - start) * 1e3, (time.process_time() - middle) * 1e3))
+    medians = {
+        variant: [statistics.median(part) for part in zip(*found, strict=True)] for variant, found in times.items()
+    }
+    return {variant: (forward, backward) for variant, (forward, backward) in medians.items()}
+
+
 def table(name: str, medians: dict[str, float]) -> str:
     """A Markdown table of one model."""
     rows = [f"| {name} | ms | / plain | / full | / save:attention+matmul |", "|---|---|---|---|---|"]
@@ -132,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the medians and where they were measured")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
@@ -146,6 +177,10 @@ def main() -> None:
         "cores": os.cpu_count(),
     }
     print(", ".join(f"{key} {value}" for key, value in where.items()))
+    if args.fsdp2:
+        for variant, (forward, backward) in measure_sharded(args.repeats).items():
+            print(f"{variant}: forward {forward:.1f} ms, backward {backward:.1f} ms")
+        return
     results = {}
     for name in args.models:
         results[name] = measure(name, args.repeats)

@@ -114,6 +114,16 @@ def table(found: Errors) -> str:
     return "\n".join(lines)
 
 
+def under_load(found: Errors) -> str:
+    """The median errors of matmuls on T4 and L4 that ran for longer than `LOAD`, as a sentence says them."""
+    said = []
+    for (kind, gpu), pairs in found.items():
+        long = [abs(error) for error, row in pairs if float(row["latency_ms"]) > LOAD * 1e3]
+        if gpu in ("l4", "t4") and "matmul" in kind:
+            said.append(f"{statistics.median(long):.1%} of {len(long)} ({kind}, {gpu.upper()})")
+    return ", ".join(said)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worst", type=int, default=0, help="also print so many worst shapes of each kind and card")

@@ -29,6 +29,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
+from ckpt_ft.memory.fake.fakes import Fakes
 from ckpt_ft.memory.fake.memo import forget
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.memory.fake.surroundings import faked_model
@@ -92,7 +93,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def with_mem_tracker(model: nn.Module, step: Step) -> None:
     """Two steps under torch's own tracker, on fake tensors."""
-    with FakeTensorMode(), faked_model(model):
+    with FakeTensorMode() as mode, faked_model(model, Fakes(mode)):
         optimizer = adamw(model)
         tracker = MemTracker()
         tracker.track_external(model, optimizer)

@@ -115,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     training_args = mind_batch_norm(model, fitted.args, len(train_rows))
 
     # 5. Training: the policy and the memory report are one callback
-    memory = ACCallback(fitted)
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -126,8 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             data_collator=collator,
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=choose,
-            callbacks=[memory, NewCropsEachEpoch(train_dataset)],
+            callbacks=[NewCropsEachEpoch(train_dataset)],
         )
+    memory = ACCallback(fitted).attach(trainer)
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):
         metrics = train_within(trainer, memory, directory)
 

@@ -5,8 +5,7 @@ Structure decides, not names. From a block outwards, the first module says what 
     takes       pixels alone (vision) or sound alone (audio), among what its forward is called with;
     declares    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
     is built    otherwise, of the layers that stand before the blocks: an embedding of tokens (language), a convolution
-                over two or three dimensions (vision) or over one (audio); parts with blocks of their own are not
-                asked.
+                over two or three dimensions (vision) or over one (audio). Parts with blocks of their own do not count.
 
 A block that one finds only together with layers of several senses, or of none (a resampler between the towers), is of
 none.

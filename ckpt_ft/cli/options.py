@@ -28,6 +28,11 @@ Images = Annotated[int, typer.Option("--images", help="in each row of text, for 
 ImageSize = Annotated[
     str, typer.Option("--image-size", help="of each, width x height in pixels, e.g. 640x480; 1024x1024")
 ]
+MaxPixels = Annotated[int, typer.Option("--max-pixels", help="of an image, for processors with such a budget")]
+LongestSide = Annotated[int, typer.Option("--longest-side", help="of an image in pixels, for those that go by it")]
+TrainTowers = Annotated[
+    str, typer.Option("--train-towers", help="language, vision or both: the others are frozen; else the whole model")
+]
 Device = Annotated[
     str, typer.Option("--device", help=f"a GPU by name, or cpu; by default the one at hand, or {DEFAULT_GPU}")
 ]

@@ -91,7 +91,7 @@ def plan(
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
-    images = _images(dataset, model, settings.seq_length) if dataset else None
+    images = _images(dataset, model, settings) if dataset else None
     lengths = images.lengths if images else _lengths(dataset, model, settings.seq_length) if dataset else None
     question = {
         **asked_of(model, settings),
@@ -190,7 +190,7 @@ def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _images(dataset: str, model: str, seq_length: int) -> DatasetRows | None:
+def _images(dataset: str, model: str, settings: Settings) -> DatasetRows | None:
     """The dataset's rows where they have images and the model sees them."""
     from ckpt_ft.workloads.model_config import read_config
 
@@ -200,7 +200,7 @@ def _images(dataset: str, model: str, seq_length: int) -> DatasetRows | None:
 
     with progress() as say:
         say(f"looking through the images of {dataset}")
-        return rows_with_images(dataset, model, seq_length)
+        return rows_with_images(dataset, model, settings)
 
 
 def _make(

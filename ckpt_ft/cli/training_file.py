@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.synonyms import names_of
 
 COMMANDS = ("estimate", "plan", "max-batch", "explain")
-RECIPES = ("llm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
+RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
 _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
@@ -26,6 +26,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: a
 # What each kind of file means where it says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
+    "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
     "image_classification": {"batch_size": 8},
     "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
     "axolotl": {"batch_size": 1},
@@ -61,6 +62,8 @@ def with_file(words: Sequence[str]) -> list[str]:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
     described = Described(content, kind)
     found = described.words(path, with_policy=words[0] != "plan")
+    if kind == "vlm" and not any(word.startswith("--dataset") for word in rest):
+        found += ["--images", str(described.get("images") or 1)]
     if described.unread:
         print(f"note: not read of {path}: {', '.join(described.unread)}", file=sys.stderr)
     return [words[0], *found, *rest]
@@ -176,8 +179,10 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
-    ("images", "images"),
     ("image-size", "image_size"),
+    ("max-pixels", "max_pixels"),
+    ("longest-side", "longest_side"),
+    ("train-towers", "train_towers"),
     ("audio-seconds", "audio_seconds"),
     ("max-grad-norm", "max_grad_norm"),
     ("ema", "ema"),
@@ -190,11 +195,16 @@ def _says(value: Any) -> bool:
     return not (value is None or value is False or value == "")
 
 
+_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
+
+
 def _kind(content: dict[str, Any]) -> str:
     if "base_model" in content:
         return "axolotl"
     if "beta" in content:
         return "dpo"
+    if _OF_IMAGES & content.keys():
+        return "vlm"
     return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
 
 

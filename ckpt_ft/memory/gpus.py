@@ -79,11 +79,8 @@ class GPU:
 
     @property
     def clock(self) -> float:
-        """Cycles a second of an SM under load: its boost clock, as its fp32 rate says, less what its power cap takes.
-
-        fp32 matmuls that are not held back reach 92 % of the rate (V100, A100), where each of an SM's 128 lanes shares
-        its issue slot with another 68 % (RTX 3090, 4090).
-        """
+        """Cycles a second of an SM under load: its boost clock, by its fp32 rate, less what its power cap takes."""
+        # What fp32 matmuls reach of the rate where nothing holds them back: V100, A100; H100; RTX 3090, 4090.
         reached = 0.92 if self.lanes == 64 else 0.82 if self.arch[0] in (9, 10) else 0.68
         return self.fp32 / (2 * self.lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
 
@@ -292,11 +289,8 @@ def match_device(properties: object) -> GPU:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
     amd = bool(words & {"amd", "instinct", "radeon"})
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
-    near = min(made, key=lambda gpu: (gpu.arch > arch, _distance(gpu.arch, arch), abs(gpu.sms - sms)))
+    sm = 10 * arch[0] + arch[1]
+    near = min(made, key=lambda gpu: (gpu.arch > arch, abs(10 * gpu.arch[0] + gpu.arch[1] - sm), abs(gpu.sms - sms)))
     share = sms / near.sms
     rates = {rate: getattr(near, rate) * share for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16", "fp8")}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return abs(one[0] * 10 + one[1] - other[0] * 10 - other[1])

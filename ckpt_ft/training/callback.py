@@ -79,7 +79,7 @@ class ACCallback(TrainerCallback):
         error: a script that goes on after one then calls `close()`. Everything else works the same.
 
         Raises:
-            UserError: (under "auto") nothing fits, or no budget on a CPU.
+            UserError: (under "auto") nothing fits, no budget on a CPU, or a streaming dataset.
         """
         self._accelerator = trainer.accelerator
         if has_own_loss(trainer):
@@ -211,7 +211,8 @@ class ACCallback(TrainerCallback):
         with torch.random.fork_rng(devices=[]):
             loader = trainer.get_train_dataloader()
         loss = self._loss or loss_of(trainer)
-        fitted = fit_to_memory(trainer.model, trainer.args, self.settings, loader.dataset, loader.collate_fn, loss)
+        rows = _rows_of(loader, "--find_max_batch_size" if self.settings.find_max_batch_size else "policy 'auto'")
+        fitted = fit_to_memory(trainer.model, trainer.args, self.settings, rows, loader.collate_fn, loss)
         self.take(fitted)
         if fitted.largest is not None:
             _retake_batch(trainer, fitted.args)
@@ -240,9 +241,21 @@ class ACCallback(TrainerCallback):
         from accelerate.utils import send_to_device
 
         assert self.policy is not None
-        rows = [dataloader.dataset[i] for i in range(min(len(dataloader.dataset), batch_size))]
-        batch = send_to_device(dict(dataloader.collate_fn(rows)), model.device)
+        rows = _rows_of(dataloader, "--ac_check")
+        first = [rows[i] for i in range(min(len(rows), batch_size))]
+        batch = send_to_device(dict(dataloader.collate_fn(first)), model.device)
         require_parity(model, batch, self.policy, loss=self._loss)
+
+
+def _rows_of(loader: Any, flag: str) -> Any:
+    """What `loader` loads, a map-style dataset; raises UserError where rows come one after another alone."""
+    rows = loader.dataset
+    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
+        raise UserError(
+            f"{flag} looks at rows of the training data, and a {type(rows).__name__} has none to look at: load it "
+            "without streaming, or find policy and batch with `ckpt-ft plan MODEL` and prove them with `ckpt-ft check`"
+        )
+    return rows
 
 
 def _retake_batch(trainer: Trainer, args: TrainingArguments) -> None:

@@ -12,8 +12,9 @@ from ckpt_ft.reading import library_reads
 
 from .defaults import LORA_DROPOUT
 from .dtypes import DTYPES
-from .peft_file import configuration
+from .peft_file import configuration, takes
 from .settings import Settings
+from .trained_towers import TrainedTowers
 from .valueless import Valueless
 
 
@@ -28,7 +29,10 @@ def adapt(model: Any, settings: Settings) -> Any:
         _quantise(model, settings)
     for part in settings.frozen:
         _freeze(model, part)
+    towers = TrainedTowers(model, settings.train_towers) if settings.train_towers else None
     if not settings.adapts:
+        if towers is not None:
+            towers.freeze_others()
         return model
     from peft import get_peft_model
 
@@ -36,7 +40,7 @@ def adapt(model: Any, settings: Settings) -> Any:
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
-        adapted = get_peft_model(model, _configuration(settings))
+        adapted = get_peft_model(model, _configuration(settings, towers))
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:
@@ -86,17 +90,21 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _configuration(settings: Settings) -> Any:
-    """LoRA as the settings say it, or the configuration of PEFT that they carry."""
+def _configuration(settings: Settings, towers: TrainedTowers | None) -> Any:
+    """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
 
     if settings.peft is not None:
-        return configuration(settings.peft, "the PEFT configuration")
-    rank, dropout = settings.lora_r, settings.lora_dropout
+        asked = "the PEFT configuration"
+        config: Any = configuration(settings.peft, asked)
+        if towers is not None and takes(settings.peft, "target_modules", asked):
+            config.target_modules = towers.adapted_layers(settings.peft.get("target_modules"), f"{asked}:")
+        return config
+    rank, dropout, targets = settings.lora_r, settings.lora_dropout, list(settings.lora_targets)
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=LORA_DROPOUT if dropout is None else dropout,
-        target_modules=list(settings.lora_targets) or "all-linear",
+        target_modules=targets or "all-linear" if towers is None else towers.adapted_layers(targets or None),
         use_dora=settings.use_dora,
     )

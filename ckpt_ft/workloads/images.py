@@ -79,11 +79,14 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
     wide, high = settings.image_size
     try:
         processor = _processor(config, published)
+        choose_size(processor.image_processor, settings.max_pixels, settings.longest_side)
         images = [Image.new("RGB", (wide, high))] * settings.images
         text = f"{processor.image_token} <text>" * settings.images  # models look for where one ends
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries about each other
             made = dict(processor(text=[text], images=[images], return_tensors="pt"))
+    except UserError:
+        raise
     except Exception as error:
         reason = one_line(error, 160)
         raise UserError(f"{settings.images} images: no processor for {called} can be made here: {reason}") from error
@@ -95,6 +98,35 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
     image_token = getattr(config, "image_token_id", None)
     ids = torch.where(placed, config.image_token_index if image_token is None else image_token, 0)
     return Pictured(inputs, ids, along, int(placed.sum()))
+
+
+def choose_size(images: Any, max_pixels: int | None, longest_side: int | None) -> None:
+    """Set the pixel budget of an image processor, under the name that it has there; None or 0 leaves it.
+
+    Raises:
+        UserError: its images have a size that cannot be chosen so.
+    """
+    kind, size = type(images).__name__, dict(images.size or {})
+    known = getattr(images, "valid_kwargs", type(images)).__annotations__
+    counts = "max_pixels" in known  # its edges are pixels in all
+    if max_pixels:
+        if not counts:
+            raise UserError(f"max pixels {max_pixels}: {kind} has no such budget, its images have {_said(size)}")
+        least = size.get("shortest_edge") or 0
+        if max_pixels < least:
+            raise UserError(f"max pixels {max_pixels}: {kind} makes no image of less than {least} pixels")
+        images.size = type(images.size)(**{**size, "longest_edge": max_pixels})
+    if longest_side:
+        if counts or not size.get("longest_edge"):
+            raise UserError(
+                f"longest side {longest_side}: {kind} does not go by it, its images have "
+                f"{'a number of pixels in all, max pixels' if counts else _said(size)}"
+            )
+        images.size = type(images.size)(**{**size, "longest_edge": longest_side})
+
+
+def _said(size: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in size.items() if value) or "no size of their own"
 
 
 def _processor(config: Any, published: Mapping[str, Any]) -> Any:

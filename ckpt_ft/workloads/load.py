@@ -60,6 +60,11 @@ def load(
         if getattr(settings, asked) and asked not in workload.shape:
             said = f"{asked.replace('_', ' ')} {getattr(settings, asked)}"
             raise UserError(f"{said}: the batches of {name}, a {workload.kind}, hold no {what}")
+    for budget in ("max_pixels", "longest_side"):
+        if (asked := getattr(settings, budget)) and not settings.images and batches is None:
+            raise UserError(
+                f"{budget.replace('_', ' ')} {asked}: it is of images; say how many each row has, 1 for example"
+            )
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
     if settings.frames and "frames" not in workload.shape:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.launch import Launch
 
-from .defaults import SEQ_LENGTH
+from .defaults import SEQ_LENGTH, TRAINED_TOWERS
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIXED_PRECISION = ("no", "bf16", "fp16")
@@ -21,6 +20,7 @@ _MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
 ROWS = ("alike", "padded", "packed")
+TOWERS = ("", *TRAINED_TOWERS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Settings:
         audio_seconds: of sound in a sample; 0 for 10.
         images: in every row of text, for models that see; 0 for text alone.
         image_size: (width, height) of each in pixels, before the model's own processor.
+        max_pixels, longest_side: the processor's budget for an image; 0 for its own.
+        train_towers: language, vision or both are trained, the others frozen; "" for the whole model.
         accumulation: micro-batches of a step.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
         attn_implementation: sdpa, eager or flash_attention_2; "" for what the model prefers.
@@ -89,6 +91,9 @@ class Settings:
     audio_seconds: int = 0
     images: int = 0
     image_size: tuple[int, int] = IMAGE_SIZE
+    max_pixels: int = 0
+    longest_side: int = 0
+    train_towers: str = ""
     given: frozenset[str] = frozenset()
 
     @property
@@ -112,6 +117,7 @@ class Settings:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("attention implementation", self.attn_implementation, ATTENTION)
         _one_of("rows", self.rows, ROWS)
+        _one_of("train towers", self.train_towers, TOWERS)
         AllocatorSettings.parse(self.alloc_conf)
         for name in ("seq_length", "resolution", "frames", "accumulation", "lora_r", "images", "audio_seconds"):
             if getattr(self, name) > _MOST:
@@ -130,6 +136,11 @@ class Settings:
             raise UserError(f"frames {self.frames}: a number of them, or 0 for 49")
         if self.audio_seconds < 0:
             raise UserError(f"audio seconds {self.audio_seconds}: a number of them, or 0 for 10")
+        for name in ("max_pixels", "longest_side"):
+            if getattr(self, name) < 0:
+                raise UserError(
+                    f"{name.replace('_', ' ')} {getattr(self, name)}: a number, or 0 for the processor's own"
+                )
         if self.images < 0:
             raise UserError(f"images {self.images}: a number of them in each row, or 0 for text alone")
         if not all(1 <= side <= _MOST_SIDE for side in self.image_size):
@@ -167,7 +178,4 @@ class Settings:
 
 def _one_of(what: str, given: str, allowed: Collection[str]) -> None:
     if given not in allowed:
-        close = difflib.get_close_matches(given, list(allowed), n=1)
-        raise UserError(
-            f"{what} '{given}'" + (f"; did you mean '{close[0]}'?" if close else "") + f" ({', '.join(allowed)})"
-        )
+        raise UserError(f"{what} '{given}'{meant(given, allowed)} ({', '.join(allowed)})")

@@ -69,11 +69,26 @@ def test_the_files_have_estimates(
 
 
 def test_every_configuration_of_the_recipes_is_read() -> None:
-    for path in [*RECIPES.glob("llm/*.yaml"), *RECIPES.glob("diffusion*/*.yaml"), *RECIPES.glob("vision/*.yaml")]:
+    for path in [
+        *RECIPES.glob("llm/*.yaml"),
+        *RECIPES.glob("diffusion*/*.yaml"),
+        *RECIPES.glob("vision/*.yaml"),
+        *RECIPES.glob("vlm/*.yaml"),
+    ]:
         found = with_file(["estimate", f"--config={path}"])
         content = yaml.safe_load(path.read_text())
         assert found[1] in (content.get("model_name_or_path"), content.get("pretrained_model_name_or_path"))
         assert found[found.index("--policy") + 1] == content["ac_policy"]
+
+
+def test_a_vision_language_recipes_file_says_its_towers_and_pixels(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\nuse_peft: true\nmax_pixels: 100352\nac_policy: full@language\n")
+    start = "m --batch-size 8 --seq-length 2048 --max-pixels 100352 --train-towers language --optimizer adamw_fused"
+    found = with_file(["estimate", "--config", str(file), "--image-size", "640x480"])
+    assert " ".join(found[1:]) == f"{start} --lora 16 --policy full@language --images 1 --image-size 640x480"
+    found = with_file(["plan", "--config", str(file), "--dataset", "rows.jsonl"])  # whose rows have the images
+    assert " ".join(found[1:]) == f"{start} --lora 16 --dataset rows.jsonl"
 
 
 def test_the_command_line_wins(
@@ -130,7 +145,7 @@ def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "base_model: m",
             ["--recipe", "torchtune"],
-            "--recipe torchtune: no such kind of file (llm, image_classification",
+            "--recipe torchtune: no such kind of file (llm, vlm, image_class",
         ),
         (
             "model_name_or_path: m\nbeta: 0.1",

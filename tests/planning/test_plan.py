@@ -309,6 +309,11 @@ def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
     assert len(asked) == len(set(asked)) <= 12
 
 
+def test_what_is_known_beyond_the_most_is_no_answer() -> None:
+    assert largest_fitting(lambda n: n, 100, 3, {5: 5, 7: 107}) == 3
+    assert largest_fitting(lambda n: 40 * n, 100, 3, {5: 200}) == 2
+
+
 def test_frontier() -> None:
     figures = [("a", 10, 1.0), ("b", 8, 1.0), ("c", 9, 2.0), ("d", 5, 2.0)]
     rows = [Candidate(policy, 1, 0, reserved, seconds) for policy, reserved, seconds in figures]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,14 +14,14 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from recipe_scripts import load_recipe
+from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing.blocks import find_blocks
-from ckpt_ft.checkpointing.towers import find_towers
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.training.vision_language.models import adapted_layers
+from ckpt_ft.training.vision_language.arguments import VisionLanguageModelArguments
+from ckpt_ft.training.vision_language.models import load_model
 from ckpt_ft.training.vision_language.sample import make_sample
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
@@ -190,8 +189,8 @@ def test_what_is_wrong_with_a_row_is_one_line(
         (["--messages_column", "chat"], "--messages_column chat: .* has no such column"),
         (["--image_folder", "nowhere"], "--image_folder nowhere: no such folder"),
         (["--max_length", "20"], "none of the 1 rows has its images and a token to learn within --max_length 20"),
-        (["--max_pixels", "4096"], "--max_pixels 4096: LlavaNextImageProcessorPil has no such budget"),
-        (["--longest_side", "64"], "--longest_side 64: LlavaNextImageProcessorPil does not go by it"),
+        (["--max_pixels", "4096"], "max pixels 4096: LlavaNextImageProcessorPil has no such budget"),
+        (["--longest_side", "64"], "longest side 64: LlavaNextImageProcessorPil does not go by it"),
         (["--answered", "4"], "--answered 4: no rows are held out"),
         (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
         ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no layer of that name"),
@@ -238,21 +237,33 @@ def test_the_yaml_is_the_recipes_own(vlm: ModuleType, root: Path) -> None:
 
 
 @pytest.mark.slow  # a 7B model's step is traced twice over
-def test_the_yaml_needs_what_it_says(vlm: ModuleType, root: Path) -> None:
+def test_the_yaml_needs_what_it_says(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = root / "recipes" / "vlm" / "qwen2.5_vl_7b_lora_24gb.yaml"
     said = re.search(r"([\d.]+ GiB) reserved, ([\d.]+ GiB) allocated", file.read_text().replace("\n# ", " "))
     assert said is not None
-    model_args, data_args, ac_args, training_args = vlm.parse(["--config", str(file), "--use_cpu", "--bf16", "false"])
-    settings = Settings(
-        dtype=model_args.dtype, mixed_precision="bf16", seq_length=data_args.max_length, images=1,
-        image_size=(1148, 868), accumulation=training_args.gradient_accumulation_steps,
-    )  # fmt: skip
-    model = load(model_args.model_name_or_path, settings).model
-    towers = {tower.name: tower for tower in find_towers(model, find_blocks(model).blocks)}
-    pattern = adapted_layers([towers["language"]], model.get_output_embeddings(), None)
-    lora = {"peft_type": "LORA", "r": model_args.lora_r, "lora_dropout": 0.05, "target_modules": pattern}
-    workload = load(model_args.model_name_or_path, replace(settings, peft=lora), "rtx-4090")
-    assert workload.shape["image_tokens"] == 1271
-    apply_policy(workload.model, ac_args.policy)
-    trace = workload.trace(1)
-    assert (format_bytes(trace.peak_reserved), format_bytes(trace.peak_allocated)) == said.groups()
+    words = ["--config", str(file), "--image-size", "1148x868", "--device", "rtx-4090", "--json"]
+    monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", *words])
+    assert cli._main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["shape"]["image_tokens"] == 1271
+    assert (format_bytes(answer["peak_reserved"]), format_bytes(answer["peak_allocated"])) == said.groups()
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("towers", ["language", "vision", "both"])
+def test_an_estimate_trains_what_the_recipe_trains(drawn: tuple[Path, Path], lora: int, towers: str) -> None:
+    model = str(drawn[0])
+    recipe = load_model(
+        VisionLanguageModelArguments(
+            model_name_or_path=model, train_towers=towers, use_peft=bool(lora), lora_r=lora or None
+        )
+    )
+    estimated = load(model, Settings(train_towers=towers, lora_r=lora, images=1, image_size=(48, 48)), "cpu").model
+    assert trainable(estimated) == trainable(recipe)
+    assert any("vision" in name for name in trainable(recipe)) is (towers != "language")
+
+
+def trainable(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}

@@ -299,6 +299,27 @@ def test_auto_says_what_it_needs(tmp_path: Path) -> None:
         given.train()
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (ACArguments(ac_policy="auto", ac_budget="1GiB"), "policy 'auto'"),
+        (ACArguments(find_max_batch_size=True, ac_budget="1GiB"), "--find_max_batch_size"),
+        (ACArguments(ac_policy="full", ac_check=True), "--ac_check"),
+    ],
+)
+def test_what_looks_at_rows_is_refused_where_they_stream(settings: ACArguments, flag: str, tmp_path: Path) -> None:
+    rows = ROWS.to_iterable_dataset()
+    trainer = Trainer(model=tiny(), args=arguments(tmp_path, max_steps=1), train_dataset=rows)
+    looks = f"{flag} looks at rows of the training data, and a IterableDataset has none"
+
+    def train() -> None:
+        ACCallback(settings).attach(trainer)
+        trainer.train()
+
+    with pytest.raises(UserError, match=looks):
+        train()
+
+
 def test_cheaper_policies_keep_less() -> None:
     assert cheaper_policies(None) == list(LADDER[1:])
     assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]

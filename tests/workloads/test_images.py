@@ -56,7 +56,8 @@ IDEFICS3 = {
     "vision_config": {"model_type": "idefics3_vision", **SIGHT, "image_size": 32, "patch_size": 8},
 }  # fmt: skip
 INTERN = {
-    "model_type": "internvl", "image_token_id": 7, "image_seq_length": 4, "text_config": {"model_type": "llama", **TEXT},
+    "model_type": "internvl", "image_token_id": 7, "image_seq_length": 4,
+    "text_config": {"model_type": "llama", **TEXT},
     "vision_config": {
         "model_type": "internvl_vision", **SIGHT, "image_size": [32, 32], "patch_size": [8, 8],
     },
@@ -134,9 +135,22 @@ def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
     assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
 
 
+def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
+    where = written(tmp_path, "qwen2_vl", FEW_PIXELS)
+    assert load(where, asked(max_pixels=4 * 784), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
+    (tmp_path / "other").mkdir()
+    where = written(tmp_path / "other", "idefics3")
+    assert load(where, asked(256, longest_side=64), "cpu").shape["image_tokens"] == 2 * 5 * 4  # 64 x 38: 2 x 2 tiles
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"max_pixels": 784}, "max pixels 784: it is of images; say how many each row has"),
+        ({"images": 1, "longest_side": 64}, "longest side 64: Qwen2VLImageProcessorPil does not go by it"),
+        ({"images": 1, "max_pixels": 7}, "max pixels 7: Qwen2VLImageProcessorPil makes no image of less than 784"),
+        ({"images": 1, "max_pixels": -1}, "max pixels -1: a number, or 0 for the processor's own"),
+        ({"images": 1, "train_towers": "eyes"}, "train towers 'eyes'"),
         ({"images": 9, "image_size": (100, 60), "seq_length": 64}, "9 images of 100x60 pixels take 81 tokens of it"),
         ({"images": 1, "image_size": (5, 0)}, "image size 5x0: each side has 1 to"),
         ({"images": 1, "rows": "packed"}, "packed rows hold text alone"),

@@ -5,15 +5,21 @@ other as there are links or network cards, so that what counts is the sum of one
 sum of one machine's cards.
 
 Sources: NVLink, one direction, from NVIDIA's datasheets (V100 150, A100 300, H100 and H200 450, B200 900 GB/s); NCCL's
-protocol leaves about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212).
+protocol leaves about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212; 235 of
+300 on A100: the model below).
 Other cards talk over their slot and the host: half of the slot's rate is an assumption. Network cards are those of
 NVIDIA's DGX of that generation (eight of 800 Gb/s with B300, of 400 Gb/s with H100 and B200, of 200 Gb/s with A100),
-elsewhere one of 100 Gb/s a machine, at 80 %; give another by `Launch.link`.
+elsewhere one of 100 Gb/s a machine, at 90 % (192 of 200 GB/s from DGX A100s: NVIDIA/nccl#812; 340 to 380 of 400 with
+H100: NVIDIA/nccl#1218, nccl-tests#309); give another by `Launch.link`.
+How long a collective takes to go round is NCCL's own model of itself, by which it chooses its protocol: so much to
+start, so much for each step from one rank to the next, of which a ring of N ranks has N - 1 (an all-reduce twice as
+many, or a tree's), and a share of the bandwidth (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.28).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import MIB
@@ -24,9 +30,24 @@ from .launch import Launch
 _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}
 _CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
 _ONE_CARD = 12.5e9
-_REACHED = 0.8
+_REACHED, _REACHED_BETWEEN = 0.8, 0.9  # inside of a machine, and between machines
 _CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink or over a slot: an assumption
-LATENCY, STEP_LATENCY = 12e-6, 4e-6  # seconds: to start a collective, and for each doubling of its ranks: assumptions
+
+
+class _Protocol(NamedTuple):
+    """Of NCCL: microseconds to start, and of a step over NVLink, a slot and between machines, by ring and by tree."""
+
+    start: float
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    share: float  # of the bandwidth, inside of a machine
+    between: float  # and between machines
+    tree_share: float
+
+
+_LL = _Protocol(6.6, (0.6, 1.0, 2.7), (0.6, 1.0, 5.0), 0.37, 0.12, 0.26)
+_LL128 = _Protocol(14.0, (1.9, 2.5, 4.0), (1.25, 1.9, 8.5), 0.92, 0.92, 0.85)
+_SIMPLE = _Protocol(8.4, (3.4, 5.7, 14.0), (4.0, 4.0, 14.0), 1.0, 1.0, 0.92)
 
 
 def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
@@ -38,12 +59,25 @@ def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
         return inside
     ranks = launch.processes // launch.machines
     cards = _CARDS[gpu.arch] * ranks if gpu.arch in _CARDS else _ONE_CARD
-    return min(inside, _REACHED * cards)
+    return min(inside, _REACHED_BETWEEN * cards)
 
 
-def collective_seconds(wire: int, launch: Launch, gpu: GPU) -> float:
-    """Seconds of a collective in which each rank sends `wire` bytes."""
-    return LATENCY + STEP_LATENCY * math.log2(max(launch.processes, 2)) + wire / bus_bandwidth(launch, gpu)
+def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "") -> float:
+    """Seconds of a collective in which each rank sends `wire` bytes, by the fastest protocol. name: of its op."""
+    nvlink = gpu.arch in _NVLINK
+    sent = wire / bus_bandwidth(launch, gpu)
+    several, here = launch.machines > 1, launch.processes // launch.machines
+    all_reduce = "allreduce" in name
+    found = []
+    for protocol in (_LL, _LL128, _SIMPLE) if nvlink else (_LL, _SIMPLE):  # LL128 is for NVLink
+        start, (over, slot, between), tree, share, share_between, tree_share = protocol
+        inside = max(over if nvlink else slot, (3.0 if protocol is _SIMPLE else 1.0) if several else 0.0)
+        steps = (launch.machines - 1) * between + (launch.processes - launch.machines) * inside
+        found.append((start + (1 + all_reduce) * steps) * 1e-6 + sent / (share_between if several else share))
+        if all_reduce:
+            climb = (here - 1) * tree[0 if nvlink else 1] + int(math.log2(launch.machines)) * tree[2]
+            found.append((start + 2 * climb) * 1e-6 + sent / tree_share)
+    return min(found)
 
 
 def memory_left(launch: Launch, gpu: GPU) -> float:

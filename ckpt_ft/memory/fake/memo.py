@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-CPU = torch.device("cpu")
+from .fakes import CPU, Fakes
+
 _CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::_local_scalar_dense"}
 
 
@@ -35,8 +36,8 @@ def forget() -> None:
 class Memo:
     """Results of fake ops by op and arguments, shared by all traces for one compute capability (0: the CPU)."""
 
-    def __init__(self, fake_mode: FakeTensorMode, arch: int) -> None:
-        self.fake_mode = fake_mode
+    def __init__(self, fakes: Fakes, arch: int) -> None:
+        self.fakes = fakes
         rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         self._known = _shared.setdefault((arch, *rounds), {})  # key -> recipe, what `remember` was told
         if len(self._known) > _LARGEST:
@@ -60,26 +61,16 @@ class Memo:
 
     def _make(self, recipe: Any, args: tuple[Any, ...]) -> Any:
         kind = recipe[0]
+        if kind == "tensor":
+            _, source, shape, stride, offset, dtype = recipe
+            if source is None:
+                return self.fakes.new(shape, stride, dtype)
+            return self.fakes.view(args[source], shape, stride, offset, dtype)
         if kind == "argument":
             return args[recipe[1]]
         if kind == "sequence":
-            return recipe[1](self._make(item, args) for item in recipe[2])
-        if kind == "plain":
-            return recipe[1]
-        _, source, shape, stride, offset, dtype = recipe
-        if source is None:
-            return new_fake(self.fake_mode, shape, stride, dtype)
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(0, dtype=dtype, device="meta")
-            meta.set_(args[source].untyped_storage(), offset, shape, stride)
-        return FakeTensor(self.fake_mode, meta, CPU)
-
-
-def new_fake(fake_mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
-    """A fake tensor with a storage of its own, of which no dispatch mode hears."""
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(fake_mode, meta, CPU)
+            return recipe[1]([self._make(item, args) for item in recipe[2]])
+        return recipe[1]
 
 
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 from .alike import Alike
 from .calls import Call
-from .memo import new_fake
+from .fakes import Fakes
 from .series import FEWEST, Series
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -41,8 +41,8 @@ class Skipping:
         skipped: what was, in the steps that are over.
     """
 
-    def __init__(self, model: nn.Module, tracker: Tracker, whole: Collection[int] = ()) -> None:
-        self.tracker, self.whole = tracker, whole
+    def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, whole: Collection[int] = ()) -> None:
+        self.tracker, self.fakes, self.whole = tracker, fakes, whole
         self.skipped: list[Skipped] = []
         self._step = -1
         self._lists = list(_lists(model, tracker))
@@ -133,8 +133,7 @@ class Skipping:
         """A gradient `like` that of the third block, which is storage `index`; returns its own storage."""
         if parameter.grad is not None:
             self.tracker.unfollow(parameter.grad)
-        assert self.tracker.fake_mode is not None, "blocks are skipped in a trace of fakes"
-        parameter.grad = new_fake(self.tracker.fake_mode, like.shape, like.stride(), like.dtype)
+        parameter.grad = self.fakes.new(like.shape, like.stride(), like.dtype)
         return self.tracker.follow_like(parameter.grad, index)
 
 

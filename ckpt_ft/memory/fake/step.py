@@ -41,10 +41,11 @@ from ckpt_ft.standins.live import stood_in
 
 from . import cpu_scratch
 from .balanced import Balanced
+from .fakes import CPU, Fakes
 from .interrupts import Interrupts
-from .memo import CPU, Memo, call_key
+from .memo import Memo, call_key
 from .skipping import Skipping
-from .surroundings import fake_like, faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
@@ -148,19 +149,20 @@ def _traced(
         stack.enter_context(whole_again(model))
         if sharding is not None:
             sharding.take_off()
-        stack.enter_context(faked_model(model))
+        fakes = Fakes(fake_mode)
+        stack.enter_context(faked_model(model, fakes))
         stack.enter_context(surroundings(launch if mesh is not None else None))
         streams = stack.enter_context(streams_are_followed())
         held = None
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
         gc.collect()
-        tracker = streams.tracker = FakeTracker(fake_mode, model, gpu, interrupts, streams)
+        tracker = streams.tracker = FakeTracker(fake_mode, fakes, model, gpu, interrupts, streams)
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         if whole is not None:
-            tracker.skipping = Skipping(model, tracker, whole)
+            tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())
         try:
             interrupts.passing = True
@@ -205,14 +207,26 @@ class FakeTracker(Tracker):
     skipping: Skipping | None = None
 
     def __init__(
-        self, fake_mode: FakeTensorMode, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
+        self,
+        fake_mode: FakeTensorMode,
+        fakes: Fakes,
+        model: nn.Module,
+        gpu: GPU | None,
+        interrupts: Interrupts,
+        streams: Streams,
     ) -> None:
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
-        self.fake_mode, self.gpu, self.interrupts, self.streams = fake_mode, gpu, interrupts, streams
+        self.fake_mode, self.fakes, self.gpu, self.interrupts, self.streams = (
+            fake_mode,
+            fakes,
+            gpu,
+            interrupts,
+            streams,
+        )
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
-        self._memo = Memo(fake_mode, sm(gpu) if gpu else 0)
+        self._memo = Memo(fakes, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
     def start_step(self) -> None:
@@ -276,7 +290,7 @@ class FakeTracker(Tracker):
             known = self._fakes.get(id(value))
             if known is None:
                 assert self.fake_mode is not None
-                fake = self.fake_mode.from_tensor(value) if value.device == CPU else fake_like(value)
+                fake = self.fake_mode.from_tensor(value) if value.device == CPU else self.fakes.like(value)
                 self.values.keep(fake, value)
                 known = self._fakes[id(value)] = value, fake
             return known[1]

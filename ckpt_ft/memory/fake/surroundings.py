@@ -20,37 +20,39 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-
-def fake_like(tensor: Tensor) -> Tensor:
-    """A fake CPU tensor of the same shape, strides and dtype; call it under FakeTensorMode."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+from .fakes import Fakes
 
 
-def fake_wrapped(tensor: Any) -> Tensor:
+def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
     """The same of what a tensor subclass wraps (a quantised weight's codes and scales); of a DTensor the whole."""
     if isinstance(tensor, DTensor):
-        return fake_like(tensor)
+        return fakes.like(tensor)
     names, context = tensor.__tensor_flatten__()
-    inner = {name: fake_like(getattr(tensor, name)) for name in names}
+    inner = {name: fakes.like(getattr(tensor, name)) for name in names}
     wrapped: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return wrapped
 
 
 @contextmanager
-def faked_model(model: nn.Module) -> Iterator[None]:
+def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
-    fakes: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
 
     def fake(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return type(value)(fake(item) for item in value)
+            items = [fake(item) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in fakes:
-            new = fake_wrapped(value) if is_traceable_wrapper_subclass(value) else fake_like(value)
-            fakes[id(value)] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
-        return fakes[id(value)]
+        if id(value) not in made:
+            is_parameter = isinstance(value, nn.Parameter)
+            if not is_traceable_wrapper_subclass(value):
+                made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
+            else:
+                new = fake_wrapped(value, fakes)
+                made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+        return made[id(value)]
 
     try:
         for module in model.modules():
@@ -61,7 +63,7 @@ def faked_model(model: nn.Module) -> Iterator[None]:
                     if new is not value:
                         restore.append((table, key, value))
                         table[key] = new
-        fakes.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
+        made.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
         yield
     finally:
         for table, key, value in restore:

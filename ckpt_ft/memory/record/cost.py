@@ -31,8 +31,14 @@ READ_BACK = 10e-6  # seconds from a kernel's end until the host has its result a
 # 16 to 20 µs on three models): saved-tensor hooks and a checkpoint's own; a dispatch mode, SAC's.
 _AROUND = {"": 0.0, "hooks": 10e-6, "mode": 17e-6}
 # Python around one call, beyond an op's: bitsandbytes' dequantisation (its dequantize_4bit takes 46 µs for an 8 x 8
-# block on a CPU, Linear4bit and its autograd function 30 more; bitsandbytes 0.50.2, the machine of `Host`).
-_SLOW_CALLS = {"ckpt_ft.dequantize_nf4.default": 70e-6}
+# block on a CPU, Linear4bit and its autograd function 30 more; bitsandbytes 0.50.2, the machine of `Host`); FSDP2's
+# hooks around what it gathers and reduces (32 blocks of width 32 with and without `fully_shard`, less the ops that it
+# runs: benchmarks/host_overhead.py --fsdp2).
+_SLOW_CALLS = {
+    "ckpt_ft.dequantize_nf4.default": 70e-6,
+    "fsdp.all_gather_copy_in.default": 550e-6,
+    "fsdp.chunk_cat.default": 270e-6,
+}
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
         start = max(free[op.stream], issued)
         if op.wire and launch is not None:
             start = max(start, network)
-            free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu)
+            free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu, op.name)
             busy.append((start, network))
             yield Span(op, issued, start, network, op.stream)
         elif op.kernels:

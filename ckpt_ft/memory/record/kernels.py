@@ -34,9 +34,12 @@ _BLOCKS = {"softmax": 1024, "norm": 128}  # threads that work on a row (ATen's S
 # Rows in work over the bytes of the caches that keep them: where they begin to be read from memory again, and where
 # all are. Softmax reads a row three times on end, from the SM's own cache too; a norm from L2.
 _MISSES = {"softmax": (0.11, 0.28), "norm": (0.35, 0.95)}
+# A norm's block goes over its row in steps of four elements a thread, and an SM passes so many bytes a cycle through
+# such blocks, read and written (A100: 768 to 3,072 elements; on H100 so too: hf_op_latencies.csv).
+_NORM_STEP, _NORM_BYTES_PER_CYCLE = 4 * 128, 10
 _L1 = {(7, 5): 64, (8, 0): 192, (9, 0): 256, (10, 0): 256}  # KiB of an SM's own cache, elsewhere 128 (CUDA guide)
+_ROW_NORMS = ("aten.native_layer_norm.", "aten._fused_rms_norm.")
 _L2_BYTES_PER_CYCLE = 20  # of each SM (T4, V100, A100, RTX 4090: 16 to 31, arXiv:1903.07486, chipsandcheese.com)
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float64": 8, "complex64": 8}
 _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads goes over all rows (ATen/native/cuda/Loss.cu)
 
 
@@ -52,6 +55,9 @@ def _seconds(
         elements = shape[0] * _CYCLES[shape[1]] / (gpu.sms * gpu.clock)
     elif "nll_loss" in name and len(shape) == 1:
         elements = shape[0] / _NLL_ROWS * _NLL_SECONDS
+    elif len(shape) == 2 and name.startswith(_ROW_NORMS):
+        step = _NORM_STEP * (2 if dtype in ("float16", "bfloat16") else 4)
+        elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
     return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
 
 
@@ -103,7 +109,7 @@ def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gp
         return flops / (rate * _attention_share(name, shape, gpu, tensor_cores))
     shape = shape or cube(flops)
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-    seconds = matmul_seconds(shape, rate, tensor_cores, gpu, _ITEMSIZE.get(dtype, 4))
+    seconds = matmul_seconds(shape, rate, tensor_cores, gpu)
     if not tensor_cores:
         seconds = min(seconds, winograd_seconds(shape, rate, gpu))
     seconds *= max(flops / max(alone, 1), 1.0)

@@ -21,8 +21,10 @@ from .sizes import UNEVEN, WINOGRAD, Shape
 # memory gives each of its lanes in a cycle: 2 on V100 and A100, 1 on a T4 (arXiv:1903.07486: 108 and 59 bytes a cycle
 # for 64 lanes) and where an SM has 128 lanes (CUDA C++ programming guide).
 _LOADS, _LOADS_TENSOR = {2: 8.0, 1: 16.0}, 30.0
-_TILE_SECONDS = 0.5e-6  # to fill the pipeline from memory
-_STORES = 0.35  # share of the time to store the result that no other tile's arithmetic hides
+# Tensor cores? -> seconds to fill a tile's pipeline from memory, and the share of the time to store the result that no
+# other tile's arithmetic hides (in the former where sums are long enough to use tensor cores well).
+_TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
+_STORES = {False: 0.35, True: 0.0}
 _ONE = 128, 128  # the only tile of cuBLAS's batched fp32 matmuls on Ampere and Ada (all 1,500 that were timed)
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate where rows in memory are no multiple of 16 bytes
@@ -35,8 +37,8 @@ def cube(flops: int) -> Shape:
 
 
 @lru_cache(maxsize=100_000)
-def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, itemsize: int = 4) -> float:
-    """Seconds of the arithmetic of a matmul (see shapes.py) at `rate` FLOP/s for large ones; itemsize: of a result."""
+def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> float:
+    """Seconds of the arithmetic of a matmul (see shapes.py) at `rate` FLOP/s for large ones."""
     batch, rows, columns, terms, flag = shape
     each = rate / gpu.sms * (_UNEVEN_SHARE if flag == UNEVEN and tensor_cores else 1.0)
     narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
@@ -52,11 +54,11 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU, item
             if split > 1 and not tensor_cores and tiles * split > gpu.sms:
                 break
             waves = -(-tiles * split // gpu.sms)
-            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS)
+            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS[tensor_cores])
             if split > 1:  # the parts are written and read in fp32
                 seconds += 2 * 4 * rows * columns * split / memory
             best = min(best, seconds)
-    return best + _STORES * batch * rows * columns * itemsize / memory
+    return best + _STORES[tensor_cores] * 4 * batch * rows * columns / memory
 
 
 def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:

@@ -116,8 +116,9 @@ def _hub_dataset(args: ImageArguments) -> Dataset:
 
     try:
         rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {one_line(error)}") from error
+    except Exception as error:  # as its files are: readers of many formats raise what they like
+        reason = one_line(error.__cause__ or error)
+        raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {reason}") from error
     return named_columns(
         rows, str(args.dataset_name), ("image_column", args.image_column, "image"),
         ("caption_column", args.caption_column, "text"),

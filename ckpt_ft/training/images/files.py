@@ -5,7 +5,6 @@ Whatever is wrong with one is a line that names the file or row.
 
 from __future__ import annotations
 
-import difflib
 import io
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, meant, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,11 +32,8 @@ def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) ->
     """
     for flag, column, _ in columns:
         if column not in rows.column_names:
-            close = difflib.get_close_matches(column, rows.column_names, n=1)
-            meant = f"; did you mean '{close[0]}'?" if close else ""
-            raise UserError(
-                f"--{flag} {column}: {source} has no such column{meant}; it has {', '.join(rows.column_names)}"
-            )
+            likely, there = meant(column, rows.column_names), ", ".join(rows.column_names)
+            raise UserError(f"--{flag} {column}: {source} has no such column{likely}; it has {there}")
     rows = rows.select_columns([column for _, column, _ in columns])
     return rows.rename_columns({theirs: ours for _, theirs, ours in columns if theirs != ours})
 

@@ -95,12 +95,11 @@ def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | Non
 
 def _hub(args: VisionArguments, split: str) -> Dataset:
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
 
     name = args.dataset_name
     try:
         rows = load_dataset(name, args.dataset_config, split=split)
-    except (DatasetGenerationError, ValueError, OSError) as error:
+    except Exception as error:  # as its files are: readers of many formats raise what they like
         reason = one_line(error.__cause__ or error)
         where = "neither a local folder nor a dataset of the Hub that can be read from here"
         raise UserError(f"--dataset_name {name}: {where}: {reason}") from error

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import SplitArguments, flag
 from ckpt_ft.training.models import ModelArguments
-
-TRAINED = {"language": ("language",), "vision": ("vision",), "both": ("language", "vision")}
+from ckpt_ft.workloads.defaults import TRAINED_TOWERS
 
 
 @dataclass
@@ -19,7 +18,7 @@ class VisionLanguageModelArguments(ModelArguments):
         "language",
         "Towers that are trained, or that get adapters; the others are frozen. Without --use_peft what lies between "
         "the towers is trained as well.",
-        choices=list(TRAINED),
+        choices=list(TRAINED_TOWERS),
     )
 
 

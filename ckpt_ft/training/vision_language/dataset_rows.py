@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.settings import Settings
     from ckpt_ft.workloads.workload import Batch, MakeBatch
 
 
@@ -54,9 +55,9 @@ class DatasetRows:
         return make_batch
 
 
-def rows_with_images(dataset: str, model: str, max_length: int) -> DatasetRows | None:
-    """The rows of `dataset`, at most `max_length` tokens each, as the processor of `model` makes them; None where they
-    have no images.
+def rows_with_images(dataset: str, model: str, settings: Settings) -> DatasetRows | None:
+    """The rows of `dataset`, of at most the settings' tokens and pixels, as the processor of `model` makes them; None
+    where they have no images.
 
     model: one that sees.
 
@@ -64,7 +65,12 @@ def rows_with_images(dataset: str, model: str, max_length: int) -> DatasetRows |
         UserError: the dataset or the processor cannot be read, or a row is wrong.
     """
     tower = read_config(model)["vision_config"]
-    data = VisionLanguageArguments(dataset_name=dataset, max_length=max_length)
+    data = VisionLanguageArguments(
+        dataset_name=dataset,
+        max_length=settings.seq_length,
+        max_pixels=settings.max_pixels or None,
+        longest_side=settings.longest_side or None,
+    )
     if not {"images", "image"} & set(load_rows(data, evaluate=False, seed=0)[0].column_names):
         return None
     source = str(Path(model).parent) if Path(model).is_file() else model  # a config: the processor lies beside it

@@ -183,10 +183,33 @@ def test_only_the_last_micro_batch_synchronises() -> None:
 def test_the_link_counts() -> None:
     h100, t4 = find_gpu("h100"), find_gpu("t4")
     assert bus_bandwidth(Launch("ddp", 8), h100) == 0.8 * 450e9
-    assert bus_bandwidth(Launch("ddp", 16, machines=2), h100) == 0.8 * 400e9
+    assert bus_bandwidth(Launch("ddp", 16, machines=2), h100) == 0.8 * 450e9  # its network cards do not hold it up
+    assert bus_bandwidth(Launch("ddp", 16, machines=2), find_gpu("a100-80gb")) == 0.9 * 200e9
     assert bus_bandwidth(Launch("ddp", 2), t4) < 10e9
     slow, fast = (llama(Launch("ddp", 8, link=rate)).trace(2).seconds for rate in (1e9, 100e9))
     assert slow > fast + 0.02
+
+
+def test_a_ring_takes_a_step_for_each_rank() -> None:
+    """NCCL's model of itself, 2.28: a gathered block of Llama-8B in bf16, and four bytes that are reduced to all."""
+    h100 = find_gpu("h100")
+    for machines in (1, 2, 16):
+        launch = Launch("fsdp2", 8 * machines, machines)
+        wire = 436_000_000 * (launch.processes - 1) // launch.processes
+        steps = (launch.processes - machines) * 1.9e-6 + (machines - 1) * 4.0e-6
+        ll128 = 14e-6 + steps + wire / (0.92 * 0.8 * 450e9)
+        between = max(3.4e-6, 3e-6 if machines > 1 else 0)
+        simple = 8.4e-6 + (launch.processes - machines) * between + (machines - 1) * 14e-6 + wire / (0.8 * 450e9)
+        found = collective_seconds(wire, launch, h100, "c10d._allgather_base_.default")
+        assert found == pytest.approx(min(ll128, simple))
+    tree = 6.6e-6 + 2 * (7 * 0.6e-6 + 4 * 5.0e-6)
+    assert collective_seconds(4, Launch("fsdp2", 128), h100, "c10d.allreduce_.default") == pytest.approx(
+        tree, rel=1e-3
+    )
+    slot = Launch("fsdp2", 2)
+    assert collective_seconds(4, slot, find_gpu("l4"), "c10d._allgather_base_.default") == pytest.approx(
+        7.6e-6, rel=1e-3
+    )
 
 
 def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:

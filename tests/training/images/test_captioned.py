@@ -56,6 +56,12 @@ def test_captions_beside_the_images(tmp_path: Path) -> None:
             load_captioned(args, 32)
 
 
+def test_a_dataset_whose_files_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"image": "1.png", "text": "red"}\n{"image": broken\n')
+    with pytest.raises(UserError, match=f"--dataset_name {tmp_path} cannot be loaded: JSON parse error"):
+        load_captioned(ImageArguments(dataset_name=str(tmp_path)), 32)
+
+
 def test_a_dataset_with_other_columns(tmp_path: Path) -> None:
     from datasets import Image as ImageFeature
 

@@ -33,7 +33,9 @@ def write(folder: Path, *rows: tuple[int, str]) -> str:
 
 def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, tmp_path: Path) -> None:
     words = "why " * 60
-    rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
+    rows = rows_with_images(
+        write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, Settings(seq_length=512)
+    )
     assert rows is not None
     workload = load(model, Settings(), "cpu", rows.lengths, rows.batches)
     assert rows.pixels[1] > rows.pixels[0] == rows.pixels[2]
@@ -50,4 +52,4 @@ def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, 
 def test_rows_of_text_alone_are_left_to_the_tokenizer(model: str, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    assert rows_with_images(str(file), model, 512) is None
+    assert rows_with_images(str(file), model, Settings(seq_length=512)) is None
