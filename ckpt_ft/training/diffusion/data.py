@@ -56,7 +56,8 @@ def load_samples(
         rows = load_instance(image_args, resolution)
         instances = len(rows)
         if image_args.prior is not None:
-            rows = concatenate_datasets([rows, load_class(image_args.prior, image_args)])
+            others = load_class(image_args.prior, image_args)
+            rows = concatenate_datasets([rows, others.cast(rows.features)])
     images = encoders.rows(rows, encoders.tokenize, resolution, image_args, args.seed)
     samples = _encoded(images, encoders, args, accelerator) if image_args.cache_latents else images
     return samples if image_args.prior is None else Pairs(samples, instances)
