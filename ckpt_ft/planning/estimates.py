@@ -116,13 +116,14 @@ class Estimates:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
         key = (policy, batch)
         if key not in self._reserved:
-            self._reserved[key] = self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+            anchor = self.anchors[policy]
+            self._reserved[key] = anchor.replay_with(self.growth.sizes(anchor, batch)).peak_reserved()
         return self._reserved[key]
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step gives cached segments back to stay within the room; None where it runs out even so."""
-        trace = self.growth.scale(self.anchors[policy], batch, ops=False)
-        replay = trace.replay_within(self.room.limit)
+        trace = self.anchors[policy]
+        replay = trace.replay_with(self.growth.sizes(trace, batch), self.room.limit)
         return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
 
     def best(self, policy: str) -> Candidate | None:

@@ -123,8 +123,9 @@ class Tracer:
     """Answers `trace(policy, batch)` from what was traced already, or traces it; a context manager.
 
     Args:
-        jobs: processes to trace on; 1 traces in this one. They are forked, so that a step may be any closure; where
-            that cannot be (CUDA in use, other threads that hold locks, no fork on this system) this process does all.
+        jobs: processes to trace on, 0 for as many as there are cores; 1 traces in this one. They are forked, so that a
+            step may be any closure; where that cannot be (CUDA in use, other threads that hold locks, no fork on this
+            system) this process does all.
         report: told a line before each trace.
 
     Attributes:
@@ -136,7 +137,7 @@ class Tracer:
         self.traced: dict[tuple[str, int], Traced] = {}
         self.expected = 0
         self._alone: set[tuple[str, int]] = set()  # of them, those that had a session to themselves
-        self._jobs = jobs if _can_fork() else 1
+        self._jobs = jobs or cores() if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Tracer:
@@ -262,6 +263,8 @@ def _trace(policies: list[str], batch: int, usual: bool, launch: Launch | None) 
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing
+            if trace.device != "cpu":
+                trace.seconds_parts  # noqa: B018
     return traces
 
 

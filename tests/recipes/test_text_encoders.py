@@ -146,7 +146,7 @@ def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> No
 def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
     """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
     model = joint(bases[kind])
-    inputs = example_inputs(model, 2, 8, torch.float32)
+    inputs = example_inputs(model, 2, (8, 8), torch.float32)
     torch.manual_seed(1)
     inputs["sample"].normal_()
     for name in inputs:
