@@ -120,10 +120,8 @@ def train(
     dtype = frozen_dtype(accelerator)
     unet = prepare(load_denoiser(model_args, dtype), model_args, dtype)
     unet.to(accelerator.device)
-    scheduler, snr_gamma = data.noisy.add_noise.scheduler, model_args.snr_gamma
-    workload = unet_workload(
-        unet, attempt.args, accelerator, scheduler, snr_gamma, data.latents, dtype, image_args.prior
-    )  # fmt: skip
+    asked = model_args.snr_gamma, data.latents, dtype, image_args.prior
+    workload = unet_workload(unet, attempt.args, accelerator, data.noisy, *asked)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(unet)

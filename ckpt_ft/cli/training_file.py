@@ -109,13 +109,20 @@ class Described:
         return words + (["--policy", policy] if with_policy and policy else [])
 
     def _options(self, path: str) -> Iterator[tuple[str, Any]]:
-        yield "batch-size", self.get("batch_size")
+        yield "batch-size", self._batch(self.get("batch_size"))
         yield from ((option, self.get(name)) for option, name in _PLAIN)
         yield from self._precision()
         yield "optimizer", self._optimizer(path)
         yield from self._adapters()
         flash = self.get("flash_attention")
         yield "attn-implementation", "flash_attention_2" if flash else self.get("attn_implementation")
+
+    def _batch(self, samples: Any) -> Any:
+        """Images of a batch: with prior preservation each of DreamBooth's comes with one of its class."""
+        if not (self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int)):
+            return samples
+        print(f"note: with_prior_preservation: a batch of {samples} is {2 * samples} images", file=sys.stderr)
+        return 2 * samples
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")

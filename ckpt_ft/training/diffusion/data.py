@@ -58,7 +58,8 @@ def load_samples(
         rows = load_instance(image_args, resolution)
         instances = len(rows)
         if image_args.prior is not None:
-            rows = concatenate_datasets([rows, load_class(image_args.prior, image_args)])
+            others = load_class(image_args.prior, image_args)
+            rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
     images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)
     if image_args.aspect_ratio_buckets is not None:

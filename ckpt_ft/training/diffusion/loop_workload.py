@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import send_to_device
@@ -35,7 +35,7 @@ def unet_workload(
     unet: nn.Module,
     args: LoopArguments,
     accelerator: Accelerator,
-    scheduler: Any,
+    noisy: NoisyBatches,
     snr_gamma: float | None,
     latents: LatentShapes,
     dtype: torch.dtype,
@@ -45,6 +45,7 @@ def unet_workload(
 
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
+    scheduler = noisy.add_noise.scheduler
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
@@ -56,7 +57,7 @@ def unet_workload(
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
         return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator, latents)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
 
 
 def flow_workload(
@@ -84,7 +85,7 @@ def flow_workload(
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
     compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
 
 
 def _workload(
@@ -94,6 +95,7 @@ def _workload(
     args: LoopArguments,
     accelerator: Accelerator,
     latents: LatentShapes,
+    notes: tuple[str, ...],
 ) -> Workload:
     return Workload(
         model,
@@ -106,6 +108,7 @@ def _workload(
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
         lengths=latents.lengths,
+        notes=notes,
         name=type(without_adapters(model)).__name__,
     )
 

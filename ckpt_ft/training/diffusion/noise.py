@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ class NoisyBatches:
     def prompt(self) -> dict[str, Tensor]:
         """What prompts are like: the empty one's encoding."""
         return self._empty_prompt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a prediction of the model's step leaves out: that which encodes in each step."""
+        if self._encoders is None:
+            return ()
+        weights = sum(p.numel() * p.element_size() for part in self._encoders.modules for p in part.parameters())
+        return (f"what encodes images and prompts in each step comes on top: {format_bytes(weights)} of weights",)
 
     def seen(self) -> Batch:
         """The micro-batch that the measured peak is of."""
