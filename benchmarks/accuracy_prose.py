@@ -26,8 +26,8 @@ What is left:
 FLUX2 = """\
 BOFT, FRoD and SHiRA are not here: their adapters are made from values, which a model on the meta device has not.
 Seconds: HRA, GraLoRA, PEANuT, LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S'
-rates and tiles are taken from the L4's: those are the rows that are off by more than 5 %. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused norm
-is not used: were they in bf16 in the published run, it would be within 2 %."""
+rates and tiles are taken from the L4's. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused
+norm is not used: were they in bf16 in the published run, it would be within 2 %."""
 
 FIGURES = """\
 Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes
@@ -43,11 +43,11 @@ one that torchtitan names, an H100 of 500 W with HBM2e of 2.4 TB/s (`h100-500w`)
 nor batch is printed. Attention is FlashAttention-2, as the PyTorch of these runs took it on Hopper.
 
 What is left, bytes: two samples of 8,192 tokens. The document of that row names no options of the allocator; without
-expandable segments the trace has 82.38 GiB. Seconds: the card's rates are what its owners saw of large single matmuls (memory/gpus.py),
-and later versions of the same file have a third more: with those these rows would be 7 to 11 % too fast. The network
-is not what bounds them: collectives and the copies around them are hidden behind computation. torchao's rows are a
-fifth slower per token than torchtitan's at twice the length, with less to compute for each: they ran on something
-else, and what it was is not known."""
+expandable segments the trace has 82.38 GiB. Seconds: the card's rates are what its owners saw of large single matmuls
+in 2024 (memory/gpus.py); a later version of their file has a third more, and with those torchtitan's rows would be
+predicted more than 10 % too fast. The network is not what bounds them: collectives and the copies around them are
+hidden behind computation. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with
+less to compute for each: they ran on something else, and what it was is not known."""
 
 KERNELS = """\
 ## Single kernels

@@ -190,8 +190,8 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
 GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
 
 
-# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates its
-# owners saw 0.6 with large matmuls in bf16 and 0.92 of the memory's with pointwise kernels (pytorch/ao of 2024,
+# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates
+# its owners saw 0.6 with large matmuls in bf16 and 0.92 of the memory's with pointwise kernels (pytorch/ao of 2024,
 # float8/roofline_utils.py; later versions have 0.78).
 GPUS["h100-500w"] = replace(
     GPUS["h100"],
