@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _LONGEST = 580  # characters of a line that is read: what was given may be a book, and is cut in its middle
 
@@ -42,6 +43,12 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-
 def one_line(error: object, limit: int | None = None) -> str:
     """What `error` says, on one line, for a message of ours: at most `limit` characters, its type where it is mute."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
+
+
+def meant(given: str, known: Iterable[str], form: str = "{}") -> str:
+    """For a message, what `given` was likely meant to be of `known`, written in `form`; "" where none is near."""
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean '{form.format(close[0])}'?" if close else ""
 
 
 def is_oom(error: BaseException) -> bool:

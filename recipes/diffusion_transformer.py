@@ -7,14 +7,15 @@
         a real one; --train_data_dir DIR trains it on a folder of images with captions, and what is on the command line
         wins over the file
 
-Flags: TransformerArguments, ImageArguments, TransformerLoopArguments (named as in diffusers' scripts) and ACArguments.
+Flags: TransformerArguments, DreamBoothArguments, TransformerLoopArguments (named as in diffusers' scripts) and
+ACArguments.
 """
 
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images.dreambooth import DreamBoothArguments
 from ckpt_ft.training.run.help import CONFIG, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -22,7 +23,7 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
         __doc__,
         {
             "model": TransformerArguments,
-            "data": ImageArguments,
+            "data": DreamBoothArguments,
             "memory": ACArguments,
             "training": TransformerLoopArguments,
             "run": CONFIG,
@@ -31,18 +32,22 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.diffusion.class_images import draw_class_images
 from ckpt_ft.training.diffusion.data import Data, endless_batches, load_samples
 from ckpt_ft.training.diffusion.flow import FlowMatching
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, flow_workload
 from ckpt_ft.training.diffusion.noise import NoisyBatches
 from ckpt_ft.training.diffusion.parts import frozen_dtype
+from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.state import TrainingState
 from ckpt_ft.training.diffusion.tiny_transformers import tiny_transformer_dir
 from ckpt_ft.training.diffusion.trained import prepare
@@ -91,7 +96,7 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
-        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments),
+        (TransformerArguments, DreamBoothArguments, TransformerLoopArguments, ACArguments),
         argv,
         builtin=BUILT_IN,
         unless="pretrained_model_name_or_path",
@@ -103,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @clear_when_disk_is_full()
 def train(
-    model_args: TransformerArguments, image_args: ImageArguments, directory: RunDirectory, attempt: Attempt
+    model_args: TransformerArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
     """One run, from the checkpoint of `attempt` on."""
     accelerator = start(attempt.args, directory)
@@ -120,7 +125,7 @@ def train(
     transformer = load_transformer(model_args, part, dtype)
     transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
-    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latent)
+    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latents, image_args.prior)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(transformer)
@@ -140,23 +145,27 @@ def train(
 
 def load_data(
     model_args: TransformerArguments,
-    image_args: ImageArguments,
+    image_args: DreamBoothArguments,
     args: TransformerLoopArguments,
     accelerator: Accelerator,
 ) -> Data:
     """The images as the pipeline's transformer is shown them; of what is frozen only what is still needed is kept."""
     family = family_of(model_args)
     config = transformer_config(model_args, family)
-    frozen = TransformerEncoders(model_args, family, accelerator.device, frozen_dtype(accelerator))
+    dtype = frozen_dtype(accelerator)
+    frozen = TransformerEncoders(model_args, family, accelerator.device, dtype)
     resolution = checked_resolution(image_args.resolution, config, frozen)
-    latent = frozen.latent_shape(resolution)  # before the VAE leaves the device
+    channels, side, _ = frozen.latent_shape(resolution)  # before the VAE leaves the device
     flow = FlowMatching(family, config, frozen.vae, load_times(model_args), model_args)
-    samples = Path(args.output_dir, "samples")
+    sampler = Sampler(family.part, model_args, frozen, resolution, family.draw)
+    load = partial(load_transformer, model_args, family.part, dtype)
+    draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed)
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, flow, image_args),
-        Validation(family.part, model_args, args, frozen, resolution, samples, family.draw),
-        latent,
+        Validation(sampler, args, frozen, Path(args.output_dir, "samples")),
+        LatentShapes.of(samples.sizes, samples.buckets, channels, resolution // side),
     )
 
 

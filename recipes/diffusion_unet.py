@@ -6,14 +6,14 @@
     accelerate launch -q recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir DIR
         a real one on a folder of images with metadata.jsonl; what is on the command line wins over the file
 
-Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
+Flags: DiffusionModelArguments, DreamBoothArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
 """
 
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.images.dreambooth import DreamBoothArguments
 from ckpt_ft.training.run.help import CONFIG, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
         __doc__,
         {
             "model": DiffusionModelArguments,
-            "data": ImageArguments,
+            "data": DreamBoothArguments,
             "memory": ACArguments,
             "training": LoopArguments,
             "run": CONFIG,
@@ -30,28 +30,34 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.diffusion.class_images import draw_class_images
 from ckpt_ft.training.diffusion.data import Data, endless_batches, load_samples
 from ckpt_ft.training.diffusion.encoders import (
     Encoders,
     draw_latents,
+    load_denoiser,
     load_scheduler,
-    load_unet,
     own_side,
     unet_config,
 )
+from ckpt_ft.training.diffusion.inpainting import MaskedImages, blank, inpaints, pictures
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
+from ckpt_ft.training.diffusion.latents import FramedImages
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, unet_workload
 from ckpt_ft.training.diffusion.noise import Denoising, NoisyBatches
 from ckpt_ft.training.diffusion.parts import frozen_dtype
+from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.state import TrainingState
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
-from ckpt_ft.training.diffusion.trained import UNET, prepare
+from ckpt_ft.training.diffusion.trained import UNET, UNET_XL, prepare
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.replan import Attempt, run_within
@@ -86,7 +92,7 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
-        (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
+        (DiffusionModelArguments, DreamBoothArguments, LoopArguments, ACArguments),
         argv,
         builtin=BUILT_IN,
         unless="pretrained_model_name_or_path",
@@ -98,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @clear_when_disk_is_full()
 def train(
-    model_args: DiffusionModelArguments, image_args: ImageArguments, directory: RunDirectory, attempt: Attempt
+    model_args: DiffusionModelArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
     """One run, from the checkpoint of `attempt` on."""
     accelerator = start(attempt.args, directory)
@@ -111,18 +117,20 @@ def train(
     clear_device_cache(garbage_collection=True)
 
     # 2. The U-Net, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
-    unet = load_unet(model_args)
     dtype = frozen_dtype(accelerator)
-    unet = prepare(unet, model_args, dtype)
+    unet = prepare(load_denoiser(model_args, dtype), model_args, dtype)
     unet.to(accelerator.device)
-    scheduler, side = data.noisy.add_noise.scheduler, data.latent[-1]
-    workload = unet_workload(unet, attempt.args, accelerator, scheduler, model_args.snr_gamma, side, dtype)
+    scheduler, snr_gamma = data.noisy.add_noise.scheduler, model_args.snr_gamma
+    workload = unet_workload(
+        unet, attempt.args, accelerator, scheduler, snr_gamma, data.latents, dtype, image_args.prior
+    )  # fmt: skip
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    state = TrainingState(unet, len(data.samples), UNET, model_args, fitted.args, accelerator)
+    part = data.validation.part
+    state = TrainingState(unet, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
     # 4. The loop
@@ -135,20 +143,29 @@ def train(
 
 
 def load_data(
-    model_args: DiffusionModelArguments, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+    model_args: DiffusionModelArguments, image_args: DreamBoothArguments, args: LoopArguments, accelerator: Accelerator
 ) -> Data:
     """The images as the pipeline's U-Net is shown them; of what is frozen only what is still needed is kept."""
     config = unet_config(model_args)  # what it is, before any weights are read
     sdxl = config["addition_embed_type"] == "text_time"
-    frozen = Encoders(model_args, sdxl, accelerator.device, frozen_dtype(accelerator))
+    dtype, rows = frozen_dtype(accelerator), FramedImages
+    if inpaints(config):
+        rows, image_args = MaskedImages, image_args.uncached("the masks of inpainting are drawn anew each time")
+    frozen = Encoders(model_args, sdxl, accelerator.device, dtype, rows)
     resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
-    side = resolution // frozen.vae_scale_factor
     noise = Denoising(load_scheduler(model_args), frozen.vae.config.scaling_factor, model_args.noise_offset)
+    channels, scale = frozen.vae.config.latent_channels, frozen.vae_scale_factor
+    sampler = Sampler(UNET_XL if sdxl else UNET, model_args, frozen, resolution, draw_latents)
+    load = partial(load_denoiser, model_args, dtype)
+    whole = blank(resolution) if inpaints(config) else {}
+    draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed, **whole)
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
+    shown = pictures(samples, args) if inpaints(config) else {}
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, noise, image_args),
-        Validation(UNET, model_args, args, frozen, resolution, Path(args.output_dir, "samples"), draw_latents),
-        (frozen.vae.config.latent_channels, side, side),
+        Validation(sampler, args, frozen, Path(args.output_dir, "samples"), **shown),
+        LatentShapes.of(samples.sizes, samples.buckets, channels, scale),
     )
 
 

@@ -6,13 +6,12 @@ nothing, and kernels of other packages are matched by pattern.
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import cache
 
 import torch
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 
 NAMES: dict[str, frozenset[str]] = {
     # every kernel that scaled_dot_product_attention dispatches to; its math fallback is bmm and softmax, i.e. matmul
@@ -77,9 +76,8 @@ def check_op_name(name: str) -> None:
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
     if packet is None:
-        close = difflib.get_close_matches(op, dir(library), n=1)
-        hint = f"; did you mean '{namespace}.{close[0]}'?" if close else ""
-        raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{hint}")
+        likely = meant(op, dir(library), f"{namespace}.{{}}")
+        raise UserError(f"save: this torch ({torch.__version__}) has no operator '{name}'{likely}")
     unknown = [part for part in overload if part not in packet.overloads()]
     if unknown:
         raise UserError(f"save: '{namespace}.{op}' has no overload '{unknown[0]}' ({', '.join(packet.overloads())})")

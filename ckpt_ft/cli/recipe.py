@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import runpy
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -41,9 +40,7 @@ def find_recipe(name: str) -> Path:
     folder = next((place for place in (PACKAGE / "recipes", PACKAGE.parent / "recipes") if place.is_dir()), None)
     known = {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        meant = f"; did you mean '{close[0]}'?" if close else ""
-        raise UserError(f"no recipe '{name}'{meant} ({', '.join(known)})")
+        raise UserError(f"no recipe '{name}'{meant(name, known)} ({', '.join(known)})")
     return known[name]
 
 

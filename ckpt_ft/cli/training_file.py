@@ -20,6 +20,11 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
     "paged_adamw_32bit": "adamw", "adafactor": "adafactor", "sgd": "sgd", "adamw": "adamw",
+    "prodigy": "prodigy",
+}  # fmt: skip
+_SWITCHES = {
+    "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
+    "use_8bit_adam", "flash_attention",
 }  # fmt: skip
 _PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
@@ -89,7 +94,7 @@ class Described:
         for other in names_of(name):
             if other in self.content:
                 self._read.add(other)
-                return self.content[other]
+                return _switched(other, self.content[other]) if name in _SWITCHES else self.content[other]
         return _DEFAULTS[self.kind].get(name)
 
     def words(self, path: str, with_policy: bool) -> list[str]:
@@ -172,6 +177,7 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
+    ("aspect-ratio-buckets", "aspect_ratio_buckets"),
     ("image-size", "image_size"),
     ("max-pixels", "max_pixels"),
     ("longest-side", "longest_side"),
@@ -181,6 +187,20 @@ _PLAIN = (
     ("ema", "ema"),
     ("budget", "budget"),
 )
+
+
+def _switched(name: str, value: Any) -> bool | None:
+    known: dict[Any, bool | None] = {
+        None: None,
+        True: True,
+        False: False,
+        "true": True,
+        "false": False,
+        "auto": True,
+    }  # axolotl's bf16: auto
+    if not isinstance(value, (bool, str, int, type(None))) or value not in known:
+        raise UserError(f"{name}: {str(value)[:40]!r} is neither true nor false")
+    return known[value]
 
 
 def _says(value: Any) -> bool:

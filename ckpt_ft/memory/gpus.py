@@ -288,11 +288,8 @@ def match_device(properties: object) -> GPU:
         return replace(min(same, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
     amd = bool(words & {"amd", "instinct", "radeon"})
     made = [gpu for gpu in GPUS.values() if (gpu.note == _AMD) == amd]
-    near = min(made, key=lambda gpu: (gpu.arch > arch, _distance(gpu.arch, arch), abs(gpu.sms - sms)))
+    sm = 10 * arch[0] + arch[1]
+    near = min(made, key=lambda gpu: (gpu.arch > arch, abs(10 * gpu.arch[0] + gpu.arch[1] - sm), abs(gpu.sms - sms)))
     share = sms / near.sms
     rates = {rate: getattr(near, rate) * share for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16", "fp8")}
     return replace(near, name=name, arch=arch, sms=sms, memory=memory, **rates)
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return abs(one[0] * 10 + one[1] - other[0] * 10 - other[1])

@@ -37,11 +37,11 @@ class Estimates:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        points = [(policy, at) for policy in fresh]
+        beside: list[tuple[str, int]] = []
         if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
-            points += [(policy, HIGH) for policy in self._novel(fresh)]
-        traced = self.tracer.all(points)
-        for policy, trace in zip(fresh, traced, strict=False):
+            beside = [(policy, HIGH) for policy in self._novel(fresh)]
+        traced = self.tracer.all([(policy, at) for policy in fresh], beside=beside)
+        for policy, trace in zip(fresh, traced, strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
             else:
@@ -116,13 +116,14 @@ class Estimates:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
         key = (policy, batch)
         if key not in self._reserved:
-            self._reserved[key] = self.growth.scale(self.anchors[policy], batch, ops=False).peak_reserved
+            anchor = self.anchors[policy]
+            self._reserved[key] = anchor.replay_with(self.growth.sizes(anchor, batch)).peak_reserved()
         return self._reserved[key]
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step gives cached segments back to stay within the room; None where it runs out even so."""
-        trace = self.growth.scale(self.anchors[policy], batch, ops=False)
-        replay = trace.replay_within(self.room.limit)
+        trace = self.anchors[policy]
+        replay = trace.replay_with(self.growth.sizes(trace, batch), self.room.limit)
         return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
 
     def best(self, policy: str) -> Candidate | None:

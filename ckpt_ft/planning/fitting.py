@@ -93,8 +93,8 @@ def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: M
             values[n] = needs(n)
         return values[n]
 
-    fits = max((n for n, need in values.items() if need <= limit), default=0)
-    over = min((n for n, need in values.items() if need > limit and n > fits), default=most + 1)
+    fits = max((n for n, need in values.items() if need <= limit and n <= most), default=0)
+    over = min((n for n, need in values.items() if need > limit and fits < n <= most), default=most + 1)
     rounds = 0
     while over - fits > 1:
         rounds += 1

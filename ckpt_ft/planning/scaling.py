@@ -45,7 +45,8 @@ class Growth:
         self._storages: _Table[tuple[int]] = _Table()
         self._ops: _Table[tuple[int, ...]] = _Table()
         self._learned = 0  # how often; what was resolved before is then resolved anew
-        self._resolved: dict[int, tuple[int, StepTrace, list[tuple[int, int]], list[tuple[int, ...]]]] = {}
+        self._sizes: dict[int, tuple[int, StepTrace, list[tuple[int, int]]]] = {}
+        self._costs: dict[int, tuple[int, StepTrace, list[tuple[int, ...]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
@@ -78,39 +79,54 @@ class Growth:
         unmoved = sum(o.nbytes for o in trace.ops if self._ops.get(*_op_keys(o)) is None)
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
 
-    def scale(self, trace: StepTrace, batch: int, ops: bool = True) -> StepTrace:
-        """`trace` (at `low`) at `batch`; what has not been learned stays as it is, without `ops` all ops do."""
-        share = (batch - self.low) / (self.high - self.low)
-        sizes, costs = self._grown(trace)
+    def scale(self, trace: StepTrace, batch: int) -> StepTrace:
+        """`trace` (at `low`) at `batch`; what has not been learned stays as it is."""
         storages = [
-            Storage(max(0, round(before + more * share)), s.category, s.op, s.module, s.phase, s.stream) if more else s
-            for s, (before, more) in zip(trace.storages, sizes, strict=True)
+            s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
+            for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)
         ]
-        if not ops:
-            return replace(trace, storages=storages)
+        share = (batch - self.low) / (self.high - self.low)
         scaled = []
-        for o, more in zip(trace.ops, costs, strict=True):
-            grew = (max(0, round(was + extra * share)) for was, extra in zip(_figures(o), more, strict=True))
+        for o, more in zip(trace.ops, self._dearer(trace), strict=True):
+            if not more:
+                scaled.append(o)
+                continue
+            grew = [max(0, round(was + extra * share)) for was, extra in zip(_figures(o), more, strict=True)]
             flops, nbytes, kernels, *shape = grew
             here = o.dtype, o.phase, o.module, o.at
             scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around))
         return replace(trace, storages=storages, ops=scaled)
 
-    def _grown(self, trace: StepTrace) -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
-        """For each storage its bytes and how many more it has at `high`; for each op how much more it costs."""
-        known = self._resolved.get(id(trace))
+    def sizes(self, trace: StepTrace, batch: int) -> list[int]:
+        """The bytes of each of its storages at `batch`."""
+        share = (batch - self.low) / (self.high - self.low)
+        grown = self._grown(trace)
+        return [max(0, round(before + more * share)) if more else before for before, more in grown]
+
+    def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
+        """For each storage its bytes, and how many more it has at `high`."""
+        known = self._sizes.get(id(trace))
         if known is None or known[0] != self._learned:
             sizes = [
                 (s.nbytes, (self._storages.get(*_storage_keys(s)) or (s.nbytes,))[0] - s.nbytes)
                 for s in trace.storages
             ]
-            costs = []
+            known = self._sizes[id(trace)] = self._learned, trace, sizes
+        return known[2]
+
+    def _dearer(self, trace: StepTrace) -> list[tuple[int, ...]]:
+        """For each op how much more of everything it costs at `high`; () for nothing."""
+        known = self._costs.get(id(trace))
+        if known is None or known[0] != self._learned:
+            costs: list[tuple[int, ...]] = []
             for o in trace.ops:
                 was, grown = _figures(o), self._ops.get(*_op_keys(o)) or ()
-                grown = grown if len(grown) == len(was) else was
-                costs.append(tuple(after - before for before, after in zip(was, grown, strict=True)))
-            known = self._resolved[id(trace)] = self._learned, trace, sizes, costs
-        return known[2], known[3]
+                if len(grown) != len(was) or grown == was:
+                    costs.append(())
+                else:
+                    costs.append(tuple(after - before for before, after in zip(was, grown, strict=True)))
+            known = self._costs[id(trace)] = self._learned, trace, costs
+        return known[2]
 
 
 Record = TypeVar("Record", Storage, Op)

@@ -6,13 +6,12 @@ argument breaks its JSON and its pickle (transformers writes both).
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.memory.measure.kinds import KINDS as REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
@@ -138,11 +137,8 @@ class ACArguments:
             return ()
         for kind in kinds:
             if kind not in REPORT_KINDS:
-                close = difflib.get_close_matches(kind, REPORT_KINDS, n=1)
-                meant = f"; did you mean '{close[0]}'?" if close else ""
-                raise UserError(
-                    f"--ac_report {self.ac_report}: no report '{kind}'{meant} ({', '.join(REPORT_KINDS)}, or none)"
-                )
+                known = f"{meant(kind, REPORT_KINDS)} ({', '.join(REPORT_KINDS)}, or none)"
+                raise UserError(f"--ac_report {self.ac_report}: no report '{kind}'{known}")
         return kinds
 
 

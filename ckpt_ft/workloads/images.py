@@ -111,16 +111,16 @@ def choose_size(images: Any, max_pixels: int | None, longest_side: int | None) -
     counts = "max_pixels" in known  # its edges are pixels in all
     if max_pixels:
         if not counts:
-            raise UserError(f"--max_pixels {max_pixels}: {kind} has no such budget, its images have {_said(size)}")
+            raise UserError(f"max pixels {max_pixels}: {kind} has no such budget, its images have {_said(size)}")
         least = size.get("shortest_edge") or 0
         if max_pixels < least:
-            raise UserError(f"--max_pixels {max_pixels}: {kind} makes no image of less than {least} pixels")
+            raise UserError(f"max pixels {max_pixels}: {kind} makes no image of less than {least} pixels")
         images.size = type(images.size)(**{**size, "longest_edge": max_pixels})
     if longest_side:
         if counts or not size.get("longest_edge"):
             raise UserError(
-                f"--longest_side {longest_side}: {kind} does not go by it, its images have "
-                f"{'a number of pixels in all: --max_pixels' if counts else _said(size)}"
+                f"longest side {longest_side}: {kind} does not go by it, its images have "
+                f"{'a number of pixels in all, max pixels' if counts else _said(size)}"
             )
         images.size = type(images.size)(**{**size, "longest_edge": longest_side})
 

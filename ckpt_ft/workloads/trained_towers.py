@@ -28,7 +28,7 @@ class TrainedTowers:
         missing = [name for name in TRAINED_TOWERS[choice] if name not in self._all]
         if missing:
             raise UserError(
-                f"--train_towers {choice}: {type(model).__name__} has no {missing[0]} tower"
+                f"train towers {choice}: {type(model).__name__} has no {missing[0]} tower"
                 f"{'; it has ' + ', '.join(self._all) if self._all else ''}"
             )
         self.towers = [self._all[name] for name in TRAINED_TOWERS[choice]]
@@ -42,9 +42,9 @@ class TrainedTowers:
                 for module in [*tower.modules.values(), *(end for end in beside if end is not None)]:
                     module.requires_grad_(False)
 
-    def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "--lora_target_modules") -> str:
+    def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> str:
         """A pattern, as PEFT takes one, of what gets an adapter in them: every linear layer but the head, or what is
-        named as `asked` (`by` a flag). Where `asked` is a pattern, that, whatever towers it is of.
+        named as `asked` (`by` what, in errors). Where `asked` is a pattern, that, whatever towers it is of.
 
         Raises:
             UserError: nothing in them is.

@@ -134,6 +134,8 @@ def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
+        ("model_name_or_path: m\nbf16: maybe", [], "bf16: 'maybe' is neither true nor false"),
+        ("model_name_or_path: m\npacking: [1]", [], "packing: '[1]' is neither true nor false"),
         ("max_length: 8", [], "it names no model (model_name_or_path, pretrained"),
         ("base_model: m\noptimizer: lion", [], "optimizer lion is not modelled (adamw_torch, "),
         (

@@ -188,6 +188,9 @@ def test_bad_budgets() -> None:
         make_room(None, None)
     with pytest.raises(UserError, match="target 'speed': choose one of throughput"):
         better("speed")
+    for name in ("batch_size", "max_batch_size"):
+        with pytest.raises(UserError, match=f"^{name} 0: a batch has at least 1 sample"):
+            small_plan("llama", "1MiB", **{name: 0})
 
 
 def test_the_smallest_budget_that_works_works() -> None:
@@ -307,6 +310,11 @@ def test_the_largest_that_fits_of_a_bent_line(bend: int, limit: int) -> None:
     asked.clear()
     assert largest_fitting(needs, limit, 300) == answer
     assert len(asked) == len(set(asked)) <= 12
+
+
+def test_what_is_known_beyond_the_most_is_no_answer() -> None:
+    assert largest_fitting(lambda n: n, 100, 3, {5: 5, 7: 107}) == 3
+    assert largest_fitting(lambda n: 40 * n, 100, 3, {5: 200}) == 2
 
 
 def test_frontier() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -83,6 +83,23 @@ def test_the_largest_batch_is_kept_in_outline() -> None:
     assert torch.equal(x, torch.zeros(2, 3))
     assert kwargs["flag"] is True
     assert torch.equal(kwargs["labels"], torch.ones(4, dtype=torch.long))
+
+
+def test_an_outlined_batch_comes_back_in_the_containers_that_it_came_in() -> None:
+    batch = LargestBatch()
+    batch.note((Pair(torch.ones(2), [torch.ones(3)]),), {"more": {"x": (torch.ones(1), None)}})
+    (pair,), kwargs = batch.again()
+    assert type(pair) is Pair
+    assert torch.equal(pair.first, torch.zeros(2))
+    assert torch.equal(pair.others[0], torch.zeros(3))
+    assert kwargs["more"]["x"] == (torch.zeros(1), None)
+
+
+class Pair(NamedTuple):
+    """What a model of one's own may be given."""
+
+    first: torch.Tensor
+    others: list[torch.Tensor]
 
 
 class Recorder(nn.Module):

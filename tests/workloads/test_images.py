@@ -147,8 +147,8 @@ def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"max_pixels": 784}, "max pixels 784: it is of images; say how many each row has"),
-        ({"images": 1, "longest_side": 64}, "--longest_side 64: Qwen2VLImageProcessorPil does not go by it"),
-        ({"images": 1, "max_pixels": 7}, "--max_pixels 7: Qwen2VLImageProcessorPil makes no image of less than 784"),
+        ({"images": 1, "longest_side": 64}, "longest side 64: Qwen2VLImageProcessorPil does not go by it"),
+        ({"images": 1, "max_pixels": 7}, "max pixels 7: Qwen2VLImageProcessorPil makes no image of less than 784"),
         ({"images": 1, "max_pixels": -1}, "max pixels -1: a number, or 0 for the processor's own"),
         ({"images": 1, "train_towers": "eyes"}, "train towers 'eyes'"),
         ({"images": 9, "image_size": (100, 60), "seq_length": 64}, "9 images of 100x60 pixels take 81 tokens of it"),

@@ -46,7 +46,7 @@ def test_lora_has_the_recipes_dropout(tmp_path: Path) -> None:
     file = written(tmp_path, LLAMA)
     taken = load(file, Settings(lora_r=2, seq_length=16))
     without = load(file, Settings(lora_r=2, seq_length=16, lora_dropout=0.0))
-    assert dropouts(taken.model) == {ModelArguments().lora_dropout} == {0.05}
+    assert dropouts(taken.model) == {ModelArguments().lora["lora_dropout"]} == {0.05}
     assert dropouts(without.model) == set()
     kept = [sum(w.trace(8).module_activations().values()) for w in (taken, without)]
     tokens = 8 * 16

@@ -47,6 +47,8 @@ class CachingAllocator:
         self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large one
         self._lowest_address = 1 << 62
         self._no_split = self.settings.max_split_size or 1 << 62
+        self._splits_all = not self.settings.expandable_segments and self.settings.max_split_size is None
+        self._rounds_to_powers = bool(self.settings.roundup_power2_divisions)
 
     @property
     def pools(self) -> list[Pool]:
@@ -61,14 +63,14 @@ class CachingAllocator:
         """
         if nbytes == 0:
             return None
-        size = self.settings.block_size(nbytes)
+        size = self.settings.block_size(nbytes) if self._rounds_to_powers else -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         pools = self._pools.get(stream)
         if pools is None:
             pools = self._pools[stream] = Pool(small=True), Pool(small=False)
         pool = pools[size > SMALL_SIZE]
         block = self._cached_block(pool, size) or self._new_segment(pool, size) or self._after_release(pool, size)
         rest = block.size - size
-        if self._should_split(pool, size, rest):
+        if rest and self._should_split(pool, size, rest):
             tail = Block(block.address + size, rest, pool, block.expandable)
             tail.insert_between(block, block.next)
             block.size = size
@@ -107,6 +109,8 @@ class CachingAllocator:
         i = bisect_left(fits, (size, 0))
         if i == len(fits):
             return None
+        if self._splits_all:  # by default: the first that fits
+            return pool.at.pop(fits.pop(i)[1])
         block = pool.at[fits[i][1]]
         if self.settings.expandable_segments:
             # The end of an expandable segment counts as large as it could grow, so that it is used last.

@@ -6,11 +6,10 @@ device are kept; those of pinned host memory and of locking are accepted and cha
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.units import MIB, whole_number
 
 MIN_BLOCK = 512  # every size is rounded up to a multiple of it
@@ -99,9 +98,7 @@ def _apply(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettin
     elif key not in _NO_EFFECT:
         known = ["expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"]
         known.append("large_segment_size_mb")
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise UserError(f"allocator settings: no option '{key}'{hint} ({', '.join(known)})")
+        raise UserError(f"allocator settings: no option '{key}'{meant(key, known)} ({', '.join(known)})")
     return settings
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 
 from .zero_options import ZeroOptions
 
@@ -58,9 +57,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            close = difflib.get_close_matches(self.strategy, STRATEGIES, n=1)
-            meant = f"; did you mean '{close[0]}'?" if close else ""
-            raise UserError(f"launch: no strategy '{self.strategy}'{meant} ({', '.join(STRATEGIES)})")
+            likely = meant(self.strategy, STRATEGIES)
+            raise UserError(f"launch: no strategy '{self.strategy}'{likely} ({', '.join(STRATEGIES)})")
         if self.mixed_precision not in PRECISIONS:
             raise UserError(
                 f"launch: mixed precision '{self.mixed_precision}' is not modelled ({', '.join(PRECISIONS)})"

@@ -9,6 +9,8 @@ two that are not for alike.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -21,19 +23,30 @@ _DICTS = (dict, OrderedDict)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is not left out
 
 
+_STANDS_IN = "forward"  # a policy's, on the instance: it comes and goes, what is below it stays
+
+
 class Alike:
     """Compares blocks of one list, each with the one before it.
 
     An object that two blocks hold one of each may be held by no third: blocks that share it in pairs (the frame of a
     segment) take turns with it.
+
+    Args:
+        apart: of each block but the last, whether it and the next are different anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], apart: Sequence[bool]) -> None:
         self._owners: dict[int, tuple[int, Any]] = {}  # of what a block has for itself: the block's number
+        self._pairs: list[_Pair | None] = []  # None: they are not built alike
+        for number, (one, other) in enumerate(pairwise(blocks)):
+            pair = _Pair(self._owners, number)
+            self._pairs.append(pair if not apart[number] and pair.same(one, other) else None)
 
-    def __call__(self, one: nn.Module, other: nn.Module, number: int) -> bool:
-        """Whether block `number` of the list, `one`, and the next, `other`, are built alike."""
-        return _Pair(self._owners, number).same(one, other)
+    def as_they_stand(self) -> list[bool]:
+        """Of each block but the last whether the next one is like it, with what stands in for forwards now."""
+        owners = dict(self._owners)
+        return [pair is not None and pair.stand_alike(owners) for pair in self._pairs]
 
 
 class _Pair:
@@ -43,6 +56,14 @@ class _Pair:
         self.owners, self.number = owners, number
         self.met: dict[int, Any] = {}  # id of what the first block has -> what the other has in its place
         self.kept: list[Any] = []  # temporaries, so that no id is given twice
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+
+    def stand_alike(self, owners: dict[int, tuple[int, Any]]) -> bool:
+        """Whether what stands in for the modules' forwards is alike too."""
+        pair = _Pair(owners, self.number)
+        pair.met = dict(self.met)
+        forwards = ((vars(one).get(_STANDS_IN), vars(other).get(_STANDS_IN)) for one, other in self.modules)
+        return all(pair.same(*both) for both in forwards)
 
     def same(self, one: Any, other: Any) -> bool:
         if one is other:
@@ -63,7 +84,8 @@ class _Pair:
         if isinstance(one, torch.Tensor):
             return self._same_tensor(one, other)
         if isinstance(one, nn.Module):
-            return self._same_items(vars(one), vars(other))
+            self.modules.append((one, other))
+            return self._same_items(_but_forward(one), _but_forward(other))
         if isinstance(one, dict):
             return self._same_items(one, other) and (type(one) in _DICTS or self._same_state(one, other))
         if isinstance(one, MethodType):
@@ -123,3 +145,10 @@ class _Pair:
             one, other = list(one), list(other)
             self.kept.append((one, other))
         return self.same(one, other)
+
+
+def _but_forward(module: nn.Module) -> dict[str, Any]:
+    attributes = vars(module)
+    if _STANDS_IN not in attributes:
+        return attributes
+    return {name: value for name, value in attributes.items() if name != _STANDS_IN}

@@ -7,6 +7,7 @@ hundreds of thousands of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ _META = torch.device("meta")
 class Fakes:
     """Makes the fake CPU tensors of one mode; no dispatch mode hears of it."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
         with torch._C._DisableTorchDispatch():
-            self._attributes = dict(vars(FakeTensor(fake_mode, torch.empty(0, device=_META), CPU)))
-        lax = fake_mode._allow_unsafe_data_ptr_access
+            self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device=_META), CPU)))
+        lax = mode._allow_unsafe_data_ptr_access
         self._guard = (
             torch._C._set_warn_deprecated_on_mutable_data_ptr if lax else torch._C._set_throw_on_mutable_data_ptr
         )
@@ -49,7 +51,7 @@ class Fakes:
         """A parameter like another."""
         fake = self.like(like)
         fake.requires_grad_(like.requires_grad)
-        fake._is_param = True  # type: ignore[attr-defined]  # as torch/nn/parameter.py does
+        fake._is_param = True  # as torch/nn/parameter.py does
         return fake
 
     def _of(self, meta: Tensor) -> FakeTensor:
@@ -57,3 +59,13 @@ class Fakes:
         self._guard(fake)
         vars(fake).update(self._attributes)
         return fake
+
+
+def are_fakes(values: Sequence[Any]) -> bool:
+    """Whether all tensors among an op's arguments are fake ones."""
+    for value in values:  # no generator: once for every op
+        if type(value) is not FakeTensor and (
+            isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and not are_fakes(value))
+        ):
+            return False
+    return True

@@ -146,7 +146,8 @@ class _List:
         self._modules = [module for block in blocks for module in block.modules()]
         self._stood: list[Callable[[], Any]] = []  # in place of forwards when the blocks were compared
         self._were: list[object] = []  # the rest that may change between steps
-        self._alike: list[bool] = []  # each block but the last with the next one
+        self._alike: Alike | None = None
+        self._same: list[bool] = []  # each block but the last and the next one
         self.forget(0)
 
     def forget(self, step: int) -> None:
@@ -165,33 +166,30 @@ class _List:
 
     def _divide(self) -> None:
         """Find the series of this step: policies and what is trained may have changed since the last."""
-        if not self._stand_as_they_did():
-            alike = Alike()
-            self._alike = [
-                not (self.shares[k] or self.shares[k + 1]) and alike(one, other, k)
-                for k, (one, other) in enumerate(pairwise(self.blocks))
-            ]
+        self._compare()
         self._series_of = [(None, 0)] * len(self.blocks)
         first = 0
         for k in range(1, len(self.blocks) + 1):
-            if k == len(self.blocks) or not self._alike[k - 1]:
+            if k == len(self.blocks) or not self._same[k - 1]:
                 if k - first >= FEWEST:
                     series = Series(self.blocks[first:k], self.names[first:k], self.step, self.tracker)
                     self.series.append(series)
                     self._series_of[first:k] = [(series, first)] * (k - first)
                 first = k
 
-    def _stand_as_they_did(self) -> bool:
-        """Whether all is as when blocks were compared; those that ran have learned since what others have not."""
+    def _compare(self) -> None:
+        """Compare the blocks, or what changed of them since: those that ran have learned what others have not."""
         standing = [module.__dict__.get("forward") for module in self._modules]
         are: list[object] = [
             p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None
         ]
         are += [(module.training, *(list(getattr(module, hooks)) for hooks in _HOOKS)) for module in self._modules]
-        same = len(standing) == len(self._stood) and are == self._were
-        same = same and all(stood() is now for stood, now in zip(self._stood, standing, strict=True))
+        if self._alike is None or are != self._were:
+            self._alike = Alike(self.blocks, [one or other for one, other in pairwise(self.shares)])
+        elif all(stood() is now for stood, now in zip(self._stood, standing, strict=True)):
+            return
+        self._same = self._alike.as_they_stand()
         self._stood, self._were = [_weakly(forward) for forward in standing], are
-        return same
 
 
 def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:

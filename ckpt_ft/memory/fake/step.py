@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -31,7 +31,7 @@ from ckpt_ft.memory.distributed.sharded import sharding_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors
+from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors, wraps
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -41,11 +41,11 @@ from ckpt_ft.standins.live import stood_in
 
 from . import cpu_scratch
 from .balanced import Balanced
-from .fakes import CPU, Fakes
+from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
 from .memo import Memo, call_key
 from .skipping import Skipping
-from .surroundings import faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
@@ -157,10 +157,11 @@ def _traced(
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
         gc.collect()
-        tracker = streams.tracker = FakeTracker(fake_mode, fakes, model, gpu, interrupts, streams)
+        tracker = streams.tracker = FakeTracker(fakes, model, gpu, interrupts, streams)
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
+        stack.enter_context(cache_of(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())
@@ -207,22 +208,11 @@ class FakeTracker(Tracker):
     skipping: Skipping | None = None
 
     def __init__(
-        self,
-        fake_mode: FakeTensorMode,
-        fakes: Fakes,
-        model: nn.Module,
-        gpu: GPU | None,
-        interrupts: Interrupts,
-        streams: Streams,
+        self, fakes: Fakes, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
     ) -> None:
         super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
-        self.fake_mode, self.fakes, self.gpu, self.interrupts, self.streams = (
-            fake_mode,
-            fakes,
-            gpu,
-            interrupts,
-            streams,
-        )
+        self.fakes, self.fake_mode = fakes, fakes.mode
+        self.gpu, self.interrupts, self.streams = gpu, interrupts, streams
         self.values = Values()
         self.balanced = Balanced(self, self.values)
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
@@ -242,12 +232,12 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if wraps(types):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         if self.interrupts.waiting:
             self.interrupts.deliver()
         kwargs = kwargs or {}
-        if func is not aten.lift_fresh.default and any(type(tensor) is not FakeTensor for tensor in tensors(args)):
+        if func is not aten.lift_fresh.default and not are_fakes(args):
             args = self._faked(args)
         device = kwargs.get("device")
         if device is not None and torch.device(device) not in (CPU, _META):

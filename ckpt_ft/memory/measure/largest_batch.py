@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ckpt_ft.memory.fake.values import is_small
 
@@ -51,12 +51,11 @@ class LargestBatch:
         """The arguments anew, in a trace that follows their values; tensors whose values were not kept are zeros."""
 
         def fill(value: Any) -> Any:
-            if isinstance(value, Outline):
-                if value.values is None:
-                    return torch.zeros(value.shape, dtype=value.dtype)
-                return torch.tensor(value.values.tolist(), dtype=value.dtype)  # made anew: it lives as long as a batch
-            if isinstance(value, (list, tuple)):
-                return type(value)(fill(item) for item in value)
-            return {key: fill(item) for key, item in value.items()} if isinstance(value, dict) else value
+            if not isinstance(value, Outline):
+                return value
+            if value.values is None:
+                return torch.zeros(value.shape, dtype=value.dtype)
+            return torch.tensor(value.values.tolist(), dtype=value.dtype)  # made anew: it lives as long as a batch
 
-        return fill(self.args), fill(self.kwargs)
+        given: tuple[tuple[Any, ...], dict[str, Any]] = (self.args, self.kwargs)
+        return tree_map(fill, given, is_leaf=lambda value: isinstance(value, Outline))

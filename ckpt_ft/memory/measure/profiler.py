@@ -161,6 +161,8 @@ class MemoryProfiler:
                 self.accelerator.log(scalars, step=self.steps)
         if self.steps != self.total_steps:
             self.begin_step()
+        else:  # there may be more of them even so
+            self._began = time.perf_counter()
         return scalars
 
     def holders(self, n: int = 5) -> list[Holder]:

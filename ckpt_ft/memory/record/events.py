@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from typing import Any
 
 from ckpt_ft.reading import Bytes, Count
 
@@ -11,6 +13,7 @@ CATEGORIES = (
     "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
 )  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
+EMPTIED = "empty_cache"  # a mark: torch.cuda.empty_cache() was called
 
 
 @dataclass(slots=True)
@@ -67,6 +70,11 @@ class Op:
 # `dataclasses.replace` takes five times as long, for each of tens of thousands
 _OF_STORAGE = attrgetter(*(field.name for field in fields(Storage)))
 _OF_OP = attrgetter(*(field.name for field in fields(Op)))
+
+
+def columns_of(records: Sequence[Storage] | Sequence[Op]) -> list[tuple[Any, ...]]:
+    """Their fields, one by one; `zip` makes rows of them again."""
+    return list(zip(*map(_OF_OP if records and isinstance(records[0], Op) else _OF_STORAGE, records), strict=True))
 
 
 def renamed(module: str, old: str, new: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
 from .shapes import shape_of
@@ -118,6 +118,17 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors(value)
+
+
+_is_wrapper = cache(is_traceable_wrapper_subclass_type)
+
+
+def wraps(types: Sequence[type]) -> bool:
+    """Whether an op is called on tensors that wrap others."""
+    for kind in types:  # noqa: SIM110  no generator: once for every op
+        if _is_wrapper(kind):
+            return True
+    return False
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -20,15 +20,11 @@ from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._ops import OpOverload
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
-from .events import Op
-from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tensors
+from .events import EMPTIED, Op
+from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
@@ -119,6 +115,10 @@ class Tracker(Storages, TorchDispatchMode):
         self._marks.append((len(self._events), "step"))
         self._phase, self._recompute, self._between = "forward", False, None
         self._marks.append((len(self._events), "forward"))
+
+    def empty_cache(self) -> None:
+        """Record that torch.cuda.empty_cache() is called here."""
+        self._marks.append((len(self._events), EMPTIED))
 
     def trace(self, device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
         """What was recorded so far."""
@@ -221,7 +221,7 @@ class Tracker(Storages, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if wraps(types):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own

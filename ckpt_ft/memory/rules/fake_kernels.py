@@ -1,4 +1,4 @@
-"""Where PyTorch's fake kernels return something else than its real ones, on any device: one row each."""
+"""Where PyTorch's fake kernels return something else than its real ones, or take long: one row each, on any device."""
 
 from __future__ import annotations
 
@@ -52,11 +52,30 @@ def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return make(*dims, mask.shape, mask._indices(), values, **kind)
 
 
+def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake kernel decomposes it into twenty ops, a tenth of a second when first met. [ATen/native/LossNLL.cpp]"""
+    scores, reduction = args[0], args[3]
+    if kwargs or scores.dim() != 2:
+        return func(*args, **kwargs)
+    rows = scores.shape[:1] if reduction == 0 else ()
+    return scores.new_empty(rows), scores.new_empty(())
+
+
+def nll_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same."""
+    scores = args[1]
+    if kwargs or scores.dim() != 2 or not scores.is_contiguous():
+        return func(*args, **kwargs)
+    return torch.empty_like(scores)
+
+
 RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: partial(mixed_norm, 2),
     aten.native_group_norm.default: partial(mixed_norm, 1),
     aten.native_batch_norm.default: partial(mixed_norm, 1),
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._grouped_mm.default: grouped_mm,
+    aten.nll_loss_forward.default: nll_loss,
+    aten.nll_loss_backward.default: nll_loss_backward,
     aten.sparse_mask.default: sparse_mask,
 }

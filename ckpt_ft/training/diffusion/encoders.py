@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +12,12 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import DiffusionModelArguments
-from .parts import check_words, given, load_part, load_vae, pipeline_index
+from .inpainting import encode_masked, inpaints
+from .joint import IDS, TextAndUNet, encoded_text
+from .latents import FramedImages
+from .parts import given, load_part, load_vae, pipeline_index
+from .sampling import Autocast
+from .text_encoders import load_text_encoders, load_tokenizers
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -33,7 +36,7 @@ class Tokenize:
     def __call__(self, caption: str | list[str]) -> dict[str, Tensor]:
         """Tensors (length) for one caption, (B, length) for a list."""
         ids = {}
-        for name, tokenizer in zip(("input_ids", "input_ids_2"), self.tokenizers, strict=False):
+        for name, tokenizer in zip(IDS, self.tokenizers, strict=False):
             length = tokenizer.model_max_length
             tokens = tokenizer(caption, padding="max_length", max_length=length, truncation=True)
             ids[name] = torch.tensor(tokens.input_ids)
@@ -43,9 +46,11 @@ class Tokenize:
 class Encoders:
     """VAE, tokenizers and text encoders of a pipeline: one text encoder for SD 1.x and 2.x, two for SDXL.
 
-    The VAE stays in float32, since SDXL's own overflows in half precision; the text encoders take `dtype`.
+    The VAE stays in float32, since SDXL's own overflows in half precision; the text encoders take `dtype`. Those that
+    are trained are not among them: then a prompt's tokens stand for what it is encoded to.
 
     Attributes:
+        rows: images as they are read; masked ones for inpainting.
         absent: components that drawing from prompts already encoded does without.
         identity: what prompts' encodings depend on beside weights and tokenizers.
 
@@ -53,25 +58,27 @@ class Encoders:
         UserError: a part cannot be loaded.
     """
 
-    def __init__(self, args: DiffusionModelArguments, sdxl: bool, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        args: DiffusionModelArguments,
+        sdxl: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: type[FramedImages] = FramedImages,
+    ) -> None:
         from diffusers import AutoencoderKL
-        from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-        self.sdxl, self.device, self.identity = sdxl, device, str(dtype)
+        self.rows = rows
+        self.device, self.identity = device, str(dtype)
         self.absent = [
             "text_encoder",
             "tokenizer",
             *(("text_encoder_2", "tokenizer_2") if sdxl else ("safety_checker",)),
         ]
-        classes: list[tuple[str, type[Any]]] = [("", CLIPTextModel)]
-        if sdxl:
-            classes.append(("_2", CLIPTextModelWithProjection))
-        self.tokenize = Tokenize([load_part(CLIPTokenizer, args, f"tokenizer{suffix}") for suffix, _ in classes])
-        self.text_encoders = [
-            load_part(cls, args, f"text_encoder{suffix}", variant=args.variant, dtype=dtype) for suffix, cls in classes
-        ]
-        for tokenizer, encoder in zip(self.tokenize.tokenizers, self.text_encoders, strict=True):
-            _check_fit(given(args), tokenizer, encoder)
+        self.tokenize = Tokenize(load_tokenizers(args, sdxl))
+        self.text_encoders: list[Any] = []
+        if not args.train_text_encoder:
+            self.text_encoders = load_text_encoders(args, self.tokenize.tokenizers, dtype)
         if args.pretrained_vae_model_name_or_path is None:
             self.vae = load_part(AutoencoderKL, args, "vae", variant=args.variant)
         else:
@@ -89,28 +96,31 @@ class Encoders:
         factor: int = 2 ** (len(self.vae.config.block_out_channels) - 1)
         return factor
 
+    @property
+    def token(self) -> int:
+        """A latent's pixels; images are in steps of eight whatever the VAE."""
+        return max(8, self.vae_scale_factor)
+
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`.
+        """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`; for inpainting of `mask` as well.
 
         Returns:
-            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and what `encode_text` returns.
+            `moments` (B, 2C, h, w) of the latents, `time_ids` (B, 6), and what `encode_text` (and `encode_masked`)
+            returns.
         """
-        moments = self.vae.encode(batch["pixels"].to(self.device)).latent_dist.parameters
-        return {"moments": moments, "time_ids": batch["time_ids"], **self.encode_text(batch)}
+        pixels = batch["pixels"].to(self.device)
+        moments = self.vae.encode(pixels).latent_dist.parameters
+        encoded = {"moments": moments, "time_ids": batch["time_ids"].to(self.device), **self.encode_text(batch)}
+        if "mask" in batch:
+            encoded |= encode_masked(self.vae, pixels, batch["mask"].to(self.device))
+        return encoded
 
     @torch.no_grad()
     def encode_text(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`prompt_embeds` (B, length, width); for SDXL of both encoders, plus `pooled_prompt_embeds` (B, width)."""
-        if not self.sdxl:
-            return {"prompt_embeds": self.text_encoders[0](ids["input_ids"].to(self.device))[0]}
-        outputs = [
-            encoder(ids[name].to(self.device), output_hidden_states=True)
-            for encoder, name in zip(self.text_encoders, ("input_ids", "input_ids_2"), strict=True)
-        ]
-        # SDXL was trained on the last layer but one, without the final norm, and the second encoder's pooled output.
-        embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
-        return {"prompt_embeds": embeds, "pooled_prompt_embeds": outputs[1].text_embeds}
+        """What a model is shown of a prompt: see `encoded_text`; its tokens, where it encodes them itself."""
+        on_device = {name: value.to(self.device) for name, value in ids.items() if name in IDS}
+        return encoded_text(self.text_encoders, on_device) if self.text_encoders else on_device
 
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """`encode_text` of captions."""
@@ -131,12 +141,26 @@ def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
             f"{args.pretrained_model_name_or_path}: its U-Net wants '{unet.config.addition_embed_type}' conditions; "
             "SD 1.x, 2.x and SDXL are supported"
         )
-    if unet.config.in_channels != unet.config.out_channels:
+    if unet.config.in_channels != unet.config.out_channels and not inpaints(unet.config):
         raise UserError(
             f"{args.pretrained_model_name_or_path}: its U-Net takes {unet.config.in_channels} channels and returns "
-            f"{unet.config.out_channels}, as for inpainting; give a text-to-image pipeline"
+            f"{unet.config.out_channels}; those from text ({unet.config.out_channels}) and for inpainting "
+            f"({2 * unet.config.out_channels + 1}) are supported"
         )
     return unet
+
+
+def load_denoiser(args: DiffusionModelArguments, dtype: torch.dtype) -> Any:
+    """The U-Net in float32; with `train_text_encoder` as one model with its text encoders, those in `dtype`.
+
+    Raises:
+        UserError: a part cannot be loaded.
+    """
+    unet = load_unet(args)
+    if not args.train_text_encoder:
+        return unet
+    tokenizers = load_tokenizers(args, unet.config.addition_embed_type == "text_time")
+    return TextAndUNet(unet, load_text_encoders(args, tokenizers, dtype))
 
 
 def unet_config(args: DiffusionModelArguments) -> Any:
@@ -181,23 +205,13 @@ def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
 
 
 def draw_latents(
-    pipeline: Any, autocast: Callable[[], AbstractContextManager[Any]], guidance: float, arguments: dict[str, Any]
+    pipeline: Any, autocast: Autocast, guidance: float | None, arguments: dict[str, Any]
 ) -> list[Image.Image]:
     """What the pipeline draws, decoded outside of autocast: SDXL's VAE overflows in half precision."""
+    scale = {} if guidance is None else {"guidance_scale": guidance}
     with autocast():
-        latents = pipeline(guidance_scale=guidance, output_type="latent", **arguments).images
-    vae = pipeline.vae
+        latents = pipeline(**scale, output_type="latent", **arguments).images
+    vae = pipeline.vae.float()
     parts = [vae.decode(part.float() / vae.config.scaling_factor).sample for part in latents.split(4)]
     images: list[Image.Image] = pipeline.image_processor.postprocess(torch.cat(parts).cpu(), output_type="pil")
     return images
-
-
-def _check_fit(source: str, tokenizer: Any, encoder: Any) -> None:
-    """Raises UserError where `tokenizer` is not the one of `encoder`, or knows no word."""
-    positions = encoder.config.max_position_embeddings
-    if tokenizer.model_max_length > positions:
-        raise UserError(
-            f"{source}: its tokenizer makes {tokenizer.model_max_length} tokens, its text encoder takes {positions}; "
-            "set model_max_length in tokenizer_config.json"
-        )
-    check_words(source, tokenizer)

@@ -48,7 +48,7 @@ class Family:
     tokens: int
     encode: Callable[[Any, list[str], int, torch.device], Prompts]
     inputs: Callable[[Any, Tensor, Tensor, Prompts, float], dict[str, Any]]
-    guidance: Callable[[float, Any], dict[str, Any]]
+    guidance: Callable[[float | None, Any], dict[str, Any]]
     moments: Callable[[Any, Tensor], Tensor]
     latents: Callable[[Any, Tensor], Tensor]
     pack: Callable[[Tensor], Tensor]
@@ -59,13 +59,14 @@ class Family:
         self,
         pipeline: Any,
         autocast: Callable[[], AbstractContextManager[Any]],
-        guidance: float,
+        guidance: float | None,
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
-        """What the pipeline draws, decoded by its own rules."""
+        """What the pipeline draws, decoded by its own rules; without a `guidance` at the scale that it has itself."""
+        asked = self.guidance(guidance, pipeline.transformer.config)
         with autocast():
             images: list[Image.Image] = pipeline(
-                **self.guidance(guidance, pipeline.transformer.config), **arguments
+                **{name: value for name, value in asked.items() if value is not None}, **arguments
             ).images
         return images
 
@@ -109,16 +110,16 @@ def _shifted(vae: Any, moments: Tensor) -> Tensor:
     return (_sampled(moments) - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
-def _unbinned_guidance(scale: float, config: Any) -> dict[str, Any]:
+def _unbinned_guidance(scale: float | None, config: Any) -> dict[str, Any]:
     """Images as large as they are asked for, not the nearest of the published sizes."""
     return {"guidance_scale": scale, "use_resolution_binning": False}
 
 
-def _plain_guidance(scale: float, config: Any) -> dict[str, Any]:
+def _plain_guidance(scale: float | None, config: Any) -> dict[str, Any]:
     return {"guidance_scale": scale}
 
 
-def _true_guidance(scale: float, config: Any) -> dict[str, Any]:
+def _true_guidance(scale: float | None, config: Any) -> dict[str, Any]:
     """A transformer that was distilled takes the scale itself; another is asked twice."""
     return {"guidance_scale": scale} if config.guidance_embeds else {"true_cfg_scale": scale}
 

@@ -66,6 +66,12 @@ class FlowMatching:
 
 def flow_loss(model: Forward, batch: Batch) -> Tensor:
     """Mean squared error in float32, each sample with its weight."""
+    return flow_errors(model, batch).mean()
+
+
+def flow_errors(model: Forward, batch: Batch) -> Tensor:
+    """The weighted squared error (B,) of each sample."""
     prediction = model(**batch["inputs"], return_dict=False)[0]
     error = (prediction.float() - batch["target"].float()).square().flatten(1).mean(1)
-    return (batch["weight"] * error).mean()
+    weighted: Tensor = batch["weight"] * error
+    return weighted

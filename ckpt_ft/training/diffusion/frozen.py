@@ -12,16 +12,22 @@ class Frozen(Protocol):
     """A pipeline's VAE and text encoders, whichever they are.
 
     Attributes:
+        rows: class of the images as they are read: FramedImages, or masked ones.
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
+        token: pixels of an image's side that what is trained takes a whole number of.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
+    rows: Any
     device: torch.device
     vae: Any
     tokenize: Any
     absent: list[str]
     identity: str
+
+    @property
+    def token(self) -> int: ...
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
+from ckpt_ft.training.images.dreambooth import Prior
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion import noise_batch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
+from .joint import example_inputs
+from .latent_shapes import LatentShapes
 from .noise import NoisyBatches, denoising_loss
+from .prior import preserving_denoising_loss, preserving_flow_loss
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,24 +37,26 @@ def unet_workload(
     accelerator: Accelerator,
     scheduler: Any,
     snr_gamma: float | None,
-    side: int,
+    latents: LatentShapes,
     dtype: torch.dtype,
+    prior: Prior | None = None,
 ) -> Workload:
-    """The loop's step on latents of `side` x `side` and prompts of `dtype`.
+    """The loop's step on `latents` and prompts of `dtype`.
 
-    A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}.
+    A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        inputs = send_to_device(noise_batch(without_adapters(unet), samples, side, dtype), accelerator.device)
-        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"])}
+        rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
+        inputs = send_to_device(example_inputs(unet, rows, shape[1:], dtype), accelerator.device)
+        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         inputs = batch["inputs"]
-        prediction = model(**inputs).sample
-        return denoising_loss(prediction, batch["target"], scheduler, inputs["timestep"], snr_gamma)
+        asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
+        return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, latents)
 
 
 def flow_workload(
@@ -58,39 +64,48 @@ def flow_workload(
     args: LoopArguments,
     accelerator: Accelerator,
     noisy: NoisyBatches,
-    latent: tuple[int, ...],
+    latents: LatentShapes,
+    prior: Prior | None = None,
 ) -> Workload:
-    """The loop's step on latents of the shape `latent` (C, h, w) and prompts like those of `noisy`.
+    """The loop's step on `latents` and prompts like those of `noisy`.
 
-    A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}.
+    A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}; with
+    `prior` of twice its samples.
     """
     shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
 
     def make_batch(samples: int, length: int | None) -> Batch:
+        rows = samples if prior is None else 2 * samples
         prompts = {
-            name: torch.ones(samples, *shape, dtype=dtype, device=accelerator.device)
+            name: torch.ones(rows, *shape, dtype=dtype, device=accelerator.device)
             for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(samples, *latent, device=accelerator.device)
-        return noisy.add_noise.batch(zeros, zeros, torch.ones(samples, device=accelerator.device), prompts)
+        zeros = torch.zeros(rows, *latents.shape(length), device=accelerator.device)
+        return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
-    return _workload(transformer, make_batch, flow_loss, args, accelerator)
+    compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents)
 
 
 def _workload(
-    model: nn.Module, make_batch: MakeBatch, compute_loss: Loss, args: LoopArguments, accelerator: Accelerator
+    model: nn.Module,
+    make_batch: MakeBatch,
+    compute_loss: Loss,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    latents: LatentShapes,
 ) -> Workload:
     return Workload(
         model,
         make_batch,
         compute_loss,
-        # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
-        make_optimizer=optimizer_maker("adamw_8bit" if args.use_8bit_adam else "adamw_fused"),
+        make_optimizer=optimizer_maker(args.traced_optimizer, model=model),
         device=current_gpu() or "cpu",
         autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
+        lengths=latents.lengths,
         name=type(without_adapters(model)).__name__,
     )
 

@@ -9,6 +9,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.workload import Batch
 
@@ -28,10 +29,12 @@ class NoisyBatches:
     Attributes:
         add_noise: likewise.
         last: what was made last.
+        largest: of images in buckets, the largest that was measured.
     """
 
     def __init__(self, encoders: Frozen, add_noise: Any, image_args: ImageArguments) -> None:
         self.last: Batch = {}
+        self.largest = LargestBatch()
         self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
         self._empty_prompt, self._share_of_it = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
@@ -40,6 +43,10 @@ class NoisyBatches:
     def prompt(self) -> dict[str, Tensor]:
         """What prompts are like: the empty one's encoding."""
         return self._empty_prompt
+
+    def seen(self) -> Batch:
+        """The micro-batch that the measured peak is of."""
+        return self.largest.again()[1] if self.largest.elements else dict(self.last)
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws from torch's global RNG: noise, times, and the captions that are left out."""
@@ -61,6 +68,9 @@ class Denoising:
     def __call__(self, encoded: dict[str, Tensor]) -> Batch:
         latents = DiagonalGaussianDistribution(encoded["moments"]).sample() * self.scaling
         inputs, target = noisy_inputs(latents, encoded, self.scheduler, self.noise_offset)
+        if "mask" in encoded:
+            seen = DiagonalGaussianDistribution(encoded["masked_moments"]).sample() * self.scaling
+            inputs["sample"] = torch.cat([inputs["sample"], encoded["mask"], seen], dim=1)
         return {"inputs": inputs, "target": target}
 
 
@@ -77,16 +87,20 @@ def noisy_inputs(
         noise = noise + noise_offset * torch.randn(*latents.shape[:2], 1, 1, device=latents.device)
     steps = scheduler.config.num_train_timesteps
     times = torch.randint(0, steps, (len(latents),), device=latents.device)
-    inputs: dict[str, Any] = {
-        "sample": scheduler.add_noise(latents, noise, times),
-        "timestep": times,
-        "encoder_hidden_states": encoded["prompt_embeds"],
-    }
-    if "pooled_prompt_embeds" in encoded:
-        inputs["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
+    inputs = {"sample": scheduler.add_noise(latents, noise, times), "timestep": times, **conditions(encoded)}
     if scheduler.config.prediction_type == "v_prediction":
         return inputs, scheduler.get_velocity(latents, noise, times)
     return inputs, noise
+
+
+def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
+    """A U-Net's arguments of a prompt and, for SDXL, of sizes; prompts that it is to encode itself as their tokens."""
+    if "prompt_embeds" not in encoded:
+        return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
+    given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
+    if "pooled_prompt_embeds" in encoded:
+        given["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
+    return given
 
 
 def denoising_loss(
@@ -111,6 +125,7 @@ def denoising_loss(
 def drop_prompts(encoded: dict[str, Tensor], empty: dict[str, Tensor], share: float) -> None:
     """Replace, in place, the captions of a random `share` of the batch by the empty one's encoding."""
     if share:
-        dropped = torch.rand(len(encoded["prompt_embeds"])).to(encoded["prompt_embeds"].device) < share
+        one = encoded[next(iter(empty))]
+        dropped = torch.rand(len(one)).to(one.device) < share
         for name, value in empty.items():
             encoded[name] = torch.where(dropped.view(-1, *[1] * (value.dim() - 1)), value, encoded[name])

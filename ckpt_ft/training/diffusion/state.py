@@ -14,6 +14,7 @@ from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint
 
 from .arguments import LoopArguments, PipelineArguments
+from .joint import with_text_rate
 from .trained import Trained, save_only_what_is_trained
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class TrainingState:
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
         self.step = self.samples_seen = 0
-        optimizer = make_optimizer(parameters, args, args.learning_rate * (self.per_step if args.scale_lr else 1))
+        scale = self.per_step if args.scale_lr else 1
+        text_rate = getattr(model_args, "text_rate", None)
+        groups = with_text_rate(model, parameters, None if text_rate is None else text_rate * scale)
+        optimizer = make_optimizer(groups, args, args.learning_rate * scale)
         self.lr_scheduler = get_scheduler(
             args.lr_scheduler,
             optimizer,
@@ -65,7 +69,9 @@ class TrainingState:
         hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
             "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
+            "optimizer": None if args.optimizer == "adamw" else args.optimizer,
             "processes": accelerator.num_processes,
+            "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
         }  # fmt: skip
 
     @property
@@ -116,17 +122,27 @@ class TrainingState:
         self.accelerator.free_memory()
 
 
-def make_optimizer(parameters: list[nn.Parameter], args: LoopArguments, learning_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: list[dict[str, Any]], args: LoopArguments, learning_rate: float
+) -> torch.optim.Optimizer:
     """AdamW, fused: one kernel and no temporaries (torch's default on CUDA makes some as large as the weights).
 
-    With `use_8bit_adam` that of bitsandbytes.
+    With `use_8bit_adam` that of bitsandbytes. Adafactor is transformers', at the rate that is given; Prodigy is its
+    authors', as diffusers' scripts set it up.
     """
-    settings: dict[str, Any] = {
-        "lr": learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "weight_decay": args.adam_weight_decay,
-        "eps": args.adam_epsilon,
-    }
+    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": args.adam_weight_decay}
+    if args.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        return Adafactor(parameters, **settings, scale_parameter=False, relative_step=False)
+    settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optimizer == "prodigy":
+        from prodigyopt import Prodigy
+
+        prodigy: torch.optim.Optimizer = Prodigy(
+            parameters, **settings, use_bias_correction=True, safeguard_warmup=True
+        )
+        return prodigy
     if args.use_8bit_adam:
         import bitsandbytes
 

@@ -15,6 +15,8 @@ from ckpt_ft.workloads.adapters import without_adapters
 
 from .adapted import adapted, write_card
 from .arguments import PipelineArguments
+from .joint import TextAndUNet, components_of, text_from_file, text_to_file
+from .text_encoders import add_text_adapters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,7 +47,8 @@ class Trained:
         return _of_diffusers(self.pipeline)
 
 
-UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)  # SDXL's file is the same
+UNET = Trained("unet", "UNet2DConditionModel", "StableDiffusionPipeline", down_and_up=True)
+UNET_XL = Trained("unet", "UNet2DConditionModel", "StableDiffusionXLPipeline", down_and_up=True)
 
 
 def _of_diffusers(name: str) -> Any:
@@ -63,6 +66,9 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: li
     Raises:
         UserError: it cannot have the adapters that are asked for.
     """
+    if isinstance(model, TextAndUNet):
+        model.unet = prepare(model.unet, args, dtype, targets)
+        return add_text_adapters(model, args)
     if args.adapts:
         from diffusers.training_utils import cast_training_params
 
@@ -105,12 +111,12 @@ def save_trained(model: Any, part: Trained, output_dir: str | Path, lora: bool) 
     if not lora:
         model.save_pretrained(Path(output_dir) / part.component)
         return
-    weights = get_peft_model_state_dict(model)
-    part.pipeline_class.save_lora_weights(
-        output_dir,
-        **{f"{part.component}_lora_layers": convert_state_dict_to_diffusers(weights) if part.down_and_up else weights},
-        **_collate_lora_metadata({part.component: model}),
-    )
+    layers, components = {}, components_of(model, part.component)
+    for name, component in components.items():
+        weights = get_peft_model_state_dict(component, save_embedding_layers=False)
+        weights = weights if name == part.component else text_to_file(weights)
+        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.down_and_up else weights
+    part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
 
 
 def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -> None:
@@ -122,21 +128,29 @@ def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -
     """
     from diffusers.utils import convert_unet_state_dict_to_peft
     from peft import PeftModel
-    from peft.utils import load_peft_weights, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
 
     if not lora:
         model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=part.component).state_dict())
         return
     if isinstance(model, PeftModel):
-        weights = load_peft_weights(str(input_dir), device="cpu")
-    else:
-        weights = part.pipeline_class.lora_state_dict(input_dir)
-        weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's: with the scales of its adapters
-        weights = {name.removeprefix(f"{part.component}."): value for name, value in weights.items()}
-        weights = convert_unet_state_dict_to_peft(weights)
+        _put(model, load_peft_weights(str(input_dir), device="cpu"))
+        return
+    weights = part.pipeline_class.lora_state_dict(input_dir)
+    weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
+    for name, component in components_of(model, part.component).items():
+        ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        own = name == part.component
+        _put(component, convert_unet_state_dict_to_peft(ours) if own else text_from_file(component, ours))
+
+
+def _put(model: Any, weights: dict[str, Any]) -> None:
+    from peft.utils import set_peft_model_state_dict
+
     outcome = set_peft_model_state_dict(model, weights, adapter_name="default")
     if outcome.unexpected_keys:
-        raise RuntimeError(f"adapter weights that this {part.model} has no place for: {outcome.unexpected_keys[:3]}")
+        kind = type(without_adapters(model)).__name__
+        raise RuntimeError(f"adapter weights that this {kind} has no place for: {outcome.unexpected_keys[:3]}")
 
 
 def save_result(model: Any, part: Trained, vae: Any, args: PipelineArguments, output_dir: str) -> None:

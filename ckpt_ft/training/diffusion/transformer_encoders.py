@@ -13,6 +13,7 @@ from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import TransformerArguments
 from .families import FAMILIES, Family
+from .latents import FramedImages
 from .parts import check_words, given, in_dtype, load_part, pipeline_index
 from .trained import Trained
 
@@ -48,6 +49,7 @@ class TransformerEncoders:
     def __init__(self, args: TransformerArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
         import diffusers
 
+        self.rows = FramedImages
         self.family, self.device, self.tokens = family, device, args.max_sequence_length or family.tokens
         self.vae = load_part(getattr(diffusers, family.vae), args, "vae", variant=args.variant)
         with library_reads(f"{given(args)}: no usable text encoders"):
@@ -69,6 +71,10 @@ class TransformerEncoders:
         self.vae_scale_factor: int = self.pipeline.vae_scale_factor
         for module in self.modules:
             module.requires_grad_(False).eval().to(device)
+
+    @property
+    def token(self) -> int:
+        return self.vae_scale_factor * self.family.patch
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -128,7 +134,7 @@ def checked_resolution(asked: int | None, config: Any, encoders: TransformerEnco
     Raises:
         UserError: it is not a whole number of the transformer's tokens.
     """
-    side, token = config.get("sample_size"), encoders.vae_scale_factor * encoders.family.patch
+    side, token = config.get("sample_size"), encoders.token
     resolution: int = asked or (side * encoders.vae_scale_factor if isinstance(side, int) else _OWN_RESOLUTION)
     if resolution % token:
         below = max(token, resolution // token * token)

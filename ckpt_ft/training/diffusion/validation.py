@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +11,15 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from ckpt_ft.training.images.shapes import contact_sheet, drawings
-from ckpt_ft.workloads.adapters import without_adapters
 
-from .arguments import LoopArguments, PipelineArguments
-from .trained import Trained, predicts
+from .arguments import LoopArguments
+from .sampling import Sampler
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from .frozen import Frozen
 
-# (pipeline, autocast, guidance scale, the pipeline's other arguments) -> the images
-Draw = Callable[[Any, Callable[[], AbstractContextManager[Any]], float, dict[str, Any]], list[Image.Image]]
 TILE = 96  # pixels of an image on the sheet, at most
 _MARGIN = 4
 _LABEL = 72  # pixels for the row's name
@@ -34,23 +29,15 @@ class Validation:
     """Draws `args.validation_prompt` in the course of a run. The prompts are encoded now; the encoders are not kept.
 
     Args:
-        encoders: only the VAE is kept; it comes to the device for a validation and goes back to where it was.
-        size: side of the images in pixels.
-        draw: what turns a pipeline and its arguments into images.
+        more: arguments of the pipeline, such as the images to paint in.
+
+    Attributes:
+        part, model, vae, size: the sampler's.
     """
 
-    def __init__(
-        self,
-        part: Trained,
-        model: PipelineArguments,
-        args: LoopArguments,
-        encoders: Frozen,
-        size: int,
-        folder: Path,
-        draw: Draw,
-    ) -> None:
-        self.part, self.model, self.args, self.size, self.folder, self.draw = part, model, args, size, folder, draw
-        self.vae, self.absent = encoders.vae, encoders.absent
+    def __init__(self, sampler: Sampler, args: LoopArguments, encoders: Frozen, folder: Path, **more: Any) -> None:
+        self.sampler, self.args, self.folder, self.more = sampler, args, folder, more
+        self.part, self.model, self.vae, self.size = sampler.part, sampler.model, sampler.vae, sampler.size
         self.prompts = args.validation_prompt or []
         self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
 
@@ -75,51 +62,13 @@ class Validation:
             elif tracker.name in ("wandb", "swanlab"):
                 tracker.log_images({"validation": images}, step=step)
 
-    @torch.no_grad()
     def _draw(self, model: nn.Module, accelerator: Accelerator) -> list[Image.Image]:
-        pipeline = self._pipeline(model)
-        home, was_training = self.vae.device, model.training
-        self.vae.to(accelerator.device)
-        model.eval()
-        try:
-            return self.draw(
-                pipeline,
-                accelerator.autocast,
-                self.args.validation_guidance_scale,
-                {
-                    **self._prompt_arguments(accelerator.device),
-                    "height": self.size,
-                    "width": self.size,
-                    "num_inference_steps": self.args.validation_inference_steps,
-                    "num_images_per_prompt": self.args.num_validation_images,
-                    "generator": torch.Generator().manual_seed(self.args.seed),
-                },
-            )
-        finally:
-            model.train(was_training)
-            self.vae.to(home)
-
-    def _pipeline(self, model: nn.Module) -> Any:
-        """The pipeline with its own sampler, around what is at hand: no text encoder is loaded again."""
-        from diffusers import DiffusionPipeline
-
-        pipeline = DiffusionPipeline.from_pretrained(
-            self.model.pretrained_model_name_or_path,
-            revision=self.model.revision,
-            variant=self.model.variant,
-            **{self.part.component: without_adapters(model), "vae": self.vae, **dict.fromkeys(self.absent)},
-        )
-        predicts(pipeline.scheduler, self.model)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def _prompt_arguments(self, device: torch.device) -> dict[str, torch.Tensor]:
-        count, arguments = len(self.prompts), {}
-        for name, values in self.embeds.items():
-            embeds = values.to(device)
-            arguments[name] = embeds[:count]
-            arguments[f"negative_{name}"] = embeds[count:].expand(count, *embeds.shape[1:])
-        return arguments
+        return self.sampler.images(
+            model, self.embeds, accelerator.device, accelerator.autocast, self.args.validation_guidance_scale,
+            num_inference_steps=self.args.validation_inference_steps,
+            num_images_per_prompt=self.args.num_validation_images,
+            generator=torch.Generator().manual_seed(self.args.seed), **self.more,
+        )  # fmt: skip
 
     def write_sheet(self, path: Path) -> None:
         """All validations as the rows of one picture; below them, for prompts of drawn shapes, what was asked for."""

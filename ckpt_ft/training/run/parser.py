@@ -7,7 +7,6 @@ types and checks, and the command line, coming later, wins.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, meant, one_line
 from ckpt_ft.reading import load_yaml
 from ckpt_ft.synonyms import known_as
 
@@ -158,5 +157,4 @@ def _flag(token: str) -> str:
 def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
-    close = difflib.get_close_matches(option, [f"--{name}" for name in parser.names], n=1)
-    return f"no flag '{option}'" + (f"; did you mean '{close[0]}'?" if close else "")
+    return f"no flag '{option}'{meant(option, (f'--{name}' for name in parser.names))}"

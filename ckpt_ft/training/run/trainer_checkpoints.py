@@ -26,6 +26,7 @@ from .first_step import FirstStep, is_of_the_disk
 from .manifest import read_manifest, write_manifest
 from .resume import checkpoints, unfit
 from .stop import Stop, stopped
+from .trainer_weights import under_any_name
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -93,7 +94,7 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         keeper = Checkpoints(trainer, directory, stop)
         trainer.callback_handler.callbacks.insert(0, keeper)
         try:
-            with keeper.first:
+            with keeper.first, under_any_name(trainer):
                 yield
         except (OSError, RuntimeError, SafetensorError) as error:
             if not is_of_the_disk(error):

@@ -16,6 +16,7 @@ from ckpt_ft.workloads.trained_towers import TrainedTowers
 
 from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
 from .encode import KINDS
+from .videos import without_videos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -30,7 +31,7 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     """
     from transformers import AutoProcessor
 
-    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"):
+    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
         processor = AutoProcessor.from_pretrained(args.model_name_or_path, **args.source)
     if not hasattr(processor, "image_processor"):
         raise UserError(

@@ -6,9 +6,10 @@ import gc
 import random
 import signal
 import sys
+from collections.abc import Callable
 from threading import Thread
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -23,6 +24,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.views.snapshot import snapshot
+from ckpt_ft.units import MIB
 
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
 
@@ -43,12 +46,20 @@ def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
     assert [op.name for op in fake.ops if op.at > fake.start] == [op.name for op in real.ops if op.at > real.start]
 
 
+class Pair(NamedTuple):
+    """Tensors that a module may hold together."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
 def test_the_model_is_as_it_was() -> None:
     model, loss = language_model(tie_word_embeddings=True)
     model.model.norm.weight.requires_grad_(False)
-    model.note, model.notes = torch.ones(2), [torch.zeros(1)]
+    model.note, model.notes, model.pair = torch.ones(2), [torch.zeros(1)], Pair(torch.ones(1), torch.ones(1))
     before = {id(p): (p, p.clone(), p.requires_grad) for p in model.parameters()}
-    attributes, drawn = (model.note, model.notes, model.notes[0]), rng.snapshot(host=True)
+    attributes = model.note, model.notes, model.notes[0], model.pair
+    drawn = rng.snapshot(host=True)
 
     def step(model: nn.Module, optimizer: Any) -> None:
         random.random(), numpy.random.rand(), torch.rand(1)  # a mask, LayerDrop, an augmentation
@@ -60,7 +71,7 @@ def test_the_model_is_as_it_was() -> None:
         torch.equal(p, copy) and p.grad is None and p.requires_grad == grad for p, copy, grad in before.values()
     )
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (model.note, model.notes, model.notes[0]) == attributes
+    assert all(a is b for a, b in zip((model.note, model.notes, model.notes[0], model.pair), attributes, strict=True))
     assert rng.snapshot(host=True) == drawn
     loss(model).backward()
 
@@ -230,6 +241,31 @@ def test_an_own_gpu_and_a_wrong_name() -> None:
     )
     with pytest.raises(UserError, match="t4"):
         trace_step(model, training_step(loss), device="t44")
+
+
+def test_a_step_that_empties_the_cache_takes_its_segments_again() -> None:
+    """4 MiB weights and gradients, then 30 MiB at once, after which all that was cached goes back, or stays."""
+
+    def step(empties: bool) -> Callable[[nn.Module, object], None]:
+        def stepped(model: nn.Module, optimizer: object) -> None:
+            model(torch.zeros(64, 1024)).sum().backward()
+            model.zero_grad()
+            if empties:
+                torch.cuda.empty_cache()
+            torch.zeros(30 * MIB // 4)
+
+        return stepped
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    kept, emptied = (trace_step(model, step(empties)) for empties in (False, True))
+    assert (kept.peak_reserved, emptied.peak_reserved) == (134 * MIB, 104 * MIB)
+    assert kept.peak_allocated == emptied.peak_allocated
+    assert not kept.emptied
+    assert len(emptied.emptied) == 2
+    assert StepTrace.from_json(emptied.to_json()).peak_reserved == emptied.peak_reserved
+    actions = [entry["action"] for entry in snapshot(emptied)["device_traces"][0]]
+    assert (actions.count("segment_free"), actions.count("segment_alloc")) == (2, 2)
 
 
 def test_traces_are_deterministic() -> None:

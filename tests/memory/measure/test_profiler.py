@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections import deque
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure import meters
+from ckpt_ft.memory.measure import profiler as profiler_module
 from ckpt_ft.memory.measure.meters import CudaMeter
 from ckpt_ft.memory.measure.profiler import MemoryProfiler, resident_bytes
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -81,6 +84,14 @@ def test_sampled_steps(kwargs, measured):
     record = profiler.report().fullest
     assert (record.steps, record.sampled) == (10, len(measured))
     assert (record.seconds is None) == (kwargs.get("sample") == 1)  # a followed step says nothing about speed
+
+
+def test_steps_beyond_the_last_that_was_announced_take_their_own_time(monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(profiler_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    profiler, scalars = run(5, total_steps=2)
+    assert [bool(figures) for figures in scalars] == [True, True, False, False, False]
+    assert profiler.report().fullest.seconds == 1.0
 
 
 def test_a_sample_of_nothing_is_refused():

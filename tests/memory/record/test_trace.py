@@ -93,3 +93,10 @@ def test_plot(tmp_path: Path) -> None:
     path = record().plot(tmp_path / "step.svg")
     text = path.read_text()
     assert "activations" in text or path.stat().st_size > 5000
+
+
+def test_a_cpus_speed_is_not_modelled() -> None:
+    trace = record()
+    for ask in (lambda: trace.seconds, trace.schedule):
+        with pytest.raises(UserError, match="a trace for 'cpu' has no seconds: its speed is not modelled"):
+            ask()

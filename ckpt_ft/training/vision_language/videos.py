@@ -1,0 +1,55 @@
+"""Processors of images and videos where torchvision is missing, which their part for videos alone needs.
+
+That part is its settings here, and they are saved as they were read: rows have images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from transformers import ProcessorMixin
+from transformers.utils import is_torchvision_available
+from transformers.video_processing_utils import VideoProcessorMixin
+
+
+class VideoSettings(VideoProcessorMixin):
+    """What a model's own processor of videos is made from; where none is named, its kind follows from the model's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As they were read."""
+        settings: dict[str, Any] = super().to_dict()
+        named = settings.pop("named", None)
+        settings.pop("video_processor_type", None)
+        return {**settings, **({"video_processor_type": named} if named else {})}
+
+
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """Within it, where torchvision is missing, `AutoProcessor` makes no processor of videos."""
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    if is_torchvision_available():
+        yield
+        return
+    with (
+        patch.object(AutoVideoProcessor, "from_pretrained", _read),
+        patch.object(ProcessorMixin, "check_argument_for_proper_class", _checked),
+    ):
+        yield
+
+
+_check = ProcessorMixin.check_argument_for_proper_class
+
+
+def _checked(processor: ProcessorMixin, name: str, part: Any) -> Any:
+    """As transformers checks a processor's parts; it would look for the class of these among torchvision's."""
+    return VideoSettings if isinstance(part, VideoSettings) else _check(processor, name, part)
+
+
+def _read(name: str, **source: Any) -> VideoSettings:
+    settings = VideoSettings.from_pretrained(name, **source)
+    settings.named = VideoSettings.get_video_processor_dict(name, **source)[0].get("video_processor_type")
+    return settings

@@ -1,0 +1,172 @@
+"""Inpainting U-Nets in recipes/diffusion_unet.py, on tiny pipelines: what they are shown, saved results, peaks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+from recipe_scripts import load_recipe
+from safetensors.torch import load_file
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.inpainting import encode_masked, inpaints, random_mask
+from ckpt_ft.training.diffusion.noise import Denoising
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.run.loss_log import read_losses
+
+SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
+         "--resolution", "32"]  # fmt: skip
+ADAPTERS = "pytorch_lora_weights.safetensors"
+CLASSES = {"sd1": "StableDiffusionInpaintPipeline", "sdxl": "StableDiffusionXLInpaintPipeline"}
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny pipelines; their VAE has four channels, since the pipelines take no other number."""
+    root = tmp_path_factory.mktemp("inpainting")
+    for kind, name in CLASSES.items():
+        parts = make_tiny_pipeline(kind, 0, (16, 32)).components
+        channels = {"in_channels": 9, "out_channels": 4}
+        parts["unet"] = UNet2DConditionModel.from_config({**parts["unet"].config, **channels})
+        parts["vae"] = AutoencoderKL.from_config({**parts["vae"].config, "latent_channels": 4})
+        extra = {"requires_safety_checker": False} if kind == "sd1" else {}
+        getattr(diffusers, name)(**parts, **extra).save_pretrained(root / kind)
+    return {kind: str(root / kind) for kind in CLASSES}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe("diffusion_unet")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
+    """The losses of a run that writes to `out`."""
+    forget()
+    quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
+    recipe.main(["--pretrained_model_name_or_path", base, *SMALL, *quiet, "--output_dir", str(out), *flags])
+    return [line["loss"] for line in read_losses(str(out))]
+
+
+def test_masks() -> None:
+    """Rectangles and ellipses of every size and place, all of them white on black; the same from the same draw."""
+    masks = [np.asarray(random_mask((32, 32), random.Random(seed))) for seed in range(200)]
+    assert all(set(np.unique(mask)) <= {0, 255} and mask.any() for mask in masks)
+    shares = [float((mask > 0).mean()) for mask in masks]
+    assert min(shares) < 0.02
+    assert max(shares) > 0.8
+    boxed = [bool(mask[np.ix_(mask.any(1), mask.any(0))].all()) for mask in masks]
+    assert 0.4 < np.mean(boxed) < 0.75  # small ellipses are rectangles too
+    assert all((masks[seed] == np.asarray(random_mask((32, 32), random.Random(seed)))).all() for seed in (3, 77))
+
+
+def test_what_the_unet_is_shown_by_hand() -> None:
+    """Noisy latents, the mask of each latent's first pixel, and the latents of the image with the mask grey."""
+    vae = make_tiny_pipeline("sd1", 0, (16,)).vae
+    pixels, mask = torch.rand(2, 3, 32, 32) * 2 - 1, torch.zeros(2, 1, 32, 32)
+    mask[0, :, :16], mask[1, :, :, 8:] = 1, 1
+    encoded = encode_masked(vae, pixels, mask)
+    assert torch.equal(encoded["mask"], mask[:, :, ::4, ::4])
+    with torch.no_grad():
+        moments = vae.encode(pixels).latent_dist.parameters
+        expected = vae.encode(pixels * (1 - mask)).latent_dist
+    assert torch.equal(encoded["masked_moments"], expected.parameters)
+    batch = Denoising(DDPMScheduler(), 0.5, 0.0)(
+        {"moments": moments, "prompt_embeds": torch.zeros(2, 3, 4), **encoded}
+    )
+    sample = batch["inputs"]["sample"]
+    assert sample.shape == (2, 17, 8, 8)
+    assert batch["target"].shape == (2, 8, 8, 8)
+    assert torch.equal(sample[:, 8:9], encoded["mask"])
+    assert ((sample[:, 9:] - 0.5 * expected.mean).abs() < 0.5 * 5 * expected.std).all()
+
+
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """LoRA, with validation by the inpainting pipeline: what the mask leaves is the image's, what it hides changes."""
+    flags = ["--rank", "2", "--learning_rate", "1e-1", "--validation_prompt", "a red circle", "a blue star"]
+    flags += ["--validation_inference_steps", "2", "--num_validation_images", "2"]
+    losses = train(recipe, bases[kind], tmp_path / "out", *flags)
+    assert losses == train(recipe, bases[kind], tmp_path / "plain", "--rank", "2", "--learning_rate", "1e-1")
+    with Image.open(tmp_path / "out" / "samples" / "step-000003.png") as sheet:
+        assert sheet.width > 4 * 96
+    pipeline = DiffusionPipeline.from_pretrained(bases[kind])
+    assert type(pipeline).__name__ == CLASSES[kind]
+    pipeline.set_progress_bar_config(disable=True)
+
+    def draw() -> np.ndarray:
+        image, mask = Image.new("RGB", (32, 32), (200, 30, 30)), random_mask((32, 32), random.Random(2))
+        made = pipeline(
+            prompt="a star", image=image, mask_image=mask, height=32, width=32, num_inference_steps=1, strength=1.0,
+            generator=torch.Generator().manual_seed(0), output_type="np",
+        )  # fmt: skip
+        return np.asarray(made.images[0])
+
+    plain = draw()
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert np.abs(draw() - plain).max() > 1e-3
+
+
+def test_a_whole_result_is_an_inpainting_pipeline(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    train(recipe, bases["sd1"], tmp_path, "--learning_rate", "1e-3", "--max_train_steps", "1")
+    trained = DiffusionPipeline.from_pretrained(tmp_path)
+    assert type(trained).__name__ == CLASSES["sd1"]
+    assert inpaints(trained.unet.config)
+
+
+def test_resumes_bit_for_bit_under_a_policy(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    """With all there is: text encoders, a prior whose images are drawn whole, crops at random."""
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--train_text_encoder", "--checkpointing_steps", "1"]
+    flags += ["--no_center_crop", "--with_prior_preservation", "--class_data_dir", str(tmp_path / "class")]
+    flags += ["--class_prompt", "a star", "--num_class_images", "2"]
+    whole = train(recipe, bases["sdxl"], tmp_path / "whole", *flags)
+    assert len(list((tmp_path / "class").iterdir())) == 2
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", part / "checkpoint-1")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    flags += ["--ac_policy", "full", "--ac_check", "--resume_from_checkpoint", "latest"]
+    assert train(recipe, bases["sdxl"], part, *flags) == whole
+    ours, theirs = load_file(part / ADAPTERS), load_file(tmp_path / "whole" / ADAPTERS)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    """Of the U-Net's step; what encodes images and prompts in it stands beside it, and is said to."""
+    flags = ["--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json", "--ac_policy", "full"]
+    train(recipe, bases["sd1"], tmp_path, *flags)
+    rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
+    measured = max(peak["allocated"] for peak in rank["peaks"].values())
+    pipeline = DiffusionPipeline.from_pretrained(bases["sd1"])
+    encoding = [pipeline.vae.encoder, pipeline.vae.quant_conv, pipeline.text_encoder]
+    weights = sum(p.numel() * p.element_size() for part in encoding for p in part.parameters())
+    assert rank["predicted"]["allocated"] + weights == pytest.approx(measured, rel=5e-3)
+
+
+def test_masks_cannot_be_cached(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the masks of inpainting are drawn anew each time: drop it"):
+        train(recipe, bases["sd1"], tmp_path, "--cache_latents", "true")

@@ -1,0 +1,217 @@
+"""LoRA on the text encoders with their U-Net: what is trained, saved and predicted; prompts encoded in each step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers import DiffusionPipeline
+from recipe_scripts import load_recipe
+from safetensors.torch import load_file
+
+from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.encoders import load_denoiser
+from ckpt_ft.training.diffusion.joint import TextAndUNet, example_inputs
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.diffusion.trained import prepare
+from ckpt_ft.training.run.loss_log import read_losses
+
+SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
+         "--resolution", "32", "--rank", "2", "--train_text_encoder"]  # fmt: skip
+ADAPTERS = "pytorch_lora_weights.safetensors"
+KINDS = ["sd1", "sdxl"]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of tiny pipelines."""
+    root = tmp_path_factory.mktemp("text_encoders")
+    for kind in KINDS:
+        make_tiny_pipeline(kind, 0, (16, 32)).save_pretrained(root / kind)
+    return {kind: str(root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe("diffusion_unet")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
+    """The losses of a run that writes to `out`."""
+    forget()
+    quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
+    recipe.main(["--pretrained_model_name_or_path", base, *SMALL, *quiet, "--output_dir", str(out), *flags])
+    return [line["loss"] for line in read_losses(str(out))]
+
+
+def joint(base: str) -> Any:
+    """U-Net and text encoders with adapters that do something."""
+    args = DiffusionModelArguments(pretrained_model_name_or_path=base, rank=2, train_text_encoder=True)
+    model = load_denoiser(args, torch.float32)
+    torch.manual_seed(0)
+    prepare(model, args, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def draw(pipeline: Any) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    made = pipeline("a red circle", height=32, width=32, num_inference_steps=1, generator=generator, output_type="np")
+    return np.asarray(made.images[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """Every key of the file has its place in U-Net and text encoders, each part changes the image, and so does the
+    checkpoint's file, which is the same."""
+    train(recipe, bases[kind], tmp_path, "--learning_rate", "1e-2", "--text_encoder_lr", "1e-1",
+          "--checkpointing_steps", "3", "--lora_alpha", "4")  # fmt: skip
+    saved = load_file(tmp_path / ADAPTERS)
+    encoders = ["text_encoder", "text_encoder_2"][: 1 + (kind == "sdxl")]
+    for name in encoders:
+        assert any(key.startswith(f"{name}.text_model.encoder.layers.0.") for key in saved)
+    again = load_file(tmp_path / "checkpoint-3" / ADAPTERS)
+    assert all(torch.equal(value, again[key]) for key, value in saved.items())
+
+    def loaded(only: str = "") -> Any:
+        pipeline = DiffusionPipeline.from_pretrained(bases[kind])
+        kept = {key: value for key, value in saved.items() if key.startswith(only)}
+        pipeline.load_lora_weights(kept if only else tmp_path)
+        return pipeline
+
+    whole = loaded()
+    parts = {name: getattr(whole, name) for name in ("unet", *encoders)}
+    there = {name: [w for key, w in part.named_parameters() if ".lora_" in key] for name, part in parts.items()}
+    for name, weights in there.items():
+        ours = [value for key, value in saved.items() if key.startswith(f"{name}.")]
+        assert len(ours) == len(weights) > 0
+        ours_sum, theirs_sum = (sum(w.detach().abs().sum().item() for w in ws) for ws in (ours, weights))
+        assert theirs_sum == pytest.approx(ours_sum, rel=1e-4)
+        assert parts[name].peft_config["default_0"].lora_alpha == 4
+    plain = draw(DiffusionPipeline.from_pretrained(bases[kind]))
+    assert all(np.abs(draw(loaded(f"{name}.")) - plain).max() > 1e-4 for name in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> None:
+    """What a step encodes is what the pipeline would give the U-Net."""
+    model = joint(bases[kind]).eval()
+    pipeline = DiffusionPipeline.from_pretrained(bases[kind], **model.text_encoders)
+    prompts = ["a red circle", "a star"]
+    tokenizers = [pipeline.tokenizer, *([pipeline.tokenizer_2] if kind == "sdxl" else [])]
+    ids = {
+        name: tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
+        for name, tokenizer in zip(("input_ids", "input_ids_2"), tokenizers, strict=False)
+    }
+    with torch.no_grad():
+        encoded = model.encode(ids)
+        theirs = pipeline.encode_prompt(
+            prompt=prompts, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
+    torch.testing.assert_close(encoded["prompt_embeds"], theirs[0])
+    if kind == "sdxl":
+        torch.testing.assert_close(encoded["pooled_prompt_embeds"], theirs[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["full", "save:attention", "segments:2", "full@language"])
+def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
+    """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
+    model = joint(bases[kind])
+    inputs = example_inputs(model, 2, (8, 8), torch.float32)
+    torch.manual_seed(1)
+    inputs["sample"].normal_()
+    for name in inputs:
+        if name.startswith("input_ids"):
+            inputs[name] = torch.randint(0, 500, (2, 12))
+    assert check_parity(model, inputs, policy).ok
+    model(**inputs).sample.square().mean().backward()
+    without = [
+        name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumes_bit_for_bit_under_a_policy(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    flags = ["--lora_dropout", "0.2", "--use_ema", "--checkpointing_steps", "1", "--proportion_empty_prompts", "0.3",
+             "--text_encoder_lr", "1e-2"]  # fmt: skip
+    whole = train(recipe, bases[kind], tmp_path / "whole", *flags)
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", part / "checkpoint-1")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    resumed = [*flags, "--resume_from_checkpoint", "latest"]
+    assert train(recipe, bases[kind], part, *resumed, "--ac_policy", "full", "--ac_check") == whole
+    ours, theirs = load_file(part / ADAPTERS), load_file(tmp_path / "whole" / ADAPTERS)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("sd1", "none"), ("sdxl", "full")])
+def test_predicted_peak(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str, policy: str) -> None:
+    flags = ["--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json", "--ac_policy", policy]
+    train(recipe, bases[kind], tmp_path, *flags)
+    rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
+    measured = max(peak["allocated"] for peak in rank["peaks"].values())
+    assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
+
+
+def test_rates_of_their_own(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    """At a rate of nothing the text encoders stay, and validation draws with them."""
+    flags = ["--text_encoder_lr", "0", "--validation_prompt", "a red circle", "--validation_inference_steps", "1"]
+    train(recipe, bases["sd1"], tmp_path, *flags, "--learning_rate", "1e-2")
+    saved = load_file(tmp_path / ADAPTERS)
+    moved = {key.split(".")[0] for key, value in saved.items() if key.endswith("up.weight") and value.any()}
+    assert moved == {"unet"}
+    assert (tmp_path / "samples.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"train_text_encoder": True}, "--train_text_encoder puts LoRA on the text encoders; add --rank"),
+        ({"rank": 2, "text_encoder_lr": 1e-5}, "add --train_text_encoder"),
+        ({"rank": 2, "train_text_encoder": True, "text_encoder_lr": -1.0}, "--text_encoder_lr -1.0"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        DiffusionModelArguments(**flags)
+
+
+def test_a_checkpoint_of_another_kind(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
+    train(recipe, bases["sd1"], tmp_path, "--checkpointing_steps", "2")
+    flags = ["--train_text_encoder", "false", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
+    with pytest.raises(UserError, match="was written with train_text_encoder True, this run has None"):
+        train(recipe, bases["sd1"], tmp_path, *flags)
+    assert isinstance(joint(bases["sd1"]), TextAndUNet)

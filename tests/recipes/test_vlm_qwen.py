@@ -1,0 +1,101 @@
+"""recipes/vlm.py on a Qwen2.5-VL: a processor without torchvision, weights that are saved by other names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+from recipe_scripts import load_recipe
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+
+from ckpt_ft.training.text.sample import make_tokenizer
+
+MARKS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}<|end|>\n{% endfor %}"
+)
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16, "patch_size": 8,
+    "window_size": 32, "fullatt_block_indexes": [0],
+}  # fmt: skip
+PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+
+
+@pytest.fixture(scope="module")
+def vlm() -> ModuleType:
+    return load_recipe("vlm")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory as the Hub has it, and in it rows with two images of unlike sizes."""
+    made = tmp_path_factory.mktemp("qwen")
+    words = make_tokenizer(["What is it? red green"], extra=list(MARKS.values()))
+    words.save_pretrained(made)
+    text = {
+        "vocab_size": len(words), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4},
+    }  # fmt: skip
+    ids = {name: words.convert_tokens_to_ids(mark) for name, mark in MARKS.items()}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=VISION, **ids)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(made)
+    Qwen2VLImageProcessorPil(patch_size=8, min_pixels=256, max_pixels=4096).save_pretrained(made)
+    settings = made / "preprocessor_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **PROCESSOR}))
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    lines = []
+    for at in range(8):
+        colour = ("red", "green")[at % 2]
+        Image.new("RGB", (48, 48 * (at % 2 + 1)), colour).save(made / f"{at}.png")
+        turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": colour}]
+        lines.append(json.dumps({"messages": turns, "images": [f"{at}.png"]}))
+    (made / "rows.jsonl").write_text("\n".join(lines))
+    return made
+
+
+def train(vlm: ModuleType, qwen: Path, out: Path, *flags: str) -> list[float]:
+    """The losses of a run of two steps, with a checkpoint and an evaluation after each."""
+    small = [
+        "--max_steps", "2", "--save_steps", "1", "--logging_steps", "1", "--per_device_train_batch_size", "2",
+        "--eval_strategy", "steps", "--eval_steps", "1", "--test_split_size", "0.25", "--disable_tqdm", "true",
+    ]  # fmt: skip
+    data = ["--model_name_or_path", str(qwen), "--dataset_name", str(qwen / "rows.jsonl")]
+    vlm.main(["--use_cpu", *data, *small, "--output_dir", str(out), "--ac_report", "none", *flags])
+    state = json.loads((out / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_it_is_trained_resumed_and_its_best_is_kept(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    """Its weights are saved by the names of the published ones, which a Trainer by itself would not read back."""
+    flags = ["--train_towers", "both", "--ac_policy", "full@language,full@vision", "--answered", "1"]
+    flags += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
+    losses = train(vlm, qwen, tmp_path, *flags)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "visual.merger.ln_q.weight" in saved  # and not as the model has it, model.visual. ...
+    best = json.loads((tmp_path / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert best.endswith("checkpoint-1")  # the worse one, so that it is not the last
+    kept = load_file(Path(best) / "model.safetensors")
+    assert all(torch.equal(kept[name], saved[name]) for name in saved)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    assert train(vlm, qwen, tmp_path, *flags, "--resume_from_checkpoint", "latest") == losses
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    assert settings["video_processor"]["size"] == {"longest_edge": 4096, "shortest_edge": 256}
+
+
+def test_fewer_pixels_are_fewer_tokens(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    train(vlm, qwen, tmp_path, "--use_peft", "--max_steps", "1", "--max_pixels", "1024")
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    assert settings["image_processor"]["size"] == {"longest_edge": 1024, "shortest_edge": 256}
