@@ -37,11 +37,11 @@ class Estimates:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        points = [(policy, at) for policy in fresh]
+        beside: list[tuple[str, int]] = []
         if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
-            points += [(policy, HIGH) for policy in self._novel(fresh)]
-        traced = self.tracer.all(points)
-        for policy, trace in zip(fresh, traced, strict=False):
+            beside = [(policy, HIGH) for policy in self._novel(fresh)]
+        traced = self.tracer.all([(policy, at) for policy in fresh], beside=beside)
+        for policy, trace in zip(fresh, traced, strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
             else:

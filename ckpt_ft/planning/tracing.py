@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Step, Workload
 
 Traced = StepTrace | str  # the trace, or why there is none
+Key = tuple[str, int]  # policy, batch size
 Report = Callable[[str], None]
 
 
@@ -35,37 +36,46 @@ def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> l
     Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper: the
     step under each is then counted twice, once as its own warm-up.
     """
-    session = _Session(workload, list(policies), step)
+    return _traced(workload, [(policy, step) for policy in policies])
+
+
+def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
+    """The same of a step for each policy."""
+    session = _Session(workload, wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return session.run()
 
 
 class _Session:
-    """One call of trace_step in which every step runs under another policy."""
+    """One call of trace_step, in which every step runs under a policy of its own."""
 
-    def __init__(self, workload: Workload, policies: list[str], step: Step) -> None:
-        self.workload, self.step = workload, step
+    def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:
+        self.workload, self.wanted = workload, wanted
+        policies = dict.fromkeys(policy for policy, _ in wanted)
         self.refused = {policy: reason for policy in policies if (reason := _refusal(workload.model, policy))}
-        self.policies = policies
-        self._todo = [policy for policy in policies if policy not in self.refused]
 
     def run(self) -> list[Traced]:
-        traced: dict[str, Traced] = dict(self.refused)
-        if self._todo:
-            order = [self._todo[0], *self._todo]  # the first one warms up
-            trace = self.workload.trace_of([partial(self._one, policy) for policy in order])
-            start = trace.start
-            alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
-            windows = [alone] if len(self._todo) == 1 else split_steps(trace)[1:]
-            for policy, window in zip(self._todo, windows, strict=True):
-                traced[policy] = self.refused.get(policy) or self.workload.whole(window)
-        return [traced[policy] for policy in self.policies]
+        todo = [number for number, (policy, _) in enumerate(self.wanted) if policy not in self.refused]
+        windows = dict(zip(todo, self._windows([self.wanted[number] for number in todo]), strict=True))
+        return [
+            self.refused.get(policy) or self.workload.whole(windows[number])
+            for number, (policy, _) in enumerate(self.wanted)
+        ]
 
-    def _one(self, policy: str, model: nn.Module, optimizer: Any) -> None:
+    def _windows(self, todo: list[tuple[str, Step]]) -> list[StepTrace]:
+        """Of each its step; the first one warms up."""
+        if not todo:
+            return []
+        trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)])
+        start = trace.start
+        alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
+        return [alone] if len(todo) == 1 else split_steps(trace)[1:]
+
+    def _one(self, policy: str, step: Step, model: nn.Module, optimizer: Any) -> None:
         applied = apply_policy(model, policy)
         try:
-            self.step(model, optimizer)
+            step(model, optimizer)
             idle = applied.never_fired()
         finally:
             applied.remove()
@@ -134,9 +144,9 @@ class Tracer:
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
-        self.traced: dict[tuple[str, int], Traced] = {}
+        self.traced: dict[Key, Traced] = {}
         self.expected = 0
-        self._alone: set[tuple[str, int]] = set()  # of them, those that had a session to themselves
+        self._alone: set[Key] = set()  # of them, those that had a session to themselves
         self._jobs = jobs or cores() if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
@@ -170,50 +180,61 @@ class Tracer:
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
 
-    def all(self, wanted: Iterable[tuple[str, int]], alone: bool = False) -> list[Traced]:
+    def all(self, wanted: Iterable[Key], alone: bool = False, beside: Iterable[Key] = ()) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
         Those of one batch size share a session, which shifts the bytes reserved by up to a percent or so, unless they
         are to be `alone`, or the launch remembers the step before.
+
+        beside: more to trace, in the same sessions, of which only the sizes are wanted.
         """
-        return trace_all([(self, wanted)], alone)[0]
+        return trace_all([(self, wanted)], alone, beside)[0]
 
-    def _missing(self, wanted: Iterable[tuple[str, int]], alone: bool) -> list[tuple[list[str], int]]:
-        """Sessions for those of `wanted` that are not traced yet."""
+    def _missing(self, wanted: Iterable[Key], alone: bool, beside: Iterable[Key] = ()) -> list[list[Key]]:
+        """Sessions for those of `wanted`, and `beside`, that are not traced yet."""
         alone = alone or (self.workload.launch is not None and self.workload.launch.stage == 3)
-        missing: dict[int, list[str]] = {}
-        for policy, batch in dict.fromkeys(wanted):
-            if (policy, batch) not in (self._alone if alone else self.traced):
-                missing.setdefault(batch, []).append(policy)
-        shares = {batch: len(policies) if alone else self._jobs for batch, policies in missing.items()}
-        return [part for batch, policies in missing.items() for part in _shares(policies, batch, shares[batch])]
+        missing: dict[int, list[Key]] = {}
+        for key in dict.fromkeys(wanted):
+            if key not in (self._alone if alone else self.traced):
+                missing.setdefault(key[1], []).append(key)
+        more = [key for key in dict.fromkeys(beside) if key not in self.traced]
+        if alone or not missing:
+            return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
+        sessions = [share for keys in missing.values() for share in _shares(keys, self._jobs)]
+        for number, key in enumerate(more):  # the last share is the smallest
+            sessions[-1 - number % len(sessions)].append(key)
+        return sessions
 
-    def _keep(self, sessions: list[tuple[list[str], int]], traced: Iterable[list[Traced]]) -> None:
-        for (policies, batch), traces in zip(sessions, traced, strict=True):
-            if len(policies) == 1:
-                self._alone.add((policies[0], batch))
-            self.traced.update({(policy, batch): trace for policy, trace in zip(policies, traces, strict=True)})
+    def _keep(self, sessions: list[list[Key]], traced: Iterable[list[Traced]]) -> None:
+        for keys, traces in zip(sessions, traced, strict=True):
+            if len(keys) == 1:
+                self._alone.add(keys[0])
+            self.traced.update(zip(keys, traces, strict=True))
 
-    def usual(self, wanted: Iterable[tuple[str, int]]) -> list[StepTrace]:
+    def usual(self, wanted: Iterable[Key]) -> list[StepTrace]:
         """For each (policy, batch), which has a trace, that of the step on a usual batch."""
-        traces = self._run([([policy], batch) for policy, batch in wanted], usual=True)
+        traces = self._run([[key] for key in wanted], usual=True)
         return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
 
-    def _run(self, sessions: list[tuple[list[str], int]], usual: bool = False) -> Iterator[list[Traced]]:
+    def _run(self, sessions: list[list[Key]], usual: bool = False) -> Iterator[list[Traced]]:
         """The traces of each session; all of them are begun at once where there are other processes."""
         launch = self.workload.launch
         running: list[Future[list[Traced]] | None] = [None] * len(sessions)
         if self._pool is not None:
-            running = [self._pool.submit(_trace, *session, usual, launch) for session in sessions]
+            running = [self._pool.submit(_trace, keys, usual, launch) for keys in sessions]
         return self._results(sessions, running, usual)
 
     def _results(
-        self, sessions: list[tuple[list[str], int]], running: list[Future[list[Traced]] | None], usual: bool
+        self, sessions: list[list[Key]], running: list[Future[list[Traced]] | None], usual: bool
     ) -> Iterator[list[Traced]]:
         where = f" with {self.workload.launch}" if self.workload.launch else ""
-        for (policies, batch), future in zip(sessions, running, strict=True):
-            self.report(f"{self._progress(len(policies))}tracing batch {batch} under {'; '.join(policies)}{where}")
-            yield _session(self.workload, policies, batch, usual) if future is None else future.result()
+        for keys, future in zip(sessions, running, strict=True):
+            said = ", ".join(
+                f"batch {batch} under {'; '.join(policy for policy, _ in same)}"
+                for batch, same in groupby(keys, key=lambda key: key[1])
+            )
+            self.report(f"{self._progress(len(keys))}tracing {said}{where}")
+            yield _session(self.workload, keys, usual) if future is None else future.result()
 
     def _progress(self, more: int) -> str:
         """How far it is: what was traced, of what there will be in all with `more` now."""
@@ -221,21 +242,23 @@ class Tracer:
         return f"{done} of about {max(self.expected, done + more)}: " if self.expected else ""
 
 
-def trace_all(asked: Sequence[tuple[Tracer, Iterable[tuple[str, int]]]], alone: bool = False) -> list[list[Traced]]:
-    """`tracer.all(wanted, alone)` for each (tracer, wanted), begun together."""
+def trace_all(
+    asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, beside: Iterable[Key] = ()
+) -> list[list[Traced]]:
+    """`tracer.all(wanted, alone, beside)` for each (tracer, wanted), begun together."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:
-        sessions = tracer._missing(wanted, alone)
+        sessions = tracer._missing(wanted, alone, beside)
         begun.append((tracer, sessions, tracer._run(sessions)))
     for tracer, sessions, traced in begun:
         tracer._keep(sessions, traced)
     return [[tracer.traced[key] for key in wanted] for tracer, wanted in each]
 
 
-def _shares(policies: list[str], batch: int, jobs: int) -> list[tuple[list[str], int]]:
-    """`policies` dealt to at most `jobs` sessions, like beside unlike: those that re-run blocks take longest."""
-    return [(share, batch) for share in (policies[start::jobs] for start in range(jobs)) if share]
+def _shares(keys: list[Key], jobs: int) -> list[list[Key]]:
+    """`keys` dealt to at most `jobs` sessions, like beside unlike: those that re-run blocks take longest."""
+    return [share for share in (keys[start::jobs] for start in range(jobs)) if share]
 
 
 def cores() -> int:
@@ -252,14 +275,15 @@ def _inherit(workload: Workload) -> None:
     torch.set_num_threads(1)
 
 
-def _session(workload: Workload, policies: list[str], batch: int, usual: bool) -> list[Traced]:
-    return trace_policies(workload, policies, workload.usual(batch) if usual else workload.step(batch))
+def _session(workload: Workload, keys: list[Key], usual: bool) -> list[Traced]:
+    steps = {batch: workload.usual(batch) if usual else workload.step(batch) for _, batch in keys}
+    return _traced(workload, [(policy, steps[batch]) for policy, batch in keys])
 
 
-def _trace(policies: list[str], batch: int, usual: bool, launch: Launch | None) -> list[Traced]:
+def _trace(keys: list[Key], usual: bool, launch: Launch | None) -> list[Traced]:
     """In a forked process."""
     assert _WORKLOAD is not None, "set by _inherit"
-    traces = _session(replace(_WORKLOAD, launch=launch), policies, batch, usual)
+    traces = _session(replace(_WORKLOAD, launch=launch), keys, usual)
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing

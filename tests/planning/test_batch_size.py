@@ -70,11 +70,11 @@ def test_equals_brute_force_with_three_steps_and_hardly_an_oom(name: str, monkey
     traced: dict[tuple[str, int], Traced] = {}  # five budgets ask for the same traces
     plain = tracing._session
 
-    def once(workload: Workload, policies: list[str], batch: int, usual: bool) -> list[Traced]:
-        for policy in policies:
-            if (policy, batch) not in traced:
-                (traced[policy, batch],) = plain(workload, [policy], batch, usual)
-        return [traced[policy, batch] for policy in policies]
+    def once(workload: Workload, keys: list[tuple[str, int]], usual: bool) -> list[Traced]:
+        for key in keys:
+            if key not in traced:
+                (traced[key],) = plain(workload, [key], usual)
+        return [traced[key] for key in keys]
 
     monkeypatch.setattr(tracing, "_session", once)
     outcomes: Counter[str] = Counter()

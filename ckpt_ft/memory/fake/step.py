@@ -45,7 +45,7 @@ from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
 from .memo import Memo, call_key
 from .skipping import Skipping
-from .surroundings import faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
@@ -161,6 +161,7 @@ def _traced(
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
+        stack.enter_context(cache_of(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())

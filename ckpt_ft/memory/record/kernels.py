@@ -61,7 +61,8 @@ def _seconds(
         elements = shape[0] / _NLL_ROWS * _NLL_SECONDS
     elif len(shape) == 2 and name.startswith(_ROW_NORMS):
         step = _NORM_STEP * (2 if dtype in ("float16", "bfloat16") else 4)
-        elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
+        if shape[1] > step:  # shorter rows were not timed
+            elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
     return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
 
 

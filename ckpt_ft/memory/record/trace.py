@@ -33,7 +33,7 @@ from ckpt_ft.units import format_bytes
 
 from .codec import dumps, loads
 from .cost import Host, Parts, Span, schedule, step_seconds
-from .events import CATEGORIES, PHASES, Holder, Op, Storage, columns_of
+from .events import CATEGORIES, EMPTIED, PHASES, Holder, Op, Storage, columns_of
 from .holders import grouped, holders_table
 from .timeline import Timeline
 
@@ -43,7 +43,8 @@ class StepTrace:
     """Training steps, recorded. Views answer for the measured step: from the last "step" mark to the end.
 
     events: i >= 0 allocates storage i, ~i frees it; in order.
-    marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
+    marks: (events so far, name); name is a phase that begins there, "step" where a call of the user's step begins, or
+        "empty_cache" where it called torch.cuda.empty_cache().
     micro_batches: of the step, where it has more than were run; the second one stands for them too.
     launch: on how many processes it runs; this is rank 0 of them.
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
@@ -86,9 +87,14 @@ class StepTrace:
         if self.device != "cpu" or capacity is not None:
             settings = AllocatorSettings.parse(self.alloc_conf)
             streams = [storage.stream for storage in self.storages]
-            return replay(sizes, self.events, settings, capacity, streams=streams if any(streams) else ())
+            return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else ())
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
+
+    @property
+    def emptied(self) -> frozenset[int]:
+        """The events before which the step called torch.cuda.empty_cache()."""
+        return frozenset(at for at, name in self.marks if name == EMPTIED)
 
     @property
     def start(self) -> int:

@@ -65,6 +65,8 @@ def test_a_norms_block_goes_over_its_row_in_whole_steps():
     assert narrow == wide == pytest.approx(2 * rows * 4096 / (10 * 100 * CACHED.clock))
     half = busy(name, 0, 2 * rows * 2 * 768, "float16", shape=(rows, 2 * 768), gpu=CACHED)
     assert half == pytest.approx(wide / 2)
+    of_a_head = busy("aten._fused_rms_norm.default", 0, 2 * rows * 256, "bfloat16", shape=(rows, 256), gpu=ROUND)
+    assert of_a_head == pytest.approx(busy("aten.add.Tensor", 0, 2 * rows * 256 + rows * 256))
 
 
 @pytest.mark.parametrize(("how", "cycles"), [(CAST, 0.9), (STRIDED, 0.9), (INDEXED, 2.0)])
