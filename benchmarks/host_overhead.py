@@ -130,8 +130,9 @@ def measure_sharded(repeats: int) -> dict[str, tuple[float, float]]:
         runs = {}
         for variant in times:
             model, step = llama()
-            for block in [*model.model.layers, model] if variant == "fsdp2" else []:  # type: ignore[union-attr, list-item]
-                fully_shard(block, mesh=mesh)
+            if variant == "fsdp2":
+                for block in (*model.get_submodule("model.layers").children(), model):
+                    fully_shard(block, mesh=mesh)
             runs[variant] = model, step
         for repeat in range(repeats + 3):
             for variant, (model, step) in runs.items():

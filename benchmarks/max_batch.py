@@ -22,7 +22,6 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.tracing import cores
 from ckpt_ft.units import MIB, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
@@ -47,7 +46,7 @@ def table() -> None:
         workload = load(name, settings, gpu)
 
         def best(policies: list[str] | None, workload: Workload = workload) -> Candidate:
-            return plan(workload, policies=policies, max_batch_size=MOST, jobs=cores()).best
+            return plan(workload, policies=policies, max_batch_size=MOST, jobs=0).best
 
         none, full, pick = best(["none"]), best(["full"]), best(None)
         batches = [f"{row.batch}+" if row.batch == MOST else str(row.batch) for row in (none, full, pick)]

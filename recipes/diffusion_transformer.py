@@ -42,6 +42,7 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.diffusion.class_images import draw_class_images
 from ckpt_ft.training.diffusion.data import Data, endless_batches, load_samples
 from ckpt_ft.training.diffusion.flow import FlowMatching
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, flow_workload
 from ckpt_ft.training.diffusion.noise import NoisyBatches
@@ -124,7 +125,7 @@ def train(
     transformer = load_transformer(model_args, part, dtype)
     transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
-    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latent, image_args.prior)
+    workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latents, image_args.prior)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(transformer)
@@ -154,16 +155,17 @@ def load_data(
     dtype = frozen_dtype(accelerator)
     frozen = TransformerEncoders(model_args, family, accelerator.device, dtype)
     resolution = checked_resolution(image_args.resolution, config, frozen)
-    latent = frozen.latent_shape(resolution)  # before the VAE leaves the device
+    channels, side, _ = frozen.latent_shape(resolution)  # before the VAE leaves the device
     flow = FlowMatching(family, config, frozen.vae, load_times(model_args), model_args)
     sampler = Sampler(family.part, model_args, frozen, resolution, family.draw)
     load = partial(load_transformer, model_args, family.part, dtype)
     draw_class_images(image_args.prior, sampler, frozen, load, accelerator, args.seed)
+    samples = load_samples(frozen, resolution, image_args, args, accelerator)
     return Data(
-        load_samples(frozen, resolution, image_args, args, accelerator),
+        samples,
         NoisyBatches(frozen, flow, image_args),
         Validation(sampler, args, frozen, Path(args.output_dir, "samples")),
-        latent,
+        LatentShapes.of(samples.sizes, samples.buckets, channels, resolution // side),
     )
 
 

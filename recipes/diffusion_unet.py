@@ -48,6 +48,7 @@ from ckpt_ft.training.diffusion.encoders import (
     unet_config,
 )
 from ckpt_ft.training.diffusion.inpainting import MaskedImages, blank, inpaints, pictures
+from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.latents import FramedImages
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.loop_workload import fit_loop, unet_workload
@@ -119,10 +120,8 @@ def train(
     dtype = frozen_dtype(accelerator)
     unet = prepare(load_denoiser(model_args, dtype), model_args, dtype)
     unet.to(accelerator.device)
-    scheduler, snr_gamma = data.noisy.add_noise.scheduler, model_args.snr_gamma
-    workload = unet_workload(
-        unet, attempt.args, accelerator, scheduler, snr_gamma, data.latent, dtype, image_args.prior
-    )  # fmt: skip
+    asked = model_args.snr_gamma, data.latents, dtype, image_args.prior
+    workload = unet_workload(unet, attempt.args, accelerator, data.noisy, *asked)
     fitted = fit_loop(workload, accelerator, attempt)
     memory = LoopMemory(fitted, accelerator)
     memory.apply(unet)
@@ -152,8 +151,8 @@ def load_data(
         rows, image_args = MaskedImages, image_args.uncached("the masks of inpainting are drawn anew each time")
     frozen = Encoders(model_args, sdxl, accelerator.device, dtype, rows)
     resolution = image_args.resolution or own_side(config) * frozen.vae_scale_factor
-    side = resolution // frozen.vae_scale_factor
     noise = Denoising(load_scheduler(model_args), frozen.vae.config.scaling_factor, model_args.noise_offset)
+    channels, scale = frozen.vae.config.latent_channels, frozen.vae_scale_factor
     sampler = Sampler(UNET_XL if sdxl else UNET, model_args, frozen, resolution, draw_latents)
     load = partial(load_denoiser, model_args, dtype)
     whole = blank(resolution) if inpaints(config) else {}
@@ -164,7 +163,7 @@ def load_data(
         samples,
         NoisyBatches(frozen, noise, image_args),
         Validation(sampler, args, frozen, Path(args.output_dir, "samples"), **shown),
-        (frozen.vae.config.latent_channels, side, side),
+        LatentShapes.of(samples.sizes, samples.buckets, channels, scale),
     )
 
 

@@ -28,6 +28,7 @@ _PARALLEL = re.compile("expert|heads?$|branch", re.IGNORECASE)  # lists whose el
 _LONE_STAGES = {"mid_block", "mid"}  # a U-Net's level that stands outside of the lists of levels
 _ATTENTION = re.compile(r"(attention|attn)(?!.*decoderlayer)", re.IGNORECASE)
 _MLP = re.compile(r"mlp|feed_?forward|ffn|layerff|moe|expert|intermediate$|(?<!self)output$", re.IGNORECASE)
+_MLP_NAME = re.compile(r"(mlp|ff|ffn|feed_?forward)(_?\d|_context)?$")  # what a block calls it: Sana's GLUMBConv
 _BARE_MLP = re.compile(
     r"(fc|linear|lin)_?[12]$|ffn(_output)?$"
 )  # OPT, nn.TransformerEncoderLayer, ALBERT: no module of its own
@@ -69,7 +70,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]:
     """The outermost attention (`member="attention"`) or MLP (`"mlp"`) submodules of a block, by qualified name."""
     pattern = _ATTENTION if member == "attention" else _MLP
-    found = dict(_outermost(name, block, pattern, skip=None if member == "attention" else _ATTENTION))
+    found = dict(_outermost(name, block, member))
     if not found and pattern.search(type(block).__name__):  # a U-Net's plain attention is a block itself
         return {name: block}
     if not found and member == "mlp":
@@ -77,17 +78,19 @@ def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]
     return found
 
 
-def _outermost(
-    name: str, module: nn.Module, pattern: re.Pattern[str], skip: re.Pattern[str] | None
-) -> Iterator[Named]:
+def _outermost(name: str, module: nn.Module, member: str) -> Iterator[Named]:
     for key, child in module.named_children():
         kind, path = type(child).__name__, f"{name}.{key}"
-        if skip is not None and skip.search(kind):
+        if member == "attention":
+            found = bool(_ATTENTION.search(kind))
+        elif _ATTENTION.search(kind):
             continue
-        if pattern.search(kind) and any(True for _ in child.parameters()):
+        else:
+            found = bool(_MLP.search(kind) or (_MLP_NAME.match(key) and _is_composite(child)))
+        if found and _has_parameters(child):
             yield path, child
         else:
-            yield from _outermost(path, child, pattern, skip)
+            yield from _outermost(path, child, member)
 
 
 class _Finder:
@@ -123,11 +126,11 @@ class _Finder:
             path = f"{name}.{key}"
             if _is_list(child):
                 self.visit_list(path, child, in_stage)
-            elif self.is_nested_model(child):
+            elif self.is_nested_model(child) or (in_stage and self.is_stage(child)):  # a level's own lists of blocks
                 self.visit(path, child, in_stage)
             elif self.is_stage(child):
                 self.visit_stage(path, child)
-            elif self.is_layer(child) or (_is_composite(child) and (in_stage or type(child) in self.repeated)):
+            elif self.is_layer(child) or (_is_composite(child) and (in_stage or self.is_repeated(child))):
                 self.blocks[path] = child
 
     def visit_stage(self, name: str, stage: nn.Module) -> None:
@@ -136,6 +139,14 @@ class _Finder:
         inside = dict(list(self.blocks.items())[known:])
         if inside:
             self.stages.append(Stage(name, stage, inside))
+
+    def is_repeated(self, module: nn.Module) -> bool:
+        """Whether `module` is one of many in the model's lists, and more than one linear layer in a wrapping.
+
+        Those stand in an MLP's list (diffusers' GELU) or beside the blocks, a projection of the text for each.
+        """
+        matrices = [p.dim() for p in module.parameters() if p.dim() > 1]
+        return type(module) in self.repeated and matrices != [2]
 
     def is_layer(self, module: nn.Module) -> bool:
         return self.layer_class is not None and isinstance(module, self.layer_class)

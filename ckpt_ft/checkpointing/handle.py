@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .blocks import Blocks
+from .blocks import Blocks, submodules
 from .compile_budget import CompileBudget
 from .explain import Coverage, explain, explain_html
 from .guard import Guard
@@ -165,9 +165,7 @@ class AppliedPolicy:
             return
         self.hooks.pop().remove()
         for group in self.never_fired():
-            reason = (
-                ": attention runs as plain matmuls here (attn_implementation 'eager'?)" if group == "attention" else ""
-            )
+            reason = self._attention_as_matmuls() if group == "attention" else ""
             warnings.warn(
                 f"policy '{self.policy}': no operator of '{group}' ran in any checkpointed region{reason}",
                 stacklevel=2,
@@ -175,10 +173,15 @@ class AppliedPolicy:
         segments = {id(member.segment): member.segment for member in self._members()}
         if segments and not any(segment.joined for segment in segments.values()):
             warnings.warn(
-                f"policy '{self.policy}': no block was given the output of the one before it (a hook that casts it?), "
-                "so each block is a checkpoint of its own, as under 'full'",
+                f"policy '{self.policy}': no block was given the output of the one before it (the model reshapes it "
+                "in between, or a hook casts it), so each block is a checkpoint of its own, as under 'full'",
                 stacklevel=2,
             )
+
+    def _attention_as_matmuls(self) -> str:
+        if not any(submodules(name, block, "attention") for name, block in self.found.blocks.items()):
+            return ""
+        return ": attention runs as plain matmuls here (attn_implementation 'eager'? or, on the CPU, dropout in it?)"
 
 
 made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a part does not know the model that it is in

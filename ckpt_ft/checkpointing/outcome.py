@@ -15,7 +15,7 @@ from . import rng
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The output's `loss`, or the mean square of its first floating-point tensor."""
+    """The output's `loss`, or the mean square of its first floating-point tensor; UserError where it has neither."""
     if isinstance(batch, Mapping):
         out = model(**batch)
     else:
@@ -24,7 +24,10 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
     leaves = torch.utils._pytree.tree_leaves(dict(out) if isinstance(out, Mapping) else out)
-    return next(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()).float().square().mean()
+    first = next((x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
+    if first is None:
+        raise UserError(f"the output of {type(model).__name__} has neither a loss nor a tensor of floats; give `loss`")
+    return first.float().square().mean()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
     rng.start_from(seed)
     try:
         value = loss(model, batch)
+        if value.numel() != 1:
+            raise UserError(f"the step's loss has the shape {tuple(value.shape)}; it must be one number")
         if not value.requires_grad:
             raise UserError(
                 "the step's loss needs no gradient: nothing in the model is trainable, or the batch has no labels"
@@ -55,7 +60,7 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
         value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         after = {name: b.detach().clone() for name, b in model.named_buffers()}
-        return Outcome(value.detach(), gradients, after, rng.snapshot(device_of(model), host=True), half)
+        return Outcome(value.detach().reshape(()), gradients, after, rng.snapshot(device_of(model), host=True), half)
     finally:
         for name, p in model.named_parameters():
             p.grad = own[name]

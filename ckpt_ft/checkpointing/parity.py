@@ -96,7 +96,7 @@ def check_parity(
         seed: of the random state that both steps start from.
 
     Raises:
-        UserError: the policy is malformed or matches nothing; the step's loss needs no gradient.
+        UserError: the policy is malformed or matches nothing; the step's loss is not one number, or needs no gradient.
     """
     loss = loss or default_loss
     started = rng.snapshot(device_of(model), host=True)

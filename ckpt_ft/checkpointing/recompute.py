@@ -3,8 +3,9 @@
 `Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
 the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
 `torch.utils.checkpoint` without reentrant autograd; added are, in either run, the arguments as the first run found
-them (`arguments.py`), the random state (kept only where the first run drew from it), the buffers (`buffers.py`), the
-parameters and modes (`parameters.py`), and kept operator outputs (`selective.py`).
+them (`arguments.py`), the random state (kept only where the first run drew from it), the buffers (`buffers.py`),
+tensors in attributes (`attributes.py`), the parameters and modes (`parameters.py`), and kept operator outputs
+(`selective.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import parameters, rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
+from .attributes import Attributes, put
 from .buffers import Buffers, swap_in, swap_out
 from .parameters import Found, modules_in
 from .selective import Selection, compiled_contexts
@@ -34,6 +36,7 @@ class Checkpointed(StandIn):
         super().__init__(module)
         self.selection = selection
         self.buffers = Buffers()
+        self.attributes = Attributes()
         self.inputs = Inputs(module)
         self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
 
@@ -74,7 +77,7 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = ("buffers", "devices", "found", "keeping", "modules", "random", "region", "replaying")
+    __slots__ = ("attributes", "buffers", "devices", "found", "keeping", "modules", "random", "region", "replaying")
 
     def __init__(self, region: Checkpointed, modules: dict[nn.Module, None], devices: set[torch.device]) -> None:
         self.region, self.modules, self.devices = region, modules, devices
@@ -89,6 +92,7 @@ class FirstRun:
 
     def __enter__(self) -> None:
         self.buffers = self.region.buffers.before(self.modules)
+        self.attributes = self.region.attributes.before(self.modules, self.region.module.training)
         self.random = rng.snapshot(*self.devices, host=True)
         self.keeping.__enter__()
 
@@ -98,6 +102,7 @@ class FirstRun:
             return
         for buffer in self.buffers:
             buffer.look()
+        self.attributes = self.region.attributes.after(self.attributes, self.modules, self.region.module.training)
         self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
         self.found = Found(self.modules)
 
@@ -105,7 +110,7 @@ class FirstRun:
 class SecondRun:
     """Sets generators, buffers and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("buffers", "first", "random", "swapped")
+    __slots__ = ("attributes", "buffers", "first", "random", "swapped")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -114,6 +119,7 @@ class SecondRun:
         first = self.first
         self.swapped = first.found.swap_in()
         self.buffers = swap_in(first.buffers)
+        self.attributes = put(first.attributes)
         self.random = first.random.now()
         first.random.restore()
         first.replaying.__enter__()
@@ -121,9 +127,10 @@ class SecondRun:
     def __exit__(self, *exception: Any) -> None:
         self.first.replaying.__exit__(*exception)
         self.random.restore()
+        put(self.attributes)
         swap_out(self.buffers)
         parameters.swap_out(self.swapped)
-        self.buffers = []
+        self.attributes, self.buffers = [], []
 
 
 def _accelerators(modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:

@@ -1,6 +1,7 @@
 """Finds the towers of a model: the language model, vision encoder and audio encoder that it is put together of.
 
-Structure decides, not names. From a block outwards, the first module says what it hears of that
+Structure decides, not names. From a block outwards, the first module, or else the transformers model that it is in,
+says what it hears of that
 
     takes       pixels alone (vision) or sound alone (audio), among what its forward is called with;
     declares    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
@@ -94,10 +95,19 @@ def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
         senses = _told(module) or set(_built(module, inside, blocks))
-        if senses:
+        if senses:  # an embedding of relative positions is built as one of tokens is
+            senses = _told(_model_around(model, path)) or senses
             return senses.pop() if len(senses) == 1 else ""
         inside = module
     return ""
+
+
+def _model_around(model: nn.Module, path: str) -> nn.Module:
+    """The innermost transformers model that the module at `path` is, or is in; that module where there is none."""
+    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
+    names = path.split(".") if path else []
+    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+    return next((module for module in around if kind is not None and isinstance(module, kind)), around[0])
 
 
 def _root(path: str, others: list[str]) -> str:

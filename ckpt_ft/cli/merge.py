@@ -1,4 +1,4 @@
-"""`ckpt-ft merge`: a trained adapter into full weights."""
+"""`ckpt-ft merge`: a trained adapter into full weights; `ckpt-ft kohya`: a U-Net's LoRA under kohya's names."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def merge(
     print(f"merged: {merged}")
 
 
+def kohya(
+    adapter: Annotated[str, typer.Argument(help="a U-Net's LoRA run's output_dir, or its file")],
+    output: Annotated[str, typer.Option("--output", help="file to write, NAME.safetensors")],
+) -> None:
+    """Write a U-Net's LoRA under kohya's names, for AUTOMATIC1111, ComfyUI, InvokeAI and others."""
+    from ckpt_ft.training.kohya import to_kohya
+
+    print(f"written: {to_kohya(adapter, output)}")
+
+
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
     app.command()(merge)
+    app.command()(kohya)

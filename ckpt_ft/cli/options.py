@@ -22,6 +22,9 @@ SeqLength = Annotated[
     int | None, typer.Option("--seq-length", help="tokens of a sequence (language models); 1024, in a check 32")
 ]
 Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an image's side; 0 for the model's own")]
+Buckets = Annotated[
+    str, typer.Option("--aspect-ratio-buckets", help="images of several sizes: 'height,width;height,width', or auto")
+]
 Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]
 AudioSeconds = Annotated[int, typer.Option("--audio-seconds", help="of a sample of sound; 0 for 10")]
 Images = Annotated[int, typer.Option("--images", help="in each row of text, for models that see")]
@@ -42,7 +45,9 @@ Dtype = Annotated[str, typer.Option("--dtype", help="of the weights: float32, bf
 MixedPrecision = Annotated[str, typer.Option("--mixed-precision", help="autocast: no, bf16 or fp16")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="the same as --mixed-precision bf16")]
 Fp16 = Annotated[bool, typer.Option("--fp16", help="the same as --mixed-precision fp16")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, sgd or none")]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none")
+]
 UsePeft = Annotated[bool, typer.Option("--use-peft", help=f"LoRA, of rank {LORA_R} where --lora says no other")]
 Lora = Annotated[int, typer.Option("--lora", "--lora-r", help="LoRA rank; 0 trains all weights")]
 LoraTargets = Annotated[

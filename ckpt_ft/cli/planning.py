@@ -216,7 +216,6 @@ def _make(
     from ckpt_ft.planning.fitting import make_room
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.planning.survey import survey
-    from ckpt_ft.planning.tracing import cores
     from ckpt_ft.workloads.load import load
 
     launch = settings.launches[0] if settings.launches else settings.launch
@@ -229,7 +228,7 @@ def _make(
             "max_batch_size": asked.max_batch_size,
             "target": asked.target,
             "margin": asked.margin,
-            "jobs": jobs or cores(),
+            "jobs": jobs,
             "report": say,
         }
         if html and not settings.launches:

@@ -20,6 +20,11 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_fused": "adamw_fused",
     "adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
     "paged_adamw_32bit": "adamw", "adafactor": "adafactor", "sgd": "sgd", "adamw": "adamw",
+    "prodigy": "prodigy",
+}  # fmt: skip
+_SWITCHES = {
+    "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
+    "use_8bit_adam", "flash_attention",
 }  # fmt: skip
 _PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
@@ -89,7 +94,7 @@ class Described:
         for other in names_of(name):
             if other in self.content:
                 self._read.add(other)
-                return self.content[other]
+                return _switched(other, self.content[other]) if name in _SWITCHES else self.content[other]
         return _DEFAULTS[self.kind].get(name)
 
     def words(self, path: str, with_policy: bool) -> list[str]:
@@ -104,13 +109,20 @@ class Described:
         return words + (["--policy", policy] if with_policy and policy else [])
 
     def _options(self, path: str) -> Iterator[tuple[str, Any]]:
-        yield "batch-size", self.get("batch_size")
+        yield "batch-size", self._batch(self.get("batch_size"))
         yield from ((option, self.get(name)) for option, name in _PLAIN)
         yield from self._precision()
         yield "optimizer", self._optimizer(path)
         yield from self._adapters()
         flash = self.get("flash_attention")
         yield "attn-implementation", "flash_attention_2" if flash else self.get("attn_implementation")
+
+    def _batch(self, samples: Any) -> Any:
+        """Images of a batch: with prior preservation each of DreamBooth's comes with one of its class."""
+        if not (self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int)):
+            return samples
+        print(f"note: with_prior_preservation: a batch of {samples} is {2 * samples} images", file=sys.stderr)
+        return 2 * samples
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
@@ -172,6 +184,7 @@ _PLAIN = (
     ("seq-length", "seq_length"),
     ("packing", "packing"),
     ("resolution", "resolution"),
+    ("aspect-ratio-buckets", "aspect_ratio_buckets"),
     ("image-size", "image_size"),
     ("max-pixels", "max_pixels"),
     ("longest-side", "longest_side"),
@@ -181,6 +194,20 @@ _PLAIN = (
     ("ema", "ema"),
     ("budget", "budget"),
 )
+
+
+def _switched(name: str, value: Any) -> bool | None:
+    known: dict[Any, bool | None] = {
+        None: None,
+        True: True,
+        False: False,
+        "true": True,
+        "false": False,
+        "auto": True,
+    }  # axolotl's bf16: auto
+    if not isinstance(value, (bool, str, int, type(None))) or value not in known:
+        raise UserError(f"{name}: {str(value)[:40]!r} is neither true nor false")
+    return known[value]
 
 
 def _says(value: Any) -> bool:

@@ -49,8 +49,9 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
         change = f"micro-batches of {half} and twice the gradient accumulation"
         found += fix(change, tracer.trace(candidate.policy, half), half)
     found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
-    if tracer.workload.lengths is not None:
-        found += _padding(tracer.workload, tracer.workload.lengths, candidate)
+    lengths = tracer.workload.lengths
+    if lengths is not None and lengths.unit == "tokens":
+        found += _padding(tracer.workload, lengths, candidate)
     worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
     return sorted(worth, key=lambda fix: -fix.saves)
 

@@ -63,7 +63,7 @@ def plan(
         margin: kept free beside the CUDA context, an amount or, as a float, a share of the budget;
             None for 2 % of the budget on a GPU, nothing on "cpu".
         policies: those to look at; None for all that suit the model.
-        jobs: processes to trace on.
+        jobs: processes to trace on; 0 for as many as there are cores.
         report: told what is being traced.
         launches: to choose from, in place of the workload's own; all on as many GPUs (see `launches_on`).
 
@@ -157,7 +157,7 @@ def _stopped(estimates: Estimates) -> Stopped:
 
 
 def _describe(lengths: Lengths, batch: int) -> str:
-    return (
-        f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, padded to "
-        f"{lengths.padded(batch)} at batch {batch}"
-    )
+    usual = f"padded to {lengths.padded(batch)} at batch {batch}"
+    if lengths.by_length:
+        usual = f"of {lengths.padded(batch)}"
+    return f"{lengths}: bytes are those of a batch with the longest, seconds those of a usual one, {usual}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.policy import Policy
 
@@ -15,7 +16,7 @@ class Question:
     """What is asked of a workload; `plan` says what each is.
 
     Raises:
-        UserError: a target or a policy that is none.
+        UserError: a target, a policy or a number of samples that is none.
     """
 
     budget: str | int | None
@@ -28,6 +29,9 @@ class Question:
 
     def __post_init__(self) -> None:
         better(self.target)
+        for name, samples in (("batch_size", self.batch_size), ("max_batch_size", self.max_batch_size)):
+            if samples is not None and samples < 1:
+                raise UserError(f"{name} {samples}: a batch has at least 1 sample")
         self.chosen  # noqa: B018  refused before anything is traced
 
     @property

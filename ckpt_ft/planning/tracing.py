@@ -133,8 +133,9 @@ class Tracer:
     """Answers `trace(policy, batch)` from what was traced already, or traces it; a context manager.
 
     Args:
-        jobs: processes to trace on; 1 traces in this one. They are forked, so that a step may be any closure; where
-            that cannot be (CUDA in use, other threads that hold locks, no fork on this system) this process does all.
+        jobs: processes to trace on, 0 for as many as there are cores; 1 traces in this one. They are forked, so that a
+            step may be any closure; where that cannot be (CUDA in use, other threads that hold locks, no fork on this
+            system) this process does all.
         report: told a line before each trace.
 
     Attributes:
@@ -146,7 +147,7 @@ class Tracer:
         self.traced: dict[Key, Traced] = {}
         self.expected = 0
         self._alone: set[Key] = set()  # of them, those that had a session to themselves
-        self._jobs = jobs if _can_fork() else 1
+        self._jobs = jobs or cores() if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Tracer:

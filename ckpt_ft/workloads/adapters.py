@@ -17,6 +17,8 @@ from .settings import Settings
 from .trained_towers import TrainedTowers
 from .valueless import Valueless
 
+_FROM_DATA = ("corda", "loftq")  # LoRA's own sizes, with values that are computed from data or by other packages
+
 
 def without_adapters(model: Any) -> Any:
     """The model that PEFT's wrapper is around; `model` itself where there is none."""
@@ -40,7 +42,7 @@ def adapt(model: Any, settings: Settings) -> Any:
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
-        adapted = get_peft_model(model, _configuration(settings, towers))
+        adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
     if settings.dtype != "float32":
         for p in adapted.parameters():
             if p.requires_grad:
@@ -68,6 +70,23 @@ def notes_on(settings: Settings) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def by_task(settings: Settings) -> bool:
+    """Whether the adapters are of several tasks, so that a batch says of each of its rows which one it is of."""
+    return settings.peft is not None and settings.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
+
+
+def refusals(settings: Settings) -> dict[type[Exception], str]:
+    """Errors with which a model's forward refuses what it is given, and what to say of each; "" where it is the batch.
+
+    Kinds of PEFT that work on the weight itself find its packed bits there.
+    """
+    refused = dict.fromkeys((AttributeError, TypeError, ValueError), "")
+    if settings.quantised and settings.peft is not None:
+        bits = 4 if settings.load_in_4bit else 8
+        refused[RuntimeError] = f"{settings.peft.get('peft_type')} does not run over weights in {bits} bits"
+    return refused
+
+
 def _quantise(model: Any, settings: Settings) -> None:
     from ckpt_ft.standins.int8 import to_int8
     from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
@@ -90,15 +109,20 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _configuration(settings: Settings, towers: TrainedTowers | None) -> Any:
+def _configuration(settings: Settings, towers: TrainedTowers | None, without_values: bool) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
 
     if settings.peft is not None:
         asked = "the PEFT configuration"
-        config: Any = configuration(settings.peft, asked)
-        if towers is not None and takes(settings.peft, "target_modules", asked):
-            config.target_modules = towers.adapted_layers(settings.peft.get("target_modules"), f"{asked}:")
+        given = dict(settings.peft)
+        if given["peft_type"] == "XLORA" and not given.get("adapters"):
+            raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
+        if without_values and given.get("init_lora_weights") in _FROM_DATA:
+            given["init_lora_weights"] = True
+        config: Any = configuration(given, asked)
+        if towers is not None and takes(given, "target_modules", asked):
+            config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")
         return config
     rank, dropout, targets = settings.lora_r, settings.lora_dropout, list(settings.lora_targets)
     return LoraConfig(

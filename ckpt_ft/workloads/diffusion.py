@@ -12,8 +12,10 @@ from torch import nn
 from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt
+from .buckets import sizes_of
 from .diffusion_inputs import KINDS, Latents
 from .dtypes import DTYPES
+from .lengths import Lengths
 from .peft_file import takes
 from .settings import Settings
 from .workload import Batch, Forward, Workload
@@ -64,16 +66,33 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
     latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 
+    sizes = sizes_of(settings.buckets, side * scale, max(scale, _LEAST)) if settings.buckets else []
+    sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
+
     def make_batch(samples: int, length: int | None) -> Batch:
-        return called.inputs(Latents(model.config, samples, side, latent_frames, dtype))
+        nearest = max(sides) if length is None else min(sides, key=lambda pixels: abs(pixels - length))
+        return called.inputs(Latents(model.config, samples, *sides[nearest], latent_frames, dtype))
 
+    height, width = sides[max(sides)]
     shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
-    return Workload(adapt(model, settings), make_batch, noise_loss, kind="diffusion model", shape=shape)
+    notes: tuple[str, ...] = ()
+    if sizes:
+        shape = {**shape, "height": height * scale, "width": width * scale}
+        notes = (f"buckets: a batch of {height * scale}x{width * scale} pixels, the largest of {len(sizes)}",)
+    return Workload(
+        adapt(model, settings),
+        make_batch,
+        noise_loss,
+        kind="diffusion model",
+        shape=shape,
+        notes=notes,
+        lengths=Lengths.of((high * wide for high, wide in sizes), by_length=True, unit="pixels") if sizes else None,
+    )
 
 
-def noise_batch(model: nn.Module, size: int, side: int, dtype: torch.dtype) -> Batch:
-    """What an image model of a known class is called with, as zeros: latents of `side` x `side`, prompts and times."""
-    return KINDS[type(model).__name__].inputs(Latents(model.config, size, side, 0, dtype))
+def noise_batch(model: nn.Module, size: int, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
+    """What an image model of a known class is called with, as zeros: latents of `shape` (h, w), prompts and times."""
+    return KINDS[type(model).__name__].inputs(Latents(model.config, size, *shape, 0, dtype))
 
 
 def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:

@@ -20,11 +20,12 @@ _META_SIZES = 6  # original size, crop and target size of an image
 
 @dataclass(frozen=True)
 class Latents:
-    """A micro-batch of noisy latents: `size` samples of `side` x `side`, `frames` of them where they are videos."""
+    """A micro-batch of noisy latents: `size` samples of `height` x `width`, `frames` of them where they are videos."""
 
     config: Any
     size: int
-    side: int
+    height: int
+    width: int
     frames: int
     dtype: torch.dtype
 
@@ -33,7 +34,14 @@ class Latents:
         return torch.zeros(self.size, *shape, dtype=self.dtype)
 
     def image(self) -> torch.Tensor:
-        return self.zeros(self.config.in_channels, self.side, self.side)
+        return self.zeros(self.config.in_channels, self.height, self.width)
+
+    def video(self) -> torch.Tensor:
+        return self.zeros(self.config.in_channels, self.frames, self.height, self.width)
+
+    def tokens(self, patch: int) -> int:
+        """Squares of `patch` x `patch` in an image."""
+        return (self.height // patch) * (self.width // patch)
 
     def prompt(self, tokens: int, width: int) -> torch.Tensor:
         return self.zeros(tokens, width)
@@ -86,7 +94,7 @@ def _sd3(x: Latents) -> Batch:
 
 def _packed(x: Latents, patch: int, prompt: int, axes: int) -> Batch:
     """Latents as a sequence, each token a square of `patch` x `patch`, with positions on `axes` axes."""
-    tokens = (x.side // patch) ** 2
+    tokens = x.tokens(patch)
     return {
         "hidden_states": x.zeros(tokens, x.config.in_channels),
         "encoder_hidden_states": x.prompt(prompt, x.config.joint_attention_dim),
@@ -110,13 +118,12 @@ def _chroma(x: Latents) -> Batch:
 
 
 def _qwen_image(x: Latents) -> Batch:
-    side = x.side // 2
     return {
-        "hidden_states": x.zeros(side**2, x.config.in_channels),
+        "hidden_states": x.zeros(x.tokens(2), x.config.in_channels),
         "encoder_hidden_states": x.prompt(512, x.config.joint_attention_dim),
         "encoder_hidden_states_mask": x.mask(512),
         "timestep": x.zeros(),
-        "img_shapes": [[(1, side, side)]] * x.size,
+        "img_shapes": [[(1, x.height // 2, x.width // 2)]] * x.size,
     }
 
 
@@ -150,7 +157,7 @@ def _aura_flow(x: Latents) -> Batch:
 
 def _hunyuan_dit(x: Latents) -> Batch:
     config = x.config
-    rotary = (x.side // config.patch_size) ** 2, config.attention_head_dim
+    rotary = x.tokens(config.patch_size), config.attention_head_dim
     return {
         "hidden_states": x.image(),
         "timestep": x.zeros(),  # whose dtype the class takes for all of its embeddings
@@ -185,7 +192,7 @@ def _lumina2(x: Latents) -> Batch:
 
 def _z_image(x: Latents) -> Batch:
     """Every sample on its own, in lists."""
-    latents = torch.zeros(x.config.in_channels, 1, x.side, x.side, dtype=x.dtype)
+    latents = torch.zeros(x.config.in_channels, 1, x.height, x.width, dtype=x.dtype)
     prompt = torch.zeros(512, x.config.cap_feat_dim, dtype=x.dtype)
     return {
         "x": [latents.clone() for _ in range(x.size)],
@@ -196,7 +203,7 @@ def _z_image(x: Latents) -> Batch:
 
 def _wan(x: Latents) -> Batch:
     return {
-        "hidden_states": x.zeros(x.config.in_channels, x.frames, x.side, x.side),
+        "hidden_states": x.video(),
         "timestep": x.times(),
         "encoder_hidden_states": x.prompt(512, x.config.text_dim),
     }
@@ -204,19 +211,19 @@ def _wan(x: Latents) -> Batch:
 
 def _ltx(x: Latents) -> Batch:
     return {
-        "hidden_states": x.zeros(x.frames * x.side**2, x.config.in_channels),
+        "hidden_states": x.zeros(x.frames * x.tokens(1), x.config.in_channels),
         "encoder_hidden_states": x.prompt(128, x.config.caption_channels),
         "timestep": x.times(),
         "encoder_attention_mask": x.mask(128),
         "num_frames": x.frames,
-        "height": x.side,
-        "width": x.side,
+        "height": x.height,
+        "width": x.width,
     }
 
 
 def _hunyuan_video(x: Latents) -> Batch:
     return {
-        "hidden_states": x.zeros(x.config.in_channels, x.frames, x.side, x.side),
+        "hidden_states": x.video(),
         "timestep": x.times(),
         "encoder_hidden_states": x.prompt(256, x.config.text_embed_dim),
         "encoder_attention_mask": x.mask(256),
@@ -228,13 +235,13 @@ def _hunyuan_video(x: Latents) -> Batch:
 def _cogvideox(x: Latents) -> Batch:
     config = x.config
     batch: Batch = {
-        "hidden_states": x.zeros(x.frames, config.in_channels, x.side, x.side),
+        "hidden_states": x.zeros(x.frames, config.in_channels, x.height, x.width),
         "encoder_hidden_states": x.prompt(config.max_text_seq_length, config.text_embed_dim),
         "timestep": x.times(),
     }
     if config.use_rotary_positional_embeddings:
         frames = math.ceil(x.frames / (config.patch_size_t or 1))
-        rotary = frames * (x.side // config.patch_size) ** 2, config.attention_head_dim
+        rotary = frames * x.tokens(config.patch_size), config.attention_head_dim
         batch["image_rotary_emb"] = (torch.zeros(rotary), torch.zeros(rotary))
     return batch
 

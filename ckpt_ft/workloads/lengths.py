@@ -13,17 +13,19 @@ class Lengths:
     """Tokens per row, as a histogram: `tokens`, in order, each in so many `rows`.
 
     by_length: batches are of rows of like length, not drawn at random.
+    unit: what is counted, where rows are no text.
     """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     by_length: bool = False
+    unit: str = "tokens"
 
     @classmethod
-    def of(cls, lengths: Iterable[int], by_length: bool = False) -> Lengths:
+    def of(cls, lengths: Iterable[int], by_length: bool = False, unit: str = "tokens") -> Lengths:
         """The histogram of at least one length."""
         tokens, rows = zip(*sorted(Counter(lengths).items()), strict=True)
-        return cls(tokens, rows, by_length)
+        return cls(tokens, rows, by_length, unit)
 
     @property
     def longest(self) -> int:
@@ -50,7 +52,7 @@ class Lengths:
         """These rows, none longer than `longest`."""
         kept = [(t, n) for t, n in zip(self.tokens, self.rows, strict=True) if t < longest]
         tokens, rows = zip(*kept, (longest, sum(self.rows) - sum(n for _, n in kept)), strict=True)
-        return Lengths(tokens, rows, self.by_length)
+        return Lengths(tokens, rows, self.by_length, self.unit)
 
     def __str__(self) -> str:
-        return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} tokens, {self.mean:.0f} on average"
+        return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} {self.unit}, {self.mean:.0f} on average"

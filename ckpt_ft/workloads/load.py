@@ -67,6 +67,8 @@ def load(
             )
     if settings.resolution and "resolution" not in workload.shape:
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
+    if settings.buckets and "height" not in workload.shape:
+        raise UserError(f"aspect ratio buckets: the batches of {name}, a {workload.kind}, hold no images in buckets")
     if settings.frames and "frames" not in workload.shape:
         raise UserError(f"{settings.frames} frames: the batches of {name}, a {workload.kind}, hold no videos")
     if lengths is not None and workload.kind != "language model":
@@ -78,12 +80,12 @@ def load(
     return replace(
         workload,
         name=name,
-        make_optimizer=optimizer_maker(settings.optimizer, settings.ema),
+        make_optimizer=optimizer_maker(settings.optimizer, settings.ema, workload.model),
         device=device,
         autocast=MIXED_PRECISION[settings.mixed_precision],
         accumulation=settings.accumulation,
         max_grad_norm=settings.max_grad_norm,
-        lengths=lengths,
+        lengths=lengths or workload.lengths,
         launch=settings.launch,
         alloc_conf=settings.alloc_conf,
         notes=(*workload.notes, *notes_on(settings), *([gpu.note] if gpu and gpu.note else [])),

@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.reading import require_package
 
-def optimizer_maker(name: str, ema: bool = False) -> Callable[[nn.Module], Any] | None:
+
+def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None) -> Callable[[nn.Module], Any] | None:
     """model -> the optimizer of `settings.OPTIMIZERS` called `name` over its trainable parameters; None for "none".
 
     ema: a moving average follows its steps.
+    model: what it will be made for, with its weights: Prodigy keeps none of those that begin as zeros.
+
+    Raises:
+        UserError: its package is not installed.
     """
     if name == "none":
         return None
-    make = partial(make_optimizer, name=name)
+    make: Callable[[nn.Module], Any] = partial(make_optimizer, name=name)
+    if name == "prodigy":
+        require_package("prodigyopt", "the optimizer prodigy")
+        make = partial(_prodigy, zeros=frozenset() if model is None else _zeros(model))
     return (lambda model: Averaged(make(model))) if ema else make
 
 
@@ -35,6 +44,33 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
 
         return AdamW8bit(trainable, lr=1e-4)
     return torch.optim.AdamW(trainable, lr=1e-4, fused=True if name == "adamw_fused" else None)
+
+
+def _zeros(model: nn.Module) -> frozenset[str]:
+    """Names of trainable parameters that are all zeros; on the meta device LoRA's second halves, which begin so."""
+    return frozenset(
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and (".lora_B." in name if p.is_meta else not p.any())
+    )
+
+
+def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
+    """prodigyopt's, which looks whether a parameter is all zeros: a trace has no values and is told by `zeros`."""
+    from prodigyopt import Prodigy
+
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    class Told(Prodigy):
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            fresh = [p for name, p in named.items() if name not in zeros and "p0" not in self.state[p]]
+            loss: float | None = super().step(closure)
+            for p in fresh:
+                if "p0" in self.state[p]:
+                    self.state[p]["p0"] = p.detach().flatten().clone()
+            return loss
+
+    return Told(named.values(), lr=1.0, use_bias_correction=True, safeguard_warmup=True)
 
 
 class Averaged:

@@ -17,7 +17,7 @@ MIXED_PRECISION = ("no", "bf16", "fp16")
 IMAGE_SIZE = (1024, 1024)
 _MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
 _MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
-OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "none")
+OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none")
 ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
 ROWS = ("alike", "padded", "packed")
 TOWERS = ("", *TRAINED_TOWERS)
@@ -40,6 +40,7 @@ class Settings:
         lora_targets: module names that get an adapter; () for every linear layer of the blocks.
         seq_length: tokens of a sequence (language models), those that stand for images among them.
         resolution: pixels of an image's side; 0 for the model's own.
+        buckets: aspect-ratio buckets, "height,width;height,width" or "auto"; "" where all images are square.
         frames: of a video; 0 for 49 of them.
         audio_seconds: of sound in a sample; 0 for 10.
         images: in every row of text, for models that see; 0 for text alone.
@@ -70,6 +71,7 @@ class Settings:
     lora_targets: tuple[str, ...] = ()
     seq_length: int = SEQ_LENGTH
     resolution: int = 0
+    buckets: str = ""
     frames: int = 0
     accumulation: int = 1
     max_grad_norm: float = 1.0

@@ -13,7 +13,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.standins import flash_attention
 
 from . import batches
-from .adapters import adapt
+from .adapters import adapt, by_task, refusals
 from .dtypes import DTYPES
 from .images import Pictured, pictured
 from .model_config import read_processor
@@ -56,6 +56,8 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
             batch["attention_mask"][1:, -1:] = 0
         elif settings.rows == "packed":
             batch["position_ids"] = _packed_positions(batch["input_ids"])
+        if by_task(settings):
+            batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
         return batch
 
     shape = {sized: getattr(settings, sized) for sized in task.sized}
@@ -64,7 +66,7 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
     notes = (*said, *batches.notes_on(built, task, settings))
-    loss = partial(_loss, task.loss)
+    loss = partial(_loss, task.loss, refusals(settings))
     return Workload(adapt(built, settings), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
 
 
@@ -107,12 +109,14 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
-def _loss(loss: Loss, model: Forward, batch: Batch) -> torch.Tensor:
+def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, batch: Batch) -> torch.Tensor:
     """`loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
     try:
         return loss(model, batch)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"its forward refuses a batch of {', '.join(batch)}: {one_line(error, 200)}") from error
+    except tuple(refused) as error:
+        said = next(said for kind, said in refused.items() if isinstance(error, kind))
+        said = said or f"its forward refuses a batch of {', '.join(batch)}"
+        raise UserError(f"{said}: {one_line(error, 200)}") from error
 
 
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:

@@ -191,9 +191,45 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         lambda: diffusers.DiTTransformer2DModel(**DIT),
         lambda: {"hidden_states": r(2, 4, 8, 8), "timestep": T, "class_labels": torch.tensor([1, 2])},
     ),
+    "sana": (  # its MLP is a class of another name, in `ff`
+        lambda: diffusers.SanaTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=4,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=4,
+            cross_attention_dim=8,
+            caption_channels=8,
+            sample_size=8,
+        ),
+        lambda: {"hidden_states": r(2, 4, 8, 8), "encoder_hidden_states": r(2, 5, 8), "timestep": T},
+    ),
+    "wan": (  # with an image's embedding, whose MLP is a list as those in the blocks are
+        lambda: diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=8,
+            freq_dim=16,
+            ffn_dim=24,
+            num_layers=2,
+            rope_max_seq_len=32,
+            image_dim=8,
+            added_kv_proj_dim=24,
+        ),
+        lambda: {
+            "hidden_states": r(2, 4, 2, 8, 8),
+            "encoder_hidden_states": r(2, 5, 8),
+            "encoder_hidden_states_image": r(2, 3, 8),
+            "timestep": T,
+        },
+    ),
 }
 NO_ATTENTION_MODULE = {"video vae"}
-STAGELESS = {"sd3", "flux", "pixart", "dit"}
+STAGELESS = {"sd3", "flux", "pixart", "dit", "sana", "wan"}
 
 
 def make(name: str) -> nn.Module:
@@ -241,6 +277,21 @@ def test_blocks_of_unets_include_what_diffusers_leaves_out() -> None:
     blocks = find_blocks(make("sd")).blocks
     assert {"mid_block.resnets.0", "down_blocks.0.downsamplers.0", "up_blocks.0.upsamplers.0"} <= blocks.keys()
     assert kinds("flux") == {"FluxTransformerBlock": 2, "FluxSingleTransformerBlock": 2}
+
+
+def test_a_list_inside_of_an_mlp_holds_no_blocks() -> None:
+    assert kinds("wan") == {"WanTransformerBlock": 2}
+
+
+def test_an_mlp_is_known_by_its_name_too() -> None:
+    assert apply_policy(make("sana"), "modules:mlp").covered == ["transformer_blocks.0.ff", "transformer_blocks.1.ff"]
+
+
+def test_a_group_that_never_fired_is_explained_only_where_the_model_has_it() -> None:
+    model, inputs = make("video vae").train(), MODELS["video vae"][1]()
+    apply_policy(model, "save:attention+conv")
+    with pytest.warns(UserWarning, match="no operator of 'attention' ran in any checkpointed region$"):
+        numbers(model, inputs)
 
 
 def test_stages_are_the_levels_in_the_order_they_run() -> None:

@@ -219,3 +219,13 @@ def test_a_generator_of_ones_own_is_named() -> None:
     result = check_parity(model, torch.ones(2, 4), "full", loss=loss)
     assert not result.ok
     assert any("random numbers of one's own" in cause and "0.noise, 1.noise" in cause for cause in result.causes)
+
+
+def test_a_loss_is_one_number() -> None:
+    assert check_parity(Stack(), X, "full", loss=lambda model, batch: model(batch).sum().view(1)).ok
+    with pytest.raises(UserError, match=r"the step's loss has the shape \(2,\); it must be one number"):
+        check_parity(Stack(), X, "full", loss=lambda model, batch: model(batch)[0])
+    chosen = Stack()
+    chosen.register_forward_hook(lambda module, args, output: output.argmax(-1))
+    with pytest.raises(UserError, match="the output of Stack has neither a loss nor a tensor of floats"):
+        check_parity(chosen, X, "full")

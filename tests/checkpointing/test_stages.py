@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from vision_models import MODELS, assert_same, batches, make, numbers
 
 from ckpt_ft import apply_policy
@@ -112,6 +113,30 @@ def test_stages_of_every_family(name: str, depths: list[int]) -> None:
 def test_the_stages_of_a_u_net_come_in_the_order_they_run() -> None:
     names = [stage.name for stage in find_blocks(make("unet")).stages]
     assert names == ["down_blocks.0", "down_blocks.1", "mid_block", "up_blocks.0", "up_blocks.1"]
+
+
+class Pair(nn.Module):
+    """A list of blocks within a level, as a video U-Net's transformers over space and time are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial, self.temporal = (
+            nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.temporal[0](self.spatial[0](x))
+
+
+class Levels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList([nn.ModuleDict({"pairs": nn.ModuleList([Pair(), Pair()])}) for _ in range(2)])
+
+
+def test_a_stage_is_not_looked_into_for_stages() -> None:
+    found = find_blocks(Levels())
+    assert [(stage.name, len(stage.blocks)) for stage in found.stages] == [("levels.0", 4), ("levels.1", 4)]
 
 
 @pytest.mark.parametrize(

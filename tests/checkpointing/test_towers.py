@@ -62,6 +62,16 @@ def test_the_same_numbers(name: str, lora: bool) -> None:
         applied.remove()
 
 
+def test_an_embedding_of_positions_makes_no_language_model_of_a_speech_model() -> None:
+    from transformers import SEWDConfig, SEWDForCTC
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 4)}
+    model = SEWDForCTC(SEWDConfig(**sizes, **convolutions, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2))
+    (tower,) = find_towers(model, find_blocks(model).blocks)
+    assert (tower.name, len(tower.blocks)) == ("audio", 4)
+
+
 def runs(model: nn.Module, name: str) -> Counter[str]:
     """How often the blocks of each tower run in a step."""
     seen: Counter[str] = Counter()

@@ -114,6 +114,12 @@ def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
     assert capsys.readouterr().err == f"{said}\n"
 
 
+def test_a_pair_is_two_images(capsys: pytest.CaptureFixture[str]) -> None:
+    words = with_file(["estimate", "--config", str(RECIPES / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml")])
+    assert words[words.index("--batch-size") + 1] == "2"
+    assert "note: with_prior_preservation: a batch of 1 is 2 images" in capsys.readouterr().err
+
+
 def test_zeros_say_something(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: m\nuse_peft: true\nlora_dropout: 0.0\nmax_grad_norm: 0\nbf16: false\n")
@@ -134,6 +140,8 @@ def test_what_is_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
+        ("model_name_or_path: m\nbf16: maybe", [], "bf16: 'maybe' is neither true nor false"),
+        ("model_name_or_path: m\npacking: [1]", [], "packing: '[1]' is neither true nor false"),
         ("max_length: 8", [], "it names no model (model_name_or_path, pretrained"),
         ("base_model: m\noptimizer: lion", [], "optimizer lion is not modelled (adamw_torch, "),
         (

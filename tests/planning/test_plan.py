@@ -189,6 +189,9 @@ def test_bad_budgets() -> None:
         make_room(None, None)
     with pytest.raises(UserError, match="target 'speed': choose one of throughput"):
         better("speed")
+    for name in ("batch_size", "max_batch_size"):
+        with pytest.raises(UserError, match=f"^{name} 0: a batch has at least 1 sample"):
+            small_plan("llama", "1MiB", **{name: 0})
 
 
 def test_the_smallest_budget_that_works_works() -> None:

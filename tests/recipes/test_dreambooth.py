@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from PIL import Image
 from recipe_scripts import ROOT, load_recipe
 from safetensors.torch import load_file
 
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, WorkFailed, run
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.images.shapes import drawings
 from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.units import parse_bytes
 
 SMALL = ["--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1", "--resolution", "32"]
 ADAPTERS = "pytorch_lora_weights.safetensors"
@@ -140,7 +143,7 @@ def test_resumes_bit_for_bit_under_any_policy(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", ["sd1", "flux"])
+@pytest.mark.parametrize("kind", ["sd1", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_prior_has_its_weight(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str
 ) -> None:
@@ -153,7 +156,14 @@ def test_the_prior_has_its_weight(
     assert losses[2] == pytest.approx(losses[0] + 3 * (losses[1] - losses[0]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("sd1", []), ("sdxl", ["--rank", "2"]), ("flux", ["--rank", "2"])])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("flux", ["--rank", "2"]),
+        pytest.param("sd1", [], marks=pytest.mark.slow),
+        pytest.param("sdxl", ["--rank", "2"], marks=pytest.mark.slow),
+    ],
+)
 def test_predicted_peak(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path, kind: str,
     flags: list[str],
@@ -222,6 +232,19 @@ def test_exit_codes(
     said = capsys.readouterr().err
     assert said.startswith("error: --class_prompt belongs to prior preservation")
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_prediction_still_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the configuration has in its comments."""
+    config = ROOT / "recipes" / "diffusion" / "sdxl_dreambooth_lora_12gb.yaml"
+    device, amount = re.findall(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved", config.read_text())[0]
+    monkeypatch.setattr("sys.argv", ["ckpt-ft", "estimate", "--config", str(config), "--device", device, "--json"])
+    assert cli._main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["headroom"] > 0
+    assert answer["peak_reserved"] == pytest.approx(parse_bytes(f"{amount}GiB"), rel=0.01)
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def rows(folder: Path, *lines: object) -> Path:
     Image.new("RGB", (3, 2)).save(folder / "tiny.png")
     (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:60])
     (folder / "text.png").write_text("no picture")
+    (folder / "loop.png").symlink_to("loop.png")
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
@@ -163,6 +164,9 @@ def row(image: object, content: object = "<image>What is it?", **more: object) -
         (row("text.png"), "row 2: .*text.png cannot be read"),
         (row("../outside.png"), "row 2: image ../outside.png lies outside of the data folder"),
         (row("/etc/passwd"), "row 2: image /etc/passwd lies outside of the data folder"),
+        (row("a\0.png"), r"row 2: image 'a\\x00.png' is no file's path: .*null byte"),
+        (row("a" * 5000), "row 2: image 'aaa.* is no file's path: .*too long"),
+        (row("loop.png"), "row 2: image 'loop.png' is no file's path: .*loop"),
         (row("https://a.b/c.png"), "row 2: image https://a.b/c.png is not a file"),
         (row("tiny.png"), "row 2: .*tiny.png has 3 x 2 pixels, less than the model's patch of 12"),
         (row("good.png", "<image><image>Which?"), "row 2: its messages speak of more images than the 1 of 'images'"),

@@ -1,4 +1,4 @@
-"""recipes/vlm.py on a Qwen2.5-VL: a processor of images and videos without torchvision, weights saved by other names."""
+"""recipes/vlm.py on a Qwen2.5-VL: a processor without torchvision, weights that are saved by other names."""
 
 from __future__ import annotations
 

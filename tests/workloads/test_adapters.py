@@ -39,8 +39,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "VBLORA": {**TARGETS, "vector_length": 64},
     "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
 }
+MADE_OF = ("XLORA",)  # adapters that there are
 PACKAGES = {"ADAMSS": "sklearn"}
-TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING")  # that look at values, and two that do not
+# That look at values, that do not, and whose batches say which task a row is of.
+TRACED = ("BOFT", "SHIRA", "FROD", "UNILORA", "VERA", "PREFIX_TUNING", "POLY", "MULTITASK_PROMPT_TUNING")
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def configuration(kind: str) -> dict[str, Any]:
 def kinds() -> list[str]:
     from peft import PeftType
 
-    return sorted(kind.value for kind in PeftType)
+    return sorted({kind.value for kind in PeftType} - set(MADE_OF))
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
@@ -97,6 +99,34 @@ def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
     blocks = (-(-p.nbytes // 512) * 512 for p in workload.model.parameters())
     assert at_peak["parameters"] == sum(blocks)
     assert at_peak["optimizer"] < at_peak["parameters"]
+
+
+@pytest.mark.parametrize("way", ["corda", "loftq", "pissa", "olora"])
+def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
+    """Also where its values are computed from data, or by a package that a trace does without."""
+    lora = {"peft_type": "LORA", "r": 8, **TARGETS}
+    found = [
+        sizes(load(config, replace(PLAIN, peft={**lora, **given})).model) for given in ({}, {"init_lora_weights": way})
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "bits", "says"),
+    [
+        ("LOHA", 4, "LOHA does not run over weights in 4 bits: .*must have same reduction dim"),
+        ("PSOFT", 8, "the PEFT configuration: TypeError: PSOFT init requires float32"),
+        ("XLORA", 0, "X-LoRA mixes adapters that there are: its 'adapters' names none of them"),
+    ],
+)
+def test_adapters_that_do_not_run_are_one_line(
+    kind: str, bits: int, says: str, config: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(PLAIN, peft=configuration(kind), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    with pytest.raises(UserError, match=says):
+        load(config, settings).trace(1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:

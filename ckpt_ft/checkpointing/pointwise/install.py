@@ -73,8 +73,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
         rows[type(module).__name__, dropped, kept] += 1
     if not stand_ins:
         raise UserError(
-            f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout to treat "
-            "outside of its checkpoints; leave 'pointwise' out of the policy"
+            f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout of a "
+            "kind that it knows, outside of checkpoints; leave 'pointwise' out of the policy"
         )
     stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
     notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))

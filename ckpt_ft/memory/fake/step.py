@@ -45,7 +45,7 @@ from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
 from .memo import Memo, call_key
 from .skipping import Skipping
-from .surroundings import faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
 aten = torch.ops.aten
@@ -85,8 +85,11 @@ def trace_step(
     changed: train elsewhere. Ctrl-C takes effect at the step's next op, a second one at once; all is left as it was.
 
     Raises:
-        UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
+        UserError: unknown device, fewer than no steps of warm-up, or an op whose result depends on data in a way that
+            no stated case covers.
     """
+    if warmup_steps < 0:
+        raise UserError(f"warmup_steps {warmup_steps}: give 0 or more")
     return _traced(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf, None)
 
 
@@ -161,6 +164,7 @@ def _traced(
         tracker.add_resident(held or (), "communication")
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
+        stack.enter_context(cache_of(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())

@@ -6,6 +6,7 @@ What stands for a GPU is not here but in rules/cuda.py.
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
 
@@ -100,18 +103,32 @@ def tensors_of_fakes() -> Iterator[None]:
 
 
 @contextmanager
+def cache_of(tracker: Tracker) -> Iterator[None]:
+    """Whoever empties the caching allocator's cache empties that of the step that is traced."""
+    with (
+        patch.object(torch.cuda, "empty_cache", tracker.empty_cache),
+        patch.object(torch.accelerator, "empty_cache", tracker.empty_cache),
+    ):
+        yield
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
 
-    Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation.
+    Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation. What an
+    op refuses is raised; that torch logs it too is left out.
     """
     enabled, python, drawn = gc.isenabled(), random.getstate(), numpy.random.get_state()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, logger.disabled = logger.disabled, True
     gc.disable()
     gc.freeze()  # collections look at what the step makes, not at what was there
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        logger.disabled = silent
         random.setstate(python)
         numpy.random.set_state(drawn)
         gc.unfreeze()

@@ -13,6 +13,7 @@ CATEGORIES = (
     "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
 )  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
+EMPTIED = "empty_cache"  # a mark: torch.cuda.empty_cache() was called
 
 
 @dataclass(slots=True)

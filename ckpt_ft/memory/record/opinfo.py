@@ -67,8 +67,18 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
     return query.shape[:-1].numel() * key.size(-2)
 
 
-# torch's own formulas refuse grouped heads (fewer of the key than of the query) in torch 2.11.
+def convolution_backward_flops(
+    grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Of a convolution's backward: as many as forward towards the input, and towards the weight."""
+    transposed, mask = args[4], args[7]
+    return 2 * (given if transposed else grad).numel() * weight.shape[1:].numel() * sum(mask[:2])
+
+
+# torch's own formulas refuse grouped heads (fewer of the key than of the query) in torch 2.11, and count the gradient
+# of a grouped convolution's weight as if it were not grouped.
 _FLOPS: dict[Any, Callable[..., int]] = {
+    aten.convolution_backward: convolution_backward_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
     aten._scaled_dot_product_cudnn_attention: attention_flops,

@@ -18,6 +18,7 @@ from itertools import accumulate, starmap
 from pathlib import Path
 from typing import Any
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import Replay, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -32,7 +33,7 @@ from ckpt_ft.units import format_bytes
 
 from .codec import dumps, loads
 from .cost import Host, Parts, Span, schedule, step_seconds
-from .events import CATEGORIES, PHASES, Holder, Op, Storage, columns_of
+from .events import CATEGORIES, EMPTIED, PHASES, Holder, Op, Storage, columns_of
 from .holders import grouped, holders_table
 from .timeline import Timeline
 
@@ -42,7 +43,8 @@ class StepTrace:
     """Training steps, recorded. Views answer for the measured step: from the last "step" mark to the end.
 
     events: i >= 0 allocates storage i, ~i frees it; in order.
-    marks: (events so far, name); name is a phase that begins there, or "step" where a call of the user's step begins.
+    marks: (events so far, name); name is a phase that begins there, "step" where a call of the user's step begins, or
+        "empty_cache" where it called torch.cuda.empty_cache().
     micro_batches: of the step, where it has more than were run; the second one stands for them too.
     launch: on how many processes it runs; this is rank 0 of them.
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
@@ -85,9 +87,14 @@ class StepTrace:
         if self.device != "cpu" or capacity is not None:
             settings = AllocatorSettings.parse(self.alloc_conf)
             streams = [storage.stream for storage in self.storages]
-            return replay(sizes, self.events, settings, capacity, streams=streams if any(streams) else ())
+            return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else ())
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
+
+    @property
+    def emptied(self) -> frozenset[int]:
+        """The events before which the step called torch.cuda.empty_cache()."""
+        return frozenset(at for at, name in self.marks if name == EMPTIED)
 
     @property
     def start(self) -> int:
@@ -178,6 +185,13 @@ class StepTrace:
         return rows
 
     @property
+    def _card(self) -> GPU:
+        """What the step was traced for; raises UserError for "cpu"."""
+        if self.device == "cpu":
+            raise UserError("a trace for 'cpu' has no seconds: its speed is not modelled; trace for a GPU by name")
+        return self.gpu or find_gpu(self.device)
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds of the measured step; raises UserError for "cpu", whose speed is not modelled."""
         return self.seconds_parts.total
@@ -185,7 +199,7 @@ class StepTrace:
     @cached_property
     def seconds_parts(self) -> Parts:
         """Where `seconds` go: what computes, what is waited for, and what bounds the step."""
-        return self.seconds_on(self.gpu or find_gpu(self.device))
+        return self.seconds_on(self._card)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
         """The same were its kernels run on `gpu`, issued by `host` (None: one that such a card usually has)."""
@@ -202,7 +216,7 @@ class StepTrace:
 
     def schedule(self) -> Iterator[Span]:
         """When each op of the measured step runs; raises UserError for "cpu", whose speed is not modelled."""
-        return self.schedule_on(self.gpu or find_gpu(self.device))
+        return self.schedule_on(self._card)
 
     def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:
         """The same were its kernels run on `gpu`, issued by `host`."""
@@ -223,7 +237,7 @@ class StepTrace:
         limit: bytes that may be reserved, drawn as a line; None for what the card leaves.
         """
         if limit is None and self.device != "cpu":
-            limit = (self.gpu or find_gpu(self.device)).usable
+            limit = self._card.usable
         view = StepView.from_trace(self, title or f"a step on {self.device}", limit)
         return Page(view.name, f"{self.source}, {self.device}", [Section("step", STEP_TITLE, view)]).write(path)
 

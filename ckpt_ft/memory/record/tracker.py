@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
-from .events import Op
+from .events import EMPTIED, Op
 from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
@@ -115,6 +115,10 @@ class Tracker(Storages, TorchDispatchMode):
         self._marks.append((len(self._events), "step"))
         self._phase, self._recompute, self._between = "forward", False, None
         self._marks.append((len(self._events), "forward"))
+
+    def empty_cache(self) -> None:
+        """Record that torch.cuda.empty_cache() is called here."""
+        self._marks.append((len(self._events), EMPTIED))
 
     def trace(self, device: str = "cpu", gpu: GPU | None = None) -> StepTrace:
         """What was recorded so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from ckpt_ft.errors import UserError
@@ -20,6 +21,10 @@ from ckpt_ft.training.flags import (
 from ckpt_ft.training.peft_flag import HELP as PEFT_CONFIG
 from ckpt_ft.training.peft_flag import check_peft_flag
 
+logger = logging.getLogger(__name__)
+
+OPTIMIZERS = ("adamw", "adafactor", "prodigy")
+_PRODIGYS = 0.1  # as diffusers' scripts have it
 # Those of diffusers' get_scheduler that need nothing else.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 # Those of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
@@ -172,6 +177,11 @@ class LoopArguments:
     adam_beta2: float = flag(0.999, "Second moment's decay.")
     adam_weight_decay: float = flag(1e-2, "Decoupled weight decay.")
     adam_epsilon: float = flag(1e-8, "Added to the denominator.")
+    optimizer: str = flag(
+        "adamw",
+        "adamw, adafactor (second moments by rows and columns) or prodigy (finds its rate: --learning_rate 1).",
+        choices=list(OPTIMIZERS),
+    )
     use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
     max_grad_norm: float = flag(1.0, "Gradients are clipped to this norm.")
     use_ema: bool = flag(False, "Keep a moving average of what is trained; it is what is sampled and saved.")
@@ -199,6 +209,19 @@ class LoopArguments:
         check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
         if self.use_8bit_adam:
             require_package("bitsandbytes", "--use_8bit_adam")
+            if self.optimizer != "adamw":
+                raise UserError(f"--use_8bit_adam is AdamW, --optimizer {self.optimizer} is not: give one of them")
+        if self.optimizer == "prodigy":
+            require_package("prodigyopt", "--optimizer prodigy")
+            if not self.learning_rate:
+                raise UserError("--learning_rate 0: Prodigy has no such rate; give 1, which it scales itself")
+            if self.learning_rate < _PRODIGYS:
+                logger.warning("--learning_rate %s with prodigy, which finds its rate: 1 is usual", self.learning_rate)
+
+    @property
+    def traced_optimizer(self) -> str:
+        """The optimizer as a trace knows it: of AdamW that of one kernel, of 8-bit AdamW a stand-in without CUDA."""
+        return "adamw_8bit" if self.use_8bit_adam else {"adamw": "adamw_fused"}.get(self.optimizer, self.optimizer)
 
 
 @dataclass

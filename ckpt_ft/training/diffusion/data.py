@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
 from ckpt_ft.training.images.dreambooth import DreamBoothArguments, load_class, load_instance
+from ckpt_ft.workloads.buckets import sizes_of
 
 from .arguments import LoopArguments
+from .latent_shapes import LatentShapes
 from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
 from .prior import Pairs
 
@@ -32,13 +34,13 @@ Samples = FramedImages | CachedLatents | Pairs
 class Data(NamedTuple):
     """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
 
-    `latent` is the shape of an image's latents, as the model sees them: channels, height, width.
+    `latents` are the shapes of images' latents, as the model sees them.
     """
 
     samples: Samples
     noisy: NoisyBatches
     validation: Validation
-    latent: tuple[int, ...]
+    latents: LatentShapes
 
 
 def load_samples(
@@ -56,8 +58,13 @@ def load_samples(
         rows = load_instance(image_args, resolution)
         instances = len(rows)
         if image_args.prior is not None:
-            rows = concatenate_datasets([rows, load_class(image_args.prior, image_args)])
-    images = encoders.rows(rows, encoders.tokenize, resolution, image_args, args.seed)
+            others = load_class(image_args.prior, image_args)
+            rows = concatenate_datasets([rows, others.cast(rows.features)])
+    sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
+    images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)
+    if image_args.aspect_ratio_buckets is not None:
+        counts = zip(images.sizes, images.buckets, strict=True)
+        accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
     samples = _encoded(images, encoders, args, accelerator) if image_args.cache_latents else images
     return samples if image_args.prior is None else Pairs(samples, instances)
 
@@ -81,7 +88,7 @@ def endless_batches(
     """
     ranks = accelerator.num_processes
     start = seen // (args.train_batch_size * ranks)
-    order = EndlessBatches(len(samples), args.train_batch_size, args.seed, accelerator.process_index, ranks, start)
+    order = EndlessBatches(samples.buckets, args.train_batch_size, args.seed, accelerator.process_index, ranks, start)
     loader = DataLoader(
         samples,
         batch_sampler=order,
@@ -97,19 +104,52 @@ class EndlessBatches(Sampler[list[Key]]):
 
     Micro-batch m is a function of the arguments and m: the position in the data is one number, and a run resumed at m
     sees what an uninterrupted one would have seen. A batch may hold the end of one epoch and the start of the next.
+
+    Each is of rows of one of the `buckets`, the same on all ranks. An epoch has those batches of every bucket that are
+    full by its end, in an order drawn anew; what is left of a bucket begins its next one.
     """
 
-    def __init__(self, rows: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1, start: int = 0) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[int]],
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        start: int = 0,
+    ) -> None:
+        self.buckets, self.batch_size, self.seed = buckets, batch_size, seed
         self.rank, self.ranks, self.start = rank, ranks, start
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order = lru_cache(maxsize=2)(self._order)
+        order, epoch_of = lru_cache(maxsize=2 * len(self.buckets))(self._order), lru_cache(maxsize=1)(self._epoch)
+        epoch = self.start * self.batch_size * self.ranks // sum(map(len, self.buckets))
         for batch in itertools.count(self.start):
-            first = (batch * self.ranks + self.rank) * self.batch_size
-            places = [divmod(sample, self.rows) for sample in range(first, first + self.batch_size)]
-            yield [(epoch, order(epoch)[place]) for epoch, place in places]
+            while self._made(epoch + 1) <= batch:
+                epoch += 1
+            bucket, place = epoch_of(epoch)[batch - self._made(epoch)]
+            rows, first = self.buckets[bucket], (place * self.ranks + self.rank) * self.batch_size
+            places = [divmod(sample, len(rows)) for sample in range(first, first + self.batch_size)]
+            yield [(of, rows[order(len(rows), of)[at]]) for of, at in places]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _made(self, epochs: int) -> int:
+        """Batches of all buckets that are full by the end of so many epochs."""
+        return sum(self._full(bucket, epochs) for bucket in range(len(self.buckets)))
+
+    def _full(self, bucket: int, epochs: int) -> int:
+        return epochs * len(self.buckets[bucket]) // (self.batch_size * self.ranks)
+
+    def _epoch(self, epoch: int) -> list[tuple[int, int]]:
+        """Bucket and place in it of each batch of an epoch."""
+        batches = [
+            (bucket, place)
+            for bucket in range(len(self.buckets))
+            for place in range(self._full(bucket, epoch), self._full(bucket, epoch + 1))
+        ]
+        if len(self.buckets) == 1:
+            return batches
+        return [batches[at] for at in self._order(len(batches), epoch)]
+
+    def _order(self, length: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.rows, generator=generator).tolist()
+        return torch.randperm(length, generator=generator).tolist()

@@ -96,6 +96,11 @@ class Encoders:
         factor: int = 2 ** (len(self.vae.config.block_out_channels) - 1)
         return factor
 
+    @property
+    def token(self) -> int:
+        """A latent's pixels; images are in steps of eight whatever the VAE."""
+        return max(8, self.vae_scale_factor)
+
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the U-Net needs of `pixels`, `time_ids` and `input_ids*`; for inpainting of `mask` as well.
@@ -108,7 +113,7 @@ class Encoders:
         moments = self.vae.encode(pixels).latent_dist.parameters
         encoded = {"moments": moments, "time_ids": batch["time_ids"].to(self.device), **self.encode_text(batch)}
         if "mask" in batch:
-            encoded |= encode_masked(self.vae, pixels, batch["mask"].to(self.device), moments.shape[-1])
+            encoded |= encode_masked(self.vae, pixels, batch["mask"].to(self.device))
         return encoded
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ class Frozen(Protocol):
         rows: class of the images as they are read: FramedImages, or masked ones.
         tokenize: caption -> what a row keeps of it; it knows its `tokenizers`.
         absent: components that drawing from prompts already encoded does without.
+        token: pixels of an image's side that what is trained takes a whole number of.
         identity: what encodings depend on beside weights and tokenizers.
     """
 
@@ -24,6 +25,9 @@ class Frozen(Protocol):
     tokenize: Any
     absent: list[str]
     identity: str
+
+    @property
+    def token(self) -> int: ...
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_ft.workloads.buckets import Size
+
 from .latents import FramedImages, Key, Row
 
 if TYPE_CHECKING:
@@ -30,18 +32,19 @@ def inpaints(config: Any) -> bool:
 
 
 class MaskedImages(FramedImages):
-    """Rows of FramedImages with a `mask` (1, resolution, resolution)."""
+    """Rows of FramedImages with a `mask` (1, height, width)."""
 
     def __getitem__(self, key: Key) -> Row:
-        mask = random_mask(self.resolution, random.Random(f"mask {self.seed} {key[0]} {key[1]}"))
+        mask = random_mask(self.size(key[1]), random.Random(f"mask {self.seed} {key[0]} {key[1]}"))
         return {**super().__getitem__(key), "mask": torch.from_numpy(np.asarray(mask, np.float32) / 255)[None]}
 
 
-def random_mask(side: int, draw: random.Random) -> Image.Image:
-    """White, on black, where an image of `side` pixels is to be drawn anew."""
-    mask = Image.new("L", (side, side), 0)
-    width, height = draw.randint(1, side), draw.randint(1, side)
-    left, top = draw.randint(0, side - width), draw.randint(0, side - height)
+def random_mask(size: Size, draw: random.Random) -> Image.Image:
+    """White, on black, where an image of `size` (height, width) is to be drawn anew."""
+    high, wide = size
+    mask = Image.new("L", (wide, high), 0)
+    width, height = draw.randint(1, wide), draw.randint(1, high)
+    left, top = draw.randint(0, wide - width), draw.randint(0, high - height)
     pen = ImageDraw.Draw(mask)
     shape = pen.rectangle if draw.random() < 0.5 else pen.ellipse
     shape((left, top, left + width - 1, top + height - 1), fill=255)
@@ -49,11 +52,11 @@ def random_mask(side: int, draw: random.Random) -> Image.Image:
 
 
 @torch.no_grad()
-def encode_masked(vae: Any, pixels: Tensor, mask: Tensor, side: int) -> dict[str, Tensor]:
-    """`mask` (B, 1, side, side) as the U-Net sees it, and `masked_moments` of the images without what it hides."""
+def encode_masked(vae: Any, pixels: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`mask` (B, 1, h, w) as the U-Net sees it, and `masked_moments` of the images without what it hides."""
     hidden = mask >= 0.5
     moments = vae.encode(pixels.masked_fill(hidden, 0.0)).latent_dist.parameters
-    return {"mask": functional.interpolate(hidden.float(), size=(side, side)), "masked_moments": moments}
+    return {"mask": functional.interpolate(hidden.float(), size=moments.shape[-2:]), "masked_moments": moments}
 
 
 def pictures(samples: FramedImages | Pairs | Any, args: LoopArguments) -> dict[str, Any]:

@@ -61,11 +61,11 @@ def components_of(model: Any, component: str) -> dict[str, Any]:
     return {"unet": model.unet, **model.text_encoders} if isinstance(model, TextAndUNet) else {component: model}
 
 
-def example_inputs(model: nn.Module, rows: int, side: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What the U-Net, alone or with its text encoders, is called with, as zeros (see `noise_batch`)."""
+def example_inputs(model: nn.Module, rows: int, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """What the U-Net, alone or with its text encoders, is called with, as zeros, of latents (h, w)."""
     if not isinstance(model, TextAndUNet):
-        return noise_batch(without_adapters(model), rows, side, dtype)
-    inputs = noise_batch(model.unet, rows, side, dtype)
+        return noise_batch(without_adapters(model), rows, shape, dtype)
+    inputs = noise_batch(model.unet, rows, shape, dtype)
     given = {name: inputs[name] for name in ("sample", "timestep")}
     if "added_cond_kwargs" in inputs:
         given["time_ids"] = inputs["added_cond_kwargs"]["time_ids"]

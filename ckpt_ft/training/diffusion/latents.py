@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ from torch.utils.data import Dataset as TorchDataset
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.images.captioned import ImageArguments, framed
-from ckpt_ft.training.images.files import open_image
+from ckpt_ft.training.images.files import open_image, size_of
+from ckpt_ft.workloads.buckets import Size, nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,12 +48,30 @@ class FramedImages(TorchDataset[Row]):
     """Rows of `pixels`, `time_ids` and `input_ids*`; what is random depends on seed, epoch and index alone.
 
     So any process can make any row of any epoch, in any order: resuming needs no state of this dataset.
+
+    Attributes:
+        sizes: height and width that images are trained in, each of some image.
+        buckets: for each of them the rows in it.
     """
 
     def __init__(
-        self, rows: Dataset, tokenize: Callable[[str], Row], resolution: int, args: ImageArguments, seed: int
+        self, rows: Dataset, tokenize: Callable[[str], Row], sizes: Sequence[Size], args: ImageArguments, seed: int
     ) -> None:
-        self.rows, self.tokenize, self.resolution, self.args, self.seed = rows, tokenize, resolution, args, seed
+        self.rows, self.tokenize, self.args, self.seed = rows, tokenize, args, seed
+        found = self._nearest(sizes)
+        self.sizes = [size for at, size in enumerate(sizes) if at in found]
+        place = {size: at for at, size in enumerate(self.sizes)}
+        self._bucket = [place[sizes[at]] for at in found]
+        self.buckets = [[row for row, of in enumerate(self._bucket) if of == at] for at in range(len(self.sizes))]
+
+    def size(self, index: int) -> Size:
+        """Of a row's picture."""
+        return self.sizes[self._bucket[index]]
+
+    def _nearest(self, sizes: Sequence[Size]) -> list[int]:
+        if len(sizes) == 1:
+            return [0] * len(self.rows)
+        return [nearest(size_of(image), sizes) for image in self.rows["image"]]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,22 +80,29 @@ class FramedImages(TorchDataset[Row]):
         epoch, index = key
         row = self.rows[index]
         draw = random.Random(f"{self.seed} {epoch} {index}")
-        pixels, time_ids = framed(open_image(row["image"]), self.resolution, self.args, draw)
+        pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
         return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
 
 
 class CachedLatents(TorchDataset[Row]):
-    """Rows of `moments`, `time_ids`, `prompt_embeds` (and what else a prompt is), read from shards one by one."""
+    """Rows of `moments`, `time_ids`, `prompt_embeds` (and what else a prompt is), read from shards one by one.
 
-    def __init__(self, directory: Path, rows: int) -> None:
-        self.directory, self.rows = directory, rows
+    Attributes:
+        sizes, buckets: as of `FramedImages`.
+    """
+
+    def __init__(self, directory: Path, images: FramedImages) -> None:
+        self.directory, self.sizes, self.buckets = directory, images.sizes, images.buckets
+        self._place = {
+            index: (shard, row) for shard, rows in enumerate(_shards(images)) for row, index in enumerate(rows)
+        }
         self._open: dict[tuple[int, int], Any] = {}
 
     def __len__(self) -> int:
-        return self.rows
+        return len(self._place)
 
     def __getitem__(self, key: Key) -> Row:
-        shard, row = divmod(key[1], SHARD)
+        shard, row = self._place[key[1]]
         place = (os.getpid(), shard)  # each loader process maps the files itself
         if place not in self._open:
             self._open[place] = safe_open(_shard_path(self.directory, shard), framework="pt")
@@ -98,9 +125,9 @@ def cache_latents(
     """
     directory = root / _digest(images, encoders)
     directory.mkdir(parents=True, exist_ok=True)
-    for shard in range(rank, -(-len(images) // SHARD), ranks):
+    for shard, rows in islice(enumerate(_shards(images)), rank, None, ranks):
         path = _shard_path(directory, shard)
-        keys = [(0, index) for index in range(shard * SHARD, min((shard + 1) * SHARD, len(images)))]
+        keys = [(0, index) for index in rows]
         if path.exists():
             wrong = _what_is_wrong(path, len(keys))
             if wrong is None:
@@ -113,11 +140,16 @@ def cache_latents(
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if not tensors["moments"].isfinite().all():
             raise WorkFailed(
-                f"the VAE makes no numbers of images {keys[0][1] + 1} to {keys[-1][1] + 1}; give "
+                f"the VAE makes no numbers of images {rows[0] + 1} to {rows[-1] + 1}; give "
                 "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
             )
         write(path, partial(save_file, tensors))
-    return CachedLatents(directory, len(images))
+    return CachedLatents(directory, images)
+
+
+def _shards(images: FramedImages) -> list[list[int]]:
+    """The rows of each shard, all of one bucket: tensors of one shape."""
+    return [rows[start : start + SHARD] for rows in images.buckets for start in range(0, len(rows), SHARD)]
 
 
 def _what_is_wrong(path: Path, rows: int) -> str | None:
@@ -138,7 +170,7 @@ def _shard_path(directory: Path, shard: int) -> Path:
 def _digest(images: FramedImages, encoders: Frozen) -> str:
     """Of all that the latents depend on: rows, framing, tokenizers, the encoders' settings, weights and precision."""
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{images.rows._fingerprint} {images.resolution} {encoders.identity} {SHARD} {_LAYOUT}".encode())
+    digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {SHARD} {_LAYOUT}".encode())
     for file in images.rows["image"]:
         if file["bytes"] is None:  # the rows hold a path: the file behind it may change while the rows do not
             status = os.stat(file["path"])

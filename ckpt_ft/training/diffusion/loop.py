@@ -91,7 +91,8 @@ def run_steps(
     ):
         while not (state.done or stopping):
             first.begins()
-            micro_batches: Iterable[Batch] = map(data.noisy, islice(batches, args.gradient_accumulation_steps))
+            made: Iterable[Batch] = map(data.noisy, islice(batches, args.gradient_accumulation_steps))
+            micro_batches = noted(made, data, memory)
             optimizer_step(
                 state.model, state.optimizer, micro_batches if state.step else checked(micro_batches, memory),
                 compute_loss, max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
@@ -109,6 +110,14 @@ def run_steps(
             if not state.done:
                 memory.begin_step()  # what was between is not part of a step
     return stop.signal
+
+
+def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Iterator[Batch]:
+    """`micro_batches`; of images in buckets the largest of a measured step is noted, to predict it in the report."""
+    for batch in micro_batches:
+        if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
+            data.noisy.largest.note((), batch)
+        yield batch
 
 
 def checked(micro_batches: Iterable[Batch], memory: LoopMemory) -> Iterator[Batch]:
@@ -156,7 +165,7 @@ def leave_behind(
     state.unwrap()
     memory.report(
         args.output_dir,
-        workload=replace(fitted.workload, make_batch=lambda samples, length: dict(data.noisy.last)),
+        workload=replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
         model=validation.model.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
         rank=validation.model.rank, peft=kind_of(validation.model.peft_config),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import send_to_device
@@ -21,6 +21,7 @@ from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
 from .joint import example_inputs
+from .latent_shapes import LatentShapes
 from .noise import NoisyBatches, denoising_loss
 from .prior import preserving_denoising_loss, preserving_flow_loss
 
@@ -34,28 +35,29 @@ def unet_workload(
     unet: nn.Module,
     args: LoopArguments,
     accelerator: Accelerator,
-    scheduler: Any,
+    noisy: NoisyBatches,
     snr_gamma: float | None,
-    latent: tuple[int, ...],
+    latents: LatentShapes,
     dtype: torch.dtype,
     prior: Prior | None = None,
 ) -> Workload:
-    """The loop's step on latents of the shape `latent` (C, h, w) and prompts of `dtype`.
+    """The loop's step on `latents` and prompts of `dtype`.
 
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
+    scheduler = noisy.add_noise.scheduler
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        rows = samples if prior is None else 2 * samples
-        inputs = send_to_device(example_inputs(unet, rows, latent[-1], dtype), accelerator.device)
-        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : latent[0]])}
+        rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
+        inputs = send_to_device(example_inputs(unet, rows, shape[1:], dtype), accelerator.device)
+        return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         inputs = batch["inputs"]
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
         return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
 
 
 def flow_workload(
@@ -63,10 +65,10 @@ def flow_workload(
     args: LoopArguments,
     accelerator: Accelerator,
     noisy: NoisyBatches,
-    latent: tuple[int, ...],
+    latents: LatentShapes,
     prior: Prior | None = None,
 ) -> Workload:
-    """The loop's step on latents of the shape `latent` (C, h, w) and prompts like those of `noisy`.
+    """The loop's step on `latents` and prompts like those of `noisy`.
 
     A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}; with
     `prior` of twice its samples.
@@ -79,27 +81,34 @@ def flow_workload(
             name: torch.ones(rows, *shape, dtype=dtype, device=accelerator.device)
             for name, (shape, dtype) in shapes.items()
         }
-        zeros = torch.zeros(rows, *latent, device=accelerator.device)
+        zeros = torch.zeros(rows, *latents.shape(length), device=accelerator.device)
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
     compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
 
 
 def _workload(
-    model: nn.Module, make_batch: MakeBatch, compute_loss: Loss, args: LoopArguments, accelerator: Accelerator
+    model: nn.Module,
+    make_batch: MakeBatch,
+    compute_loss: Loss,
+    args: LoopArguments,
+    accelerator: Accelerator,
+    latents: LatentShapes,
+    notes: tuple[str, ...],
 ) -> Workload:
     return Workload(
         model,
         make_batch,
         compute_loss,
-        # of 8-bit AdamW the stand-in: a trace has no CUDA kernels to run
-        make_optimizer=optimizer_maker("adamw_8bit" if args.use_8bit_adam else "adamw_fused"),
+        make_optimizer=optimizer_maker(args.traced_optimizer, model=model),
         device=current_gpu() or "cpu",
         autocast=MIXED_PRECISION.get(accelerator.mixed_precision),
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
+        lengths=latents.lengths,
+        notes=notes,
         name=type(without_adapters(model)).__name__,
     )
 

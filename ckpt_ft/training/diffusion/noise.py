@@ -9,7 +9,9 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor
 from torch.nn import functional
 
+from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -28,10 +30,12 @@ class NoisyBatches:
     Attributes:
         add_noise: likewise.
         last: what was made last.
+        largest: of images in buckets, the largest that was measured.
     """
 
     def __init__(self, encoders: Frozen, add_noise: Any, image_args: ImageArguments) -> None:
         self.last: Batch = {}
+        self.largest = LargestBatch()
         self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
         self._empty_prompt, self._share_of_it = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
@@ -40,6 +44,18 @@ class NoisyBatches:
     def prompt(self) -> dict[str, Tensor]:
         """What prompts are like: the empty one's encoding."""
         return self._empty_prompt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a prediction of the model's step leaves out: that which encodes in each step."""
+        if self._encoders is None:
+            return ()
+        weights = sum(p.numel() * p.element_size() for part in self._encoders.modules for p in part.parameters())
+        return (f"what encodes images and prompts in each step comes on top: {format_bytes(weights)} of weights",)
+
+    def seen(self) -> Batch:
+        """The micro-batch that the measured peak is of."""
+        return self.largest.again()[1] if self.largest.elements else dict(self.last)
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws from torch's global RNG: noise, times, and the captions that are left out."""

@@ -31,6 +31,7 @@ class Pairs(Dataset["Row"]):
 
     def __init__(self, rows: FramedImages | CachedLatents, instances: int) -> None:
         self.rows, self.instances, self.classes = rows, instances, len(rows) - instances
+        self.sizes, self.buckets = rows.sizes, [list(range(len(self)))]  # one size: see DreamBoothArguments
 
     def __len__(self) -> int:
         return max(self.instances, self.classes)

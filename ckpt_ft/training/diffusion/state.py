@@ -69,6 +69,7 @@ class TrainingState:
         hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
             "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
+            "optimizer": None if args.optimizer == "adamw" else args.optimizer,
             "processes": accelerator.num_processes,
             "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
         }  # fmt: skip
@@ -126,14 +127,22 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW, fused: one kernel and no temporaries (torch's default on CUDA makes some as large as the weights).
 
-    With `use_8bit_adam` that of bitsandbytes.
+    With `use_8bit_adam` that of bitsandbytes. Adafactor is transformers', at the rate that is given; Prodigy is its
+    authors', as diffusers' scripts set it up.
     """
-    settings: dict[str, Any] = {
-        "lr": learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "weight_decay": args.adam_weight_decay,
-        "eps": args.adam_epsilon,
-    }
+    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": args.adam_weight_decay}
+    if args.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        return Adafactor(parameters, **settings, scale_parameter=False, relative_step=False)
+    settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optimizer == "prodigy":
+        from prodigyopt import Prodigy
+
+        prodigy: torch.optim.Optimizer = Prodigy(
+            parameters, **settings, use_bias_correction=True, safeguard_warmup=True
+        )
+        return prodigy
     if args.use_8bit_adam:
         import bitsandbytes
 

@@ -73,6 +73,10 @@ class TransformerEncoders:
             module.requires_grad_(False).eval().to(device)
 
     @property
+    def token(self) -> int:
+        return self.vae_scale_factor * self.family.patch
+
+    @property
     def modules(self) -> list[nn.Module]:
         return [self.vae, *self.text_encoders]
 
@@ -130,7 +134,7 @@ def checked_resolution(asked: int | None, config: Any, encoders: TransformerEnco
     Raises:
         UserError: it is not a whole number of the transformer's tokens.
     """
-    side, token = config.get("sample_size"), encoders.vae_scale_factor * encoders.family.patch
+    side, token = config.get("sample_size"), encoders.token
     resolution: int = asked or (side * encoders.vae_scale_factor if isinstance(side, int) else _OWN_RESOLUTION)
     if resolution % token:
         below = max(token, resolution // token * token)

@@ -1,7 +1,7 @@
 """Captioned images: a Hub dataset, a folder with metadata.jsonl or .txt files, drawn shapes; checked before training.
 
-Whatever is wrong with them is one line that names the file or row. Images are resized so that their short side is the
-resolution, cropped to a square and perhaps mirrored, with Pillow.
+Whatever is wrong with them is one line that names the file or row. Images are resized until they cover their
+size, the square of the resolution or that of their bucket, cropped to it and perhaps mirrored, with Pillow.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, check_numbers, flag
+from ckpt_ft.workloads.buckets import AUTO, Size, read_buckets
 
 from .files import named_columns, readable
 from .shapes import drawn_shapes
@@ -52,6 +53,11 @@ class ImageArguments:
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
     max_train_samples: int | None = flag(None, "Take only the first so many rows.")
     resolution: int | None = flag(None, "Side of the square images in pixels; the U-Net's own when left out.")
+    aspect_ratio_buckets: str | None = flag(
+        None,
+        "'height,width;height,width': each image in the size nearest to its shape, batches of one size; auto makes "
+        "sizes of as many pixels as the square. Without it every image is cut to the square.",
+    )
     center_crop: bool = flag(True, "Crop the middle; --no_center_crop crops anywhere, anew each time.")
     random_flip: bool = flag(False, "Mirror half of the images, anew each time.")
     proportion_empty_prompts: float = flag(0.0, "Share of captions left out, for classifier-free guidance.")
@@ -68,6 +74,8 @@ class ImageArguments:
         if self.resolution is not None and (self.resolution < PIXELS.least or self.resolution % 8):
             below = max(8, self.resolution // 8 * 8)
             raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
+        if self.aspect_ratio_buckets not in (None, AUTO):
+            read_buckets(str(self.aspect_ratio_buckets))
         if self.dataset_name is not None and self.train_data_dir is not None:
             raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
         if not SHARE.holds(self.proportion_empty_prompts):
@@ -200,8 +208,8 @@ def first_rows(rows: Dataset, args: ImageArguments) -> Dataset:
     return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
 
 
-def framed(image: Image.Image, resolution: int, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Pixels (3, resolution, resolution) in -1..1 and SDXL's six time ids (original size, crop corner, target size).
+def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
+    """Pixels (3, *size) in -1..1 and SDXL's six time ids (original size, crop corner, target size).
 
     `draw` decides where to crop and whether to mirror when `args` ask for either. See section 2.2 of the SDXL report,
     https://arxiv.org/abs/2307.01952, for what the time ids are.
@@ -210,14 +218,14 @@ def framed(image: Image.Image, resolution: int, args: ImageArguments, draw: rand
     import torch
 
     original = (image.height, image.width)
-    scale = resolution / min(original)
-    height, width = (max(resolution, round(side * scale)) for side in original)
+    scale = max(target / side for target, side in zip(size, original, strict=True))
+    height, width = (max(target, round(side * scale)) for target, side in zip(size, original, strict=True))
     image = image.resize((width, height), Image.Resampling.LANCZOS)
     if args.random_flip and draw.random() < 0.5:
         image = ImageOps.mirror(image)
-    top, left = (height - resolution) // 2, (width - resolution) // 2
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
     if not args.center_crop:
-        top, left = draw.randint(0, height - resolution), draw.randint(0, width - resolution)
-    image = image.crop((left, top, left + resolution, top + resolution))
+        top, left = draw.randint(0, height - size[0]), draw.randint(0, width - size[1])
+    image = image.crop((left, top, left + size[1], top + size[0]))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
-    return pixels, torch.tensor([*original, top, left, resolution, resolution])
+    return pixels, torch.tensor([*original, top, left, *size])

@@ -133,6 +133,11 @@ class DreamBoothArguments(ImageArguments):
                     f"--with_prior_preservation needs --{name}: "
                     + ("a folder for images of the class" if "dir" in name else "such as 'a photo of a dog'")
                 )
+        if self.aspect_ratio_buckets is not None:
+            raise UserError(
+                "--aspect_ratio_buckets and --with_prior_preservation: a subject's image and one of its class are of "
+                "one size, in one batch; drop one of them"
+            )
         for name in ("instance_data_dir", "train_data_dir"):
             folder = getattr(self, name)
             if folder is not None and os.path.realpath(folder) == os.path.realpath(self.class_data_dir or ""):

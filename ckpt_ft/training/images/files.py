@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DECODED = 5_000  # images that are decoded to their end before training; of those after them only the header is read
 _SHOWN = 3  # bad images named in an error
 _UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -99,6 +100,21 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
     except _UNDECODABLE as error:
         name = image["path"] or "an image"
         raise UserError(f"{name} cannot be read ({one_line(error)}); repair it or take it out") from error
+
+
+def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width of the picture that `open_image` makes of a cell; only the file's header is read.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with _opened(image) as opened:
+            width, height = opened.size
+            turned = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+    except _UNDECODABLE as error:
+        raise UserError(f"{image['path'] or 'an image'} cannot be read ({one_line(error)})") from error
+    return (width, height) if turned else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -40,6 +40,15 @@ _NUMBERS = {
     "seed": SEED,
     "data_seed": SEED,
 }
+# Of --optim_args what those optimizers read that come with transformers and torch; others have more, or check theirs.
+_OPTIM_ARGS: dict[str, tuple[str, ...]] = {
+    "adafactor": (),
+    "adamw_torch": (),
+    "adamw_torch_fused": (),
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("alpha", "eps", "weight_decay", "momentum", "centered"),
+}
 
 
 @dataclass
@@ -85,8 +94,18 @@ class RunArguments(TrainingArguments):
             if wanted:
                 require_package(package, flag)
         check_trackers(self.report_to, get_available_reporting_integrations())
-        if self.optim_args and not all("=" in pair for pair in self.optim_args.split(",")):
+        self._check_optim_args(optim)
+
+    def _check_optim_args(self, optim: str) -> None:
+        """A Trainer passes over what the optimizer does not read."""
+        pairs = self.optim_args.replace(" ", "").split(",") if self.optim_args else []
+        if not all("=" in pair for pair in pairs):
             raise UserError(f"--optim_args {self.optim_args}: give pairs as in rank=64,scale=0.1")
+        known = _OPTIM_ARGS.get(optim)
+        foreign = [] if known is None else [name for pair in pairs if (name := pair.partition("=")[0]) not in known]
+        if foreign:
+            reads = f"of these it reads {', '.join(known)}" if known else "it reads none; its numbers are flags"
+            raise UserError(f"--optim_args {self.optim_args}: {optim} knows no {foreign[0]}, {reads}")
 
 
 def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Weights that a Trainer reads back from a checkpoint of its own, under whatever names they were saved.
 
-transformers saves many models (Qwen-VL, LLaVA, mixtures of experts) under the names of their published checkpoints, and
-converts these in `from_pretrained` alone. A Trainer that resumes, or takes the best checkpoint in the end, does not: it
-goes on with the weights that it began with, and a warning.
+transformers saves many models (Qwen-VL, LLaVA, mixtures of experts) under the names of their published checkpoints,
+and converts these in `from_pretrained` alone. A Trainer that resumes, or takes the best checkpoint in the end, does
+not: it goes on with the weights that it has, and a warning.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.images.files import named_columns, open_image
 from ckpt_ft.training.text.data import LOADERS, load_rows
 
@@ -174,16 +174,18 @@ class Pictures:
     def _file(self, path: str, place: str) -> Path:
         if "://" in path or path.startswith("data:"):
             raise UserError(f"{place}: image {path:.80} is not a file; download it into the data folder")
-        if self.folder is None:
-            file = Path(path)
-            if not file.is_absolute():
-                raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
-        else:
-            file = self.folder / path
-            if not file.resolve().is_relative_to(self.folder.resolve()):
-                raise UserError(
-                    f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"
-                )
-        if not file.is_file():
+        if self.folder is None and not Path(path).is_absolute():
+            raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
+        file = Path(path) if self.folder is None else self.folder / path
+        try:
+            inside = self.folder is None or file.resolve().is_relative_to(self.folder.resolve())
+            there = file.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
+            raise UserError(f"{place}: image {path!r:.80} is no file's path: {one_line(error, 80)}") from error
+        if not inside:
+            raise UserError(
+                f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"
+            )
+        if not there:
             raise UserError(f"{place}: image {file} does not exist")
         return file

@@ -1,5 +1,6 @@
-"""Processors of images and videos where torchvision is missing: their part for videos, which alone needs it, is held as
-its settings, which are saved as they were read. Rows have images.
+"""Processors of images and videos where torchvision is missing, which their part for videos alone needs.
+
+That part is its settings here, and they are saved as they were read: rows have images.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import VideoProcessorMixin
 
 
-class VideoSettings(VideoProcessorMixin):  # type: ignore[misc]  # transformers' is untyped
+class VideoSettings(VideoProcessorMixin):
     """What a model's own processor of videos is made from; where none is named, its kind follows from the model's."""
 
     def to_dict(self) -> dict[str, Any]:

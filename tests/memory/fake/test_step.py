@@ -6,6 +6,7 @@ import gc
 import random
 import signal
 import sys
+from collections.abc import Callable
 from threading import Thread
 from types import FrameType
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.views.snapshot import snapshot
+from ckpt_ft.units import MIB
 
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]
 
@@ -238,6 +241,31 @@ def test_an_own_gpu_and_a_wrong_name() -> None:
     )
     with pytest.raises(UserError, match="t4"):
         trace_step(model, training_step(loss), device="t44")
+
+
+def test_a_step_that_empties_the_cache_takes_its_segments_again() -> None:
+    """4 MiB weights and gradients, then 30 MiB at once, after which all that was cached goes back, or stays."""
+
+    def step(empties: bool) -> Callable[[nn.Module, object], None]:
+        def stepped(model: nn.Module, optimizer: object) -> None:
+            model(torch.zeros(64, 1024)).sum().backward()
+            model.zero_grad()
+            if empties:
+                torch.cuda.empty_cache()
+            torch.zeros(30 * MIB // 4)
+
+        return stepped
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    kept, emptied = (trace_step(model, step(empties)) for empties in (False, True))
+    assert (kept.peak_reserved, emptied.peak_reserved) == (134 * MIB, 104 * MIB)
+    assert kept.peak_allocated == emptied.peak_allocated
+    assert not kept.emptied
+    assert len(emptied.emptied) == 2
+    assert StepTrace.from_json(emptied.to_json()).peak_reserved == emptied.peak_reserved
+    actions = [entry["action"] for entry in snapshot(emptied)["device_traces"][0]]
+    assert (actions.count("segment_free"), actions.count("segment_alloc")) == (2, 2)
 
 
 def test_traces_are_deterministic() -> None:

@@ -49,6 +49,24 @@ def test_attention_counts_every_head_of_the_query():
         )
 
 
+@pytest.mark.parametrize(("transposed", "groups"), [(False, 1), (True, 1), (False, 4), (False, 16)])
+def test_a_convolutions_backward_counts_both_halves(transposed, groups):
+    """What torch's formula counts where nothing is grouped; of groups as much as forward, twice."""
+    given, weight = torch.empty(2, 16, 10, 10), torch.empty(16, 16 // groups, 3, 3)
+    how = ([2, 2], [1, 1], [1, 1], transposed, [1, 1] if transposed else [0, 0], groups)
+    out = (
+        torch.nn.functional.conv_transpose2d(given, weight, None, 2, 1, 1) if transposed else torch.empty(2, 16, 5, 5)
+    )
+    forward = flop_registry[torch.ops.aten.convolution](given, weight, None, *how, out_val=out)
+    for mask in ([True, True, False], [False, True, True]):
+        found = opinfo.convolution_backward_flops(out, given, weight, None, *how, mask)
+        assert found == sum(mask[:2]) * forward
+        results = tuple(t if wanted else None for t, wanted in zip((given, weight, weight), mask, strict=True))
+        theirs = flop_registry[torch.ops.aten.convolution_backward]
+        if groups == 1:
+            assert found == theirs(out, given, weight, None, *how, mask, out_val=results)
+
+
 def seconds(ops, gpu=ROUND, host=NO_HOST, launch=None):
     return cost.step_seconds(ops, gpu, host, launch)
 
@@ -92,6 +110,7 @@ def test_python_around_ops_is_the_hosts():
     assert (hooks - plain, mode - plain) == pytest.approx((10e-6, 17e-6))
     assert cost.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
     assert host.issue(op("ckpt_ft.dequantize_nf4.default")) - plain == pytest.approx(70e-6)
+    assert host.issue(op("fsdp.all_gather_copy_in.default")) - plain == pytest.approx(550e-6)
     assert cost.Host.beside(find_gpu("t4")).slower == 1.7
     assert cost.Host.beside(find_gpu("h100")).slower == 1.0
 

@@ -104,3 +104,10 @@ def test_a_trace_comes_back_from_another_process_as_it_was() -> None:
         assert there == one
         assert there.peak_reserved == one.peak_reserved
     assert trace.ops
+
+
+def test_a_cpus_speed_is_not_modelled() -> None:
+    trace = record()
+    for ask in (lambda: trace.seconds, trace.schedule):
+        with pytest.raises(UserError, match="a trace for 'cpu' has no seconds: its speed is not modelled"):
+            ask()

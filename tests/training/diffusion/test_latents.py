@@ -35,7 +35,7 @@ def encoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def framed(encoders: Encoders, rows: int = 10, **flags: bool) -> FramedImages:
     args = ImageArguments(max_train_samples=rows, **flags)
-    return FramedImages(load_captioned(args, 32), encoders.tokenize, 32, args, seed=0)
+    return FramedImages(load_captioned(args, 32), encoders.tokenize, [(32, 32)], args, seed=0)
 
 
 def test_the_cache_holds_what_the_encoders_give(
@@ -121,12 +121,12 @@ def test_random_framing_depends_on_the_epoch(encoders: Encoders) -> None:
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 12))
 def test_order_of_batches(rows: int, batch: int, ranks: int, start: int) -> None:
     def batches(rank: int, start: int, count: int) -> list[list[tuple[int, int]]]:
-        return list(islice(EndlessBatches(rows, batch, 0, rank, ranks, start), count))
+        return list(islice(EndlessBatches([range(rows)], batch, 0, rank, ranks, start), count))
 
     count = 3 * rows
     taken = [batches(rank, 0, count) for rank in range(ranks)]
     assert [batches(rank, start, 2) for rank in range(ranks)] == [
-        list(islice(EndlessBatches(rows, batch, 0, rank, ranks), start, start + 2)) for rank in range(ranks)
+        list(islice(EndlessBatches([range(rows)], batch, 0, rank, ranks), start, start + 2)) for rank in range(ranks)
     ]
     in_order = [key for step in zip(*taken, strict=True) for part in step for key in part]
     for epoch in range(2):
@@ -135,7 +135,7 @@ def test_order_of_batches(rows: int, batch: int, ranks: int, start: int) -> None
 
 
 def test_epochs_are_shuffled_anew() -> None:
-    order = EndlessBatches(50, 50, seed=0)
+    order = EndlessBatches([range(50)], 50, seed=0)
     first, second = islice(order, 2)
     assert [index for _, index in first] != [index for _, index in second]
 
@@ -143,7 +143,8 @@ def test_epochs_are_shuffled_anew() -> None:
 def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
     cached = cache_latents(framed(encoders), encoders, tmp_path, batch_size=4)
     loaders = [
-        DataLoader(cached, batch_sampler=EndlessBatches(10, 4, seed=0), num_workers=workers) for workers in (0, 1)
+        DataLoader(cached, batch_sampler=EndlessBatches([range(10)], 4, seed=0), num_workers=workers)
+        for workers in (0, 1)
     ]
     here, there = (list(islice(loader, 4)) for loader in loaders)
     for one, other in zip(here, there, strict=True):

@@ -132,7 +132,7 @@ def halves() -> Image.Image:
 
 
 def test_framing() -> None:
-    pixels, ids = framed(halves(), 16, ImageArguments(), random.Random(0))
+    pixels, ids = framed(halves(), (16, 16), ImageArguments(), random.Random(0))
     assert pixels.shape == (3, 16, 16)
     assert pixels[:, :, 0].mean() > 0.9
     assert pixels[:, :, -1].mean() < -0.9
@@ -142,11 +142,11 @@ def test_framing() -> None:
 def test_random_framing() -> None:
     args = ImageArguments(center_crop=False, random_flip=True)
     assert args.cache_latents is False
-    draws = [framed(halves(), 16, args, random.Random(seed)) for seed in range(40)]
+    draws = [framed(halves(), (16, 16), args, random.Random(seed)) for seed in range(40)]
     assert len({int(ids[3]) for _, ids in draws}) > 12  # of the 17 places a crop can start at
     mirrored = [bool(pixels[..., 0].mean() < pixels[..., -1].mean()) for pixels, _ in draws]
     assert 8 < sum(mirrored) < 32
-    again = framed(halves(), 16, args, random.Random(3))
+    again = framed(halves(), (16, 16), args, random.Random(3))
     assert torch.equal(again[0], draws[3][0])
 
 

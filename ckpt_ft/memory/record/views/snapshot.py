@@ -32,6 +32,8 @@ def snapshot(trace: Recorded) -> dict[str, Any]:
         index = event if event >= 0 else ~event
         storage, moment = trace.storages[index], at - trace.start + 1
         known = len(allocator.actions)
+        if at in trace.emptied:
+            allocator.empty_cache()
         if event >= 0:
             block = allocator.malloc(storage.nbytes, storage.stream)
             if block is None:  # of no bytes

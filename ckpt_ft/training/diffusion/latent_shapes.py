@@ -1,0 +1,44 @@
+"""The shapes that images' latents have: one, or one for each aspect-ratio bucket; the largest sets the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_ft.workloads.buckets import Size
+from ckpt_ft.workloads.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class LatentShapes:
+    """Shapes (C, h, w), and how many images have each.
+
+    A workload knows them as lengths: latents of an image, h * w.
+    """
+
+    shapes: tuple[tuple[int, int, int], ...]
+    images: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], buckets: Sequence[Sequence[int]], channels: int, scale: int) -> LatentShapes:
+        """Of images of `sizes` in pixels, `scale` of them for one of a latent's side."""
+        shapes = tuple((channels, height // scale, width // scale) for height, width in sizes)
+        return cls(shapes, tuple(map(len, buckets)))
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """None where all are alike."""
+        if len(self.shapes) == 1:
+            return None
+        each = [_area(shape) for shape, count in zip(self.shapes, self.images, strict=True) for _ in range(count)]
+        return Lengths.of(each, by_length=True, unit="latents")
+
+    def shape(self, length: int | None) -> tuple[int, int, int]:
+        """The one of most nearly so many latents; None for the largest."""
+        if length is None:
+            return max(self.shapes, key=_area)
+        return min(self.shapes, key=lambda shape: abs(_area(shape) - length))
+
+
+def _area(shape: tuple[int, int, int]) -> int:
+    return shape[1] * shape[2]

@@ -1,0 +1,54 @@
+"""What a long run reserves (benchmarks/long_run.py): a traced step repeated, and the same steps traced one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import long_run
+from ckpt_ft.memory.fake.step import Step, trace_step
+from ckpt_ft.units import MIB
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients live on until the next step, as in a loop that clears them before backward."""
+    optimizer.zero_grad(set_to_none=True)
+    model(torch.zeros(3000, 1024)).sum().backward()
+    optimizer.step()
+
+
+def emptying() -> Step:
+    """The same in a loop that empties the cache between stretches of steps."""
+    done = 0
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal done
+        step(model, optimizer)
+        done += 1
+        if done >= 3 and (done - 3) % long_run.STEPS == 0:
+            torch.cuda.empty_cache()
+
+    return stepped
+
+
+@pytest.mark.parametrize("stretches", [1, 3])
+def test_a_repeated_step_is_the_steps(stretches: int) -> None:
+    once = trace_step(model(), step, make_optimizer=adamw, warmup_steps=2)
+    whole = trace_step(model(), emptying(), make_optimizer=adamw, warmup_steps=2 + long_run.STEPS * (stretches - 1))
+    assert len(whole.emptied) == stretches
+    assert long_run.peak_reserved(once, stretches) == whole.peak_reserved
+    given_back = [before - after for before, after in pairwise(whole.replay.reserved) if after < before]
+    assert len(given_back) == stretches - 1  # the last one is the record's end
+    assert all(nbytes >= 40 * MIB for nbytes in given_back)

@@ -1,0 +1,119 @@
+"""Optimizers by name in the diffusion loop: what they hold is what a trace says, and a resumed run repeats itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from peft import LoraConfig, inject_adapter_in_model
+from recipe_scripts import load_recipe
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.diffusion.arguments import LoopArguments
+from ckpt_ft.training.diffusion.state import make_optimizer
+from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.workloads.optimizers import optimizer_maker
+from ckpt_ft.workloads.workload import Workload
+
+NAMES = ("adamw", "adafactor", "prodigy")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def asked(name: str) -> LoopArguments:
+    if name == "prodigy":
+        pytest.importorskip("prodigyopt")
+    return LoopArguments(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-3)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_predicted_to_the_byte(name: str, lora: bool) -> None:
+    """LoRA's second halves begin as zeros, of which Prodigy keeps none."""
+    args = asked(name)
+    model: nn.Module = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48))
+    if lora:
+        model = inject_adapter_in_model(LoraConfig(r=4, target_modules=["0", "2"]), model)
+
+    def compute_loss(run: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = run(batch["x"]).square().mean()
+        return loss
+
+    workload = Workload(
+        model, lambda samples, length: {"x": torch.ones(samples, 48)}, compute_loss,
+        make_optimizer=optimizer_maker(args.traced_optimizer, model=model), device="cpu", max_grad_norm=1.0,
+    )  # fmt: skip
+    predicted = workload.trace(2).at_peak["optimizer"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer([{"params": trained}], args, args.learning_rate)
+    for _ in range(2):
+        workload.step(2)(model, optimizer)
+    held = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    assert predicted == sum(v.untyped_storage().nbytes() for v in held)
+
+
+@pytest.mark.parametrize("name", ["adafactor", pytest.param("prodigy", marks=pytest.mark.slow)])
+def test_resuming_changes_no_loss(name: str, tmp_path: Path) -> None:
+    args = asked(name)
+    make_tiny_pipeline("sd2", 0, (16, 32)).save_pretrained(tmp_path / "base")
+    recipe = load_recipe("diffusion_unet")
+
+    def run(out: Path, *flags: str) -> list[float]:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        small = [
+            "--max_train_samples",
+            "8",
+            "--train_batch_size",
+            "2",
+            "--max_train_steps",
+            "4",
+            "--ac_report",
+            "none",
+        ]
+        small += [
+            "--pretrained_model_name_or_path",
+            str(tmp_path / "base"),
+            "--checkpointing_steps",
+            "2",
+            "--rank",
+            "2",
+        ]
+        small += ["--optimizer", name, "--learning_rate", str(args.learning_rate), "--output_dir", str(out)]
+        recipe.main([*small, *flags])
+        return [line["loss"] for line in read_losses(str(out))]
+
+    whole = run(tmp_path / "whole")
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    assert run(part, "--resume_from_checkpoint", "latest") == whole
+    with pytest.raises(UserError, match=f"was written with optimizer {name}, this run has None"):
+        run(part, "--optimizer", "adamw", "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"))
+
+
+def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    with pytest.raises(UserError, match="--optimizer prodigy needs prodigyopt, .*: pip install prodigyopt"):
+        LoopArguments(optimizer="prodigy")
+    with pytest.raises(UserError, match="the optimizer prodigy needs prodigyopt"):
+        optimizer_maker("prodigy")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
+    with pytest.raises(UserError, match="--use_8bit_adam is AdamW, --optimizer adafactor is not: give one of them"):
+        LoopArguments(optimizer="adafactor", use_8bit_adam=True)
+    with pytest.raises(UserError, match="--learning_rate 0: Prodigy has no such rate"):
+        LoopArguments(optimizer="prodigy", learning_rate=0.0)

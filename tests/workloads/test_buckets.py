@@ -1,0 +1,75 @@
+"""Aspect-ratio buckets: which sizes there are, which is an image's, and what an estimate makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.buckets import nearest, read_buckets, sizes_of
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.settings import Settings
+
+UNET = {
+    "_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4, "sample_size": 16,
+    "block_out_channels": [16, 32], "layers_per_block": 1, "cross_attention_dim": 16, "attention_head_dim": 4,
+    "norm_num_groups": 8, "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(UNET))
+    return str(file)
+
+
+def test_automatic_sizes_are_those_of_sdxl() -> None:
+    """None has more pixels than the square, and each side is in steps."""
+    wide = [(1024, 1024), (960, 1088), (896, 1152), (832, 1216), (768, 1344)]
+    assert set(sizes_of("auto", 1024, 16)) == {*wide, *((width, height) for height, width in wide)}
+    for resolution, token in ((32, 8), (96, 32), (512, 16)):
+        sizes = sizes_of("auto", resolution, token)
+        assert (resolution, resolution) in sizes
+        assert all(h * w <= resolution**2 and h % token == w % token == 0 and h <= 2 * w <= 4 * h for h, w in sizes)
+    assert sizes_of(None, 64, 8) == [(64, 64)]
+
+
+def test_an_image_takes_the_nearest_shape() -> None:
+    sizes = read_buckets("64,64; 48,80;80,48 ;128,128")
+    shapes = [(100, 100), (300, 310), (50, 90), (500, 290), (10, 9)]
+    assert [sizes[nearest(shape, sizes)] for shape in shapes] == [(128, 128), (128, 128), (48, 80), (80, 48), (64, 64)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("64x64", "'64x64' is no height,width in pixels, each from 8 to 16384; give '1024,1024;832,1216' for example"),
+        ("64,64;", "'' is no height,width"),
+        ("64,0", "'64,0' is no height,width"),
+        ("64,60", "64,60 is not in whole steps of 8 pixels, which this model needs; 64,64 is"),
+    ],
+)
+def test_what_is_no_bucket(text: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        sizes_of(text, 64, 8)
+    assert says in str(refused.value)
+
+
+def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> None:
+    both, square = load(config, Settings(buckets="64,64;48,80;128,128")), load(config, Settings(resolution=128))
+    assert both.trace(2).peak_allocated == square.trace(2).peak_allocated
+    assert both.shape == {"resolution": 128, "height": 128, "width": 128}
+    assert "buckets: a batch of 128x128 pixels, the largest of 3" in both.notes
+    assert both.lengths is not None
+    assert str(both.lengths) == "3 rows of 3840 to 16384 pixels, 8107 on average"
+    shapes = [both.make_batch(2, length)["sample"].shape for length in (None, both.lengths.padded(2), 3840)]
+    assert shapes == [(2, 4, 16, 16), (2, 4, 8, 8), (2, 4, 6, 10)]
+
+
+def test_only_images_are_in_buckets() -> None:
+    with pytest.raises(UserError, match="hold no images in buckets"):
+        load("microsoft/resnet-50", Settings(buckets="auto"))
