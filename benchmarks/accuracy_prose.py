@@ -37,10 +37,9 @@ ln_tuning, oft, c3a) 110 to 290 MiB more are predicted than were reserved: which
 taken depends on addresses, which CUDA does not promise. GLoRA and SHiRA end after each evaluation in another layout.
 FRoD is not here: it moves the weights that it adapts to the host by hand, which a trace does not follow.
 
-Seconds: c3a and waveft run small transforms and convolutions of one channel, which cuFFT and cuDNN do with
-kernels that are not modelled; RandLoRA, PSOFT and DEFT multiply and add whole weights in fp32, where the L40S'
-rates are taken from other cards. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused norm
-is not used: were they in bf16 in the published run, it would be within 2 %."""
+Seconds: HRA, GraLoRA, PEANuT, LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S'
+rates and tiles are taken from the L4's. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused
+norm is not used: were they in bf16 in the published run, it would be within 2 %."""
 
 FIGURES = """\
 Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes
@@ -56,12 +55,11 @@ one that torchtitan names, an H100 of 500 W with HBM2e of 2.4 TB/s (`h100-500w`)
 nor batch is printed. Attention is FlashAttention-2, as the PyTorch of these runs took it on Hopper.
 
 What is left, bytes: two samples of 8,192 tokens. The document of that row names no options of the allocator; without
-expandable segments the trace has 82.38 GiB. Seconds: 7 to 11 % of torchtitan's rows. It is not the network:
-collectives and the copies around them are hidden behind computation in these rows, and NCCL's own model of its
-latency, the host's time in FSDP2's hooks and clipping's all-reduce change them by less than 1 %. What is left is how
-fast a card of 500 W multiplies in bf16, of which no single kernel was published; its rates are those of one of 700 W
-by the cube of the clock. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with less
-to compute for each: they ran on something else, and what it was is not known."""
+expandable segments the trace has 82.38 GiB. Seconds: the card's rates are what its owners saw of large single matmuls
+in 2024 (memory/gpus.py); a later version of their file has a third more, and with those torchtitan's rows would be
+predicted more than 10 % too fast. The network is not what bounds them: collectives and the copies around them are
+hidden behind computation. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with
+less to compute for each: they ran on something else, and what it was is not known."""
 
 KERNELS = """\
 ## Single kernels

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
 from .parking import Parking, Saved, Usage, unpack
@@ -70,29 +69,15 @@ class Block(StandIn):
         return self.forward(*args, **kwargs)
 
 
-def install(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    *,
-    min_bytes: int = MIN_BYTES,
-    max_host_bytes: int | None = None,
-) -> Installed:
-    """Park saved storages of at least `min_bytes` on the host, `max_host_bytes` of them at most (the rest stays).
+def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int = MIN_BYTES) -> Installed:
+    """Park saved storages of at least `min_bytes` on the host.
 
-    Install it last: it takes what the hooks of `pointwise` and checkpoints leave. Raises UserError for a cap that
-    holds nothing.
+    Install it last: it takes what the hooks of `pointwise` and checkpoints leave.
     """
-    if max_host_bytes is not None and max_host_bytes < min_bytes:
-        raise UserError(
-            f"policy 'offload': a host cap of {format_bytes(max_host_bytes)} holds no tensor of the smallest "
-            f"size that is parked, {format_bytes(min_bytes)}; give a larger cap"
-        )
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
-    usage = Usage(max_host_bytes)
-    stand_ins.append(Offloading(model, usage, min_bytes))
-    cap = "" if max_host_bytes is None else f", {format_bytes(max_host_bytes)} at most"
+    stand_ins.append(Offloading(model, Usage(), min_bytes))
     dropped = f"saved tensors of {format_bytes(min_bytes)} and more"
-    row = Treated(type(model).__name__, 1, dropped, f"in host memory{cap}")
+    row = Treated(type(model).__name__, 1, dropped, "in host memory")
     return Installed("offload", stand_ins, [row])
 
 

@@ -21,20 +21,16 @@ _PARKED = "_ckpt_ft_parked"
 class Usage:
     """Host bytes that parked tensors take, in all passes of one model together."""
 
-    def __init__(self, max_host_bytes: int | None) -> None:
-        self.max_host_bytes = max_host_bytes
+    def __init__(self) -> None:
         self.host_bytes = self.peak_host_bytes = 0
 
-    def take(self, nbytes: int) -> bool:
-        """Reserve host bytes; False where the cap does not allow it."""
-        if self.max_host_bytes is not None and self.host_bytes + nbytes > self.max_host_bytes:
-            return False
+    def take(self, nbytes: int) -> None:
+        """Count host bytes that are taken."""
         self.host_bytes += nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        return True
 
     def give_back(self, nbytes: int) -> None:
-        """Free what `take` reserved."""
+        """Count what was taken as free again."""
         self.host_bytes -= nbytes
 
 
@@ -182,8 +178,7 @@ class Parking:
         if known is not None and known[1] == version:
             parked = known[0]()
         if parked is None:
-            if not self.usage.take(nbytes):
-                return None
+            self.usage.take(nbytes)
             parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
             setattr(storage, _PARKED, (weakref.ref(parked), version))

@@ -190,18 +190,17 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
 GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
 
 
-def power_capped(gpu: GPU, watts: float, full: float, idle: float = 100.0) -> GPU:
-    """`gpu` held at `watts` where `full` is its own cap: what is left above `idle` goes with the cube of the clock.
-
-    (Dynamic power is the clock times the square of the voltage, which follows the clock.)
-    """
-    share = ((watts - idle) / (full - idle)) ** (1 / 3)
-    return replace(gpu, efficiency=gpu.efficiency * share, efficiency_fp32=gpu.efficiency_fp32 * share)
-
-
-# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W").
+# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates
+# its owners saw 0.6 with large matmuls in bf16 and 0.92 of the memory's with pointwise kernels (pytorch/ao of 2024,
+# float8/roofline_utils.py; later versions have 0.78).
 GPUS["h100-500w"] = replace(
-    power_capped(GPUS["h100"], 500, 700), name="h100-500w", memory=round(95.0 * GIB), bandwidth=2.4e12
+    GPUS["h100"],
+    name="h100-500w",
+    memory=round(95.0 * GIB),
+    bandwidth=2.4e12,
+    bandwidth_efficiency=0.92,
+    efficiency=0.6,
+    efficiency_fp32=GPUS["h100"].efficiency_fp32 * 0.6 / GPUS["h100"].efficiency,
 )
 
 _ALIASES = {

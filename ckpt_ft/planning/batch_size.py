@@ -90,10 +90,12 @@ def find_max_batch_size(
     In a distributed run every rank calls it, and all get the smallest of their answers.
 
     Raises:
-        UserError: a budget that the device does not have, or none on a CPU.
+        UserError: a budget that the device does not have, or none on a CPU; a model without parameters.
     """
     model = workload.model
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None:
+        raise UserError(f"{type(model).__name__} has no parameters: nothing of it is trained")
     gpu = current_gpu(device.index) if device.type == "cuda" else None
     workload = replace(workload, device=gpu or "cpu")  # the one at hand, whatever was asked for
     standing = applied_policy(model)

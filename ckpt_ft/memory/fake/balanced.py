@@ -32,7 +32,10 @@ aten = torch.ops.aten
 _EVENLY = "indices fall evenly on their classes: experts see equal numbers of tokens"
 _CLEAN = "a condition on data is taken as in a clean batch: nothing is NaN or left out"
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
-_INDEX_MAKERS = {aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.sort.stable}
+_INDEX_MAKERS = {  # which argument of theirs is the dimension, and what it is when left out (None: all of them)
+    aten.topk.default: (2, -1), aten.sort.default: (1, -1), aten.argsort.default: (1, -1), aten.sort.stable: (1, -1),
+    aten.argmax.default: (1, None),
+}  # fmt: skip
 _CARRIERS = {
     aten.any.default, aten.any.dim, aten.gt.Scalar, aten.clone.default, aten._to_copy.default, aten.index.Tensor,
     aten.index_select.default, aten.gather.default, aten.cat.default,
@@ -81,9 +84,10 @@ class Balanced:
             self.values.set(args[1], 0.0)
             self._note(_CLEAN)
         elif func in _INDEX_MAKERS:
-            dim = next((a for a in args[1:] if type(a) is int and a < 0), -1) if args[0].dim() else None
+            at, usual = _INDEX_MAKERS[func]
+            dim = args[at] if len(args) > at else usual
             indices = out if isinstance(out, Tensor) else out[1]
-            self._learn(indices, classes=args[0].size(dim) if dim is not None else 1)
+            self._learn(indices, classes=args[0].size(dim) if args[0].dim() and dim is not None else args[0].numel())
         elif func in (aten.scatter_.value, aten.scatter.value):
             self._learn(out, density=min(args[2].size(args[1]) / out.size(args[1]), 1.0))
         elif func is aten.eq.Scalar or func is aten.eq.Tensor:

@@ -85,8 +85,11 @@ def trace_step(
     changed: train elsewhere. Ctrl-C takes effect at the step's next op, a second one at once; all is left as it was.
 
     Raises:
-        UserError: unknown device, or an op whose result depends on data in a way that no stated case covers.
+        UserError: unknown device, fewer than no steps of warm-up, or an op whose result depends on data in a way that
+            no stated case covers.
     """
+    if warmup_steps < 0:
+        raise UserError(f"warmup_steps {warmup_steps}: give 0 or more")
     return _traced(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf, None)
 
 

@@ -153,6 +153,18 @@ def test_rows_for_each_expert_add_up() -> None:
     ]
 
 
+def test_classes_are_those_of_the_dimension() -> None:
+    """As many as there are along it: the first here, of ten, or all values where none is named."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        scores = model(torch.ones(10, 8))
+        assert (scores.argmax(0) == 3).nonzero().shape == (20, 1)
+        assert (scores.topk(2, 0)[1] == 3).nonzero().shape == (40, 2)
+        assert (scores.argmax().expand(4000) == 3).nonzero().shape == (2, 1)
+
+    trace_step(nn.Linear(8, 200), step, warmup_steps=0)
+
+
 def test_no_layer_is_left_out_at_random() -> None:
     """LayerDrop, as in M2M-100 and speech models: the trace keeps what a step may drop."""
 

@@ -303,4 +303,4 @@ def test_load_takes_from_the_rates():
     held = replace(ROUND, sustained=0.8)
     assert busy(flops=10**15, gpu=held) == pytest.approx(busy(flops=10**15) / 0.8, rel=1e-2)
     assert held.clock == pytest.approx(0.8 * ROUND.clock)
-    assert find_gpu("h100-500w").efficiency == pytest.approx(find_gpu("h100").efficiency * (4 / 6) ** (1 / 3))
+    assert find_gpu("h100-500w").matmul_rate("bfloat16") == pytest.approx(593e12, rel=1e-3)

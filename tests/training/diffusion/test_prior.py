@@ -17,7 +17,7 @@ class Rows:
     """As many as they are told, each its own key."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.sizes = count, [(32, 32)]
 
     def __len__(self) -> int:
         return self.count
