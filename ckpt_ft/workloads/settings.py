@@ -180,4 +180,4 @@ class Settings:
 
 def _one_of(what: str, given: str, allowed: Collection[str]) -> None:
     if given not in allowed:
-        raise UserError(f"{what} '{given}'{meant(given, allowed)} ({', '.join(allowed)})")
+        raise UserError(f"{what} '{given}'{meant(given, allowed)} ({', '.join(filter(None, allowed))})")

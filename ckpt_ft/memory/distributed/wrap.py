@@ -171,4 +171,8 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     try:
         fsdp2_prepare_model(accelerator, model)
     except ValueError as error:
-        raise UserError(f"launch: FSDP2 cannot wrap {type(model).__name__}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"launch: FSDP2 cannot wrap {type(model).__name__}: {reason}; name the classes of its own blocks as "
+            "fsdp_transformer_layer_cls_to_wrap in the launch's file"
+        ) from error

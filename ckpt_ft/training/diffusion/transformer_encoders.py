@@ -49,7 +49,7 @@ class TransformerEncoders:
     def __init__(self, args: TransformerArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
         import diffusers
 
-        self.rows = FramedImages
+        self.rows, self.source = FramedImages, given(args)
         self.family, self.device, self.tokens = family, device, args.max_sequence_length or family.tokens
         self.vae = load_part(getattr(diffusers, family.vae), args, "vae", variant=args.variant)
         with library_reads(f"{given(args)}: no usable text encoders"):
@@ -89,7 +89,10 @@ class TransformerEncoders:
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """What the pipeline takes in place of `prompts`, by the names of its arguments."""
-        return self.family.encode(self.pipeline, prompts, self.tokens, self.device)
+        with library_reads(
+            f"{self.source}: its tokenizers and text encoders take no prompt; are their files all there?"
+        ):
+            return self.family.encode(self.pipeline, prompts, self.tokens, self.device)
 
     @torch.no_grad()
     def latent_shape(self, resolution: int) -> tuple[int, ...]:

@@ -13,10 +13,12 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, own_side, unet_config
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.diffusion.trained import UNET, save_result
+from ckpt_ft.training.diffusion.transformer_encoders import TransformerEncoders, family_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -108,3 +110,13 @@ def test_a_pipeline_that_is_gone_when_training_ends(copied: Path, tmp_path: Path
         save_result(unet, UNET, None, args, str(tmp_path / "out"))
     saved = UNet2DConditionModel.from_pretrained(tmp_path / "out" / "unet").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in unet.state_dict().items())
+
+
+def test_a_transformers_tokenizer_without_its_configuration(tmp_path: Path) -> None:
+    make_tiny_transformer("flux").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_2" / "tokenizer_config.json").unlink()
+    args = TransformerArguments(pretrained_model_name_or_path=str(tmp_path), max_sequence_length=8)
+    encoders = TransformerEncoders(args, family_of(args), torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match="its tokenizers and text encoders take no prompt") as refused:
+        encoders.encode_prompts(["a red circle"])
+    assert "\n" not in str(refused.value)
