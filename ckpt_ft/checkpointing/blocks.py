@@ -210,7 +210,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return _has_parameters(module) and any(True for _ in module.children())
+    """Made of parts. A layer stays one under an adapter (PEFT puts a module around it and calls it `base_layer`)."""
+    return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in module._modules
 
 
 def _is_blocklike(module: nn.Module) -> bool:

@@ -283,6 +283,30 @@ def test_a_list_inside_of_an_mlp_holds_no_blocks() -> None:
     assert kinds("wan") == {"WanTransformerBlock": 2}
 
 
+@pytest.mark.parametrize("name", ["qwen image", "sana", "sd"])
+def test_adapters_on_every_linear_layer_leave_the_blocks_as_they_are(name: str) -> None:
+    from peft import LoraConfig
+
+    model = qwen_image() if name == "qwen image" else make(name)
+    blocks = list(find_blocks(model).blocks)
+    layers = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
+    model.add_adapter(LoraConfig(r=2, target_modules=layers))
+    assert list(find_blocks(model).blocks) == blocks
+
+
+def qwen_image() -> nn.Module:
+    """A block of it has lists of its own with a linear layer in each: modulations, MLPs."""
+    return diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        axes_dims_rope=(8, 4, 4),
+    )
+
+
 def test_an_mlp_is_known_by_its_name_too() -> None:
     assert apply_policy(make("sana"), "modules:mlp").covered == ["transformer_blocks.0.ff", "transformer_blocks.1.ff"]
 
