@@ -27,17 +27,18 @@ FLUX2 = """\
 A step: the third one of a process, after a clean load. The run: the published 750 steps (300 of all weights), whose
 loop calls `torch.cuda.empty_cache()` after each evaluation, every 100 steps (benchmarks/long_run.py). What is live
 then keeps its segments, cut up as the step left them, and the next step does not find the room that it had: up to
-4 % more.
-Before the first of these calls the published LoRA run holds 10,068 MiB and the trace 10,064.
+4 % more. Before the first of these calls the published LoRA run holds 10,068 MiB and the trace 10,064.
 
 What is left of the bytes: waveft, fourierft and lily hold most in their first hundred steps, before the cache was
-emptied for the first time, with what encoding prompts and images had left; from then on the published logs hold
-11,530, 11,762 and 9,844 MiB, and the traced runs 11,348, 11,834 and 9,980 at most. With few trained bytes (ia3,
-ln_tuning, oft, c3a) 110 to 290 MiB more are predicted than were reserved: which of several free blocks of one size is
-taken depends on addresses, which CUDA does not promise. GLoRA and SHiRA end after each evaluation in another layout.
-FRoD is not here: it moves the weights that it adapts to the host by hand, which a trace does not follow.
+emptied for the first time, most likely with what encoding prompts and images had left; from then on the published logs
+hold 11,530, 11,762 and 9,844 MiB, and the traced runs at most 11,348, 11,834 and 9,980. Of the runs with few trained
+bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more are predicted than were reserved, and of SHiRA's 430: which of
+several free blocks of one size is taken depends on addresses, which CUDA does not promise, and c3a's transforms of 256
+elements may need less of a work area than the data once. FRoD is not here: it moves the weights that it adapts to the
+host by hand, which a trace does not follow.
 
-Seconds: HRA, GraLoRA, PEANuT, LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S'
+Seconds: BOFT solves many small systems, and SHiRA adds sparse weights to dense ones, with kernels that are not
+modelled; HRA, GraLoRA, PEANuT, LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S'
 rates and tiles are taken from the L4's. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused
 norm is not used: were they in bf16 in the published run, it would be within 2 %."""
 
