@@ -145,8 +145,7 @@ class _Finder:
 
         Those stand in an MLP's list (diffusers' GELU) or beside the blocks, a projection of the text for each.
         """
-        matrices = [p.dim() for p in module.parameters() if p.dim() > 1]
-        return type(module) in self.repeated and matrices != [2]
+        return type(module) in self.repeated and list(_matrices(module)) != [2]
 
     def is_layer(self, module: nn.Module) -> bool:
         return self.layer_class is not None and isinstance(module, self.layer_class)
@@ -212,6 +211,14 @@ def _is_list(module: nn.Module) -> bool:
 def _is_composite(module: nn.Module) -> bool:
     """Made of parts. A layer stays one under an adapter (PEFT puts a module around it and calls it `base_layer`)."""
     return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in module._modules
+
+
+def _matrices(module: nn.Module) -> Iterator[int]:
+    """The dimensions of each weight matrix in `module`, without an adapter's."""
+    module = module._modules.get("base_layer") or module
+    yield from (p.dim() for p in module.parameters(recurse=False) if p.dim() > 1)
+    for child in module.children():
+        yield from _matrices(child)
 
 
 def _is_blocklike(module: nn.Module) -> bool:

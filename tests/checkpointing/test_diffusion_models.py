@@ -283,7 +283,7 @@ def test_a_list_inside_of_an_mlp_holds_no_blocks() -> None:
     assert kinds("wan") == {"WanTransformerBlock": 2}
 
 
-@pytest.mark.parametrize("name", ["qwen image", "sana", "sd"])
+@pytest.mark.parametrize("name", ["qwen image", "sana", "wan", "sd"])
 def test_adapters_on_every_linear_layer_leave_the_blocks_as_they_are(name: str) -> None:
     from peft import LoraConfig
 
