@@ -105,8 +105,8 @@ def trace_steps(
 ) -> StepTrace:
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
-    Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be, and
-    on several processes, every block runs; the steps are then called once more, and must do the same again.
+    Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
+    or on several processes, every block runs; the steps are then called once more, and must do the same again.
     """
     whole: set[int] | None = None if launch or sharding_of(model) else set()
     while True:
