@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointError
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -105,16 +106,16 @@ def trace_steps(
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
-    the steps are called once more, and every block runs: what they do must not depend on how often they were called.
-    On several processes every block runs.
+    or on several processes, every block runs; the steps are then called once more, and must do the same again.
     """
     whole: set[int] | None = None if launch or sharding_of(model) else set()
     while True:
         try:
             return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole)
-        except NotPeriodic as error:
-            assert whole is not None, "blocks were skipped"
-            whole |= error.steps
+        except (NotPeriodic, CheckpointError) as error:  # a checkpoint around blocks: its second run skips none
+            if whole is None or len(whole) == len(steps):
+                raise
+            whole |= error.steps if isinstance(error, NotPeriodic) else set(range(len(steps)))
 
 
 def _traced(
