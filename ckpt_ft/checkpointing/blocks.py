@@ -104,7 +104,9 @@ class _Finder:
         )
         self.blocks: dict[str, nn.Module] = {}
         self.stages: list[Stage] = []
-        self.repeated = {kind for kind, count in Counter(_repeats(model)).items() if count > 1}
+        listed = list(_listed(model))
+        self.repeated = {kind for kind, count in Counter(map(type, listed)).items() if count > 1}
+        self.more_than_a_layer = {type(module) for module in listed if list(_matrices(module)) != [2]}
 
     def visit(self, name: str, module: nn.Module, in_stage: bool = False) -> None:
         children = sorted(module.named_children(), key=lambda item: item[0].startswith("up"))  # a U-Net runs them last
@@ -141,11 +143,11 @@ class _Finder:
             self.stages.append(Stage(name, stage, inside))
 
     def is_repeated(self, module: nn.Module) -> bool:
-        """Whether `module` is one of many in the model's lists, and more than one linear layer in a wrapping.
+        """Whether `module` is one of many of its class in the model's lists, not all a linear layer in a wrapping.
 
         Those stand in an MLP's list (diffusers' GELU) or beside the blocks, a projection of the text for each.
         """
-        return type(module) in self.repeated and list(_matrices(module)) != [2]
+        return type(module) in self.repeated & self.more_than_a_layer
 
     def is_layer(self, module: nn.Module) -> bool:
         return self.layer_class is not None and isinstance(module, self.layer_class)
@@ -172,11 +174,11 @@ class _Finder:
         return found if 2 * len(found) >= len(elements) else []
 
 
-def _repeats(model: nn.Module) -> Iterator[type[nn.Module]]:
-    """The class of every element of every list in the model."""
+def _listed(model: nn.Module) -> Iterator[nn.Module]:
+    """Every element of every list in the model."""
     for module in model.modules():
         if _is_list(module):
-            yield from (type(child) for child in module.children())
+            yield from module.children()
 
 
 def _bare_layers(model: nn.Module) -> Iterator[Named]:

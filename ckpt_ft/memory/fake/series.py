@@ -73,6 +73,15 @@ class Series:
             self._calls.append(call)
         self._left = self.tracker.reached
 
+    def runs_again(self, number: int) -> None:
+        """Block `number` is called in a backward, by a checkpoint.
+
+        Raises:
+            NotPeriodic: it was skipped, for the checkpoint is around more than a block.
+        """
+        if self.skipped is not None and number in self.skipped.missing:
+            raise NotPeriodic("a block that was skipped runs again", [self.step])
+
     def ends(self) -> None:
         """The step is over."""
         if self.skipped is not None:

@@ -92,12 +92,15 @@ class Skipping:
     def _call(
         self, found: _List, number: int, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        if self._step in self.whole or torch._C._current_graph_task_id() >= 0:  # a second run
+        if self._step in self.whole:
             return plain(module, *args, **kwargs)
-        if self._busy:
+        again = torch._C._current_graph_task_id() >= 0
+        if self._busy and not again:
             found.runs_whole = True
         series, first = found.series_of(number)
-        if series is None or series.whole:
+        if series is not None and again:
+            series.runs_again(number - first)
+        if series is None or series.whole or again:
             return plain(module, *args, **kwargs)
         call = Call(args, kwargs)
         if series.skips(number - first, call):

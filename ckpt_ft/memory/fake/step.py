@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import CheckpointError
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
@@ -112,10 +111,9 @@ def trace_steps(
     while True:
         try:
             return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole)
-        except (NotPeriodic, CheckpointError) as error:  # a checkpoint around blocks: its second run skips none
-            if whole is None or len(whole) == len(steps):
-                raise
-            whole |= error.steps if isinstance(error, NotPeriodic) else set(range(len(steps)))
+        except NotPeriodic as error:
+            assert whole is not None, "blocks were skipped"
+            whole |= error.steps
 
 
 def _traced(

@@ -11,6 +11,7 @@ import language_models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from trace_models import adamw, language_model, training_step, vit
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -261,6 +262,20 @@ def test_a_loop_of_ones_own(loop: Callable[[nn.ModuleList, Tensor], Tensor]) -> 
         optimizer.zero_grad()
 
     whole, skipping, _ = both(Stack(loop), step)
+    assert whole.to_json() == skipping.to_json()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_all_of_them(reentrant: bool) -> None:
+    """Its second run calls what the first one skipped: every block is traced."""
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        x = torch.zeros(2, 4, requires_grad=True)
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, skipping, _ = both(Stack(_plain), step)
     assert whole.to_json() == skipping.to_json()
 
 
