@@ -9,7 +9,6 @@ import pytest
 from fuzz import assert_one_line, damaged
 from rich.console import Console
 
-from ckpt_ft.cli.asked import _peft
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -20,6 +19,7 @@ from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.fitting import Room
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.peft_file import read_peft
 from ckpt_ft.workloads.settings import Settings
 
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
@@ -126,7 +126,7 @@ def test_configurations_of_adapters(tmp_path: Path) -> None:
     for number, content in enumerate(damaged(given, seed=6)):
         path.write_bytes(content)
         try:
-            load(str(config), Settings(seq_length=16, peft=_peft(str(path))), "cpu")
+            load(str(config), Settings(seq_length=16, peft=read_peft(str(path), "--peft-config")), "cpu")
         except UserError as error:
             refused += 1
             assert_one_line(error, number)
