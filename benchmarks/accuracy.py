@@ -157,12 +157,15 @@ def draw(groups: Iterable[Group], path: Path) -> None:
         below, above = ([end * factor for end in (low, high)] for factor in (1 - share, 1 + share))
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
+    named: list[tuple[float, float]] = []
     for group, colour, mark in zip(groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7"), "osD^", strict=False):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():
             if abs(y / x - 1) > 0.11:
-                side: dict[str, Any] = {"xytext": (5, -3)} if y < x else {"xytext": (-5, 2), "ha": "right"}
+                near = sum(abs(x / left - 1) < 0.1 and abs(y / down - 1) < 0.05 for left, down in named)
+                side: dict[str, Any] = {"xytext": (5, -3 - 8 * near)} if y < x else {"xytext": (-5, 2), "ha": "right"}
+                named.append((x, y))
                 axes.annotate(name, (x, y), textcoords="offset points", fontsize=6.5, color="#444444", **side)
     ticks = [0.2, 0.5, 1, 2, 5, 10]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="seconds of a step, published")
