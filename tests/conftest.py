@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from recipe_scripts import forget_process
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -48,6 +49,16 @@ def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert _get_current_dispatch_mode() is None, "every operator of the tests to come would pass through it"
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    forget_process()
+    yield
+    forget_process()
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""The recipes as modules: they are scripts, not a package."""
+"""The recipes as modules (they are scripts, not a package), and runs of them in the tests' own process."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+
+from ckpt_ft.training.run.loss_log import read_losses
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,3 +19,18 @@ def load_recipe(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def forget_process() -> None:
+    """What accelerate knows of this process: the next run is one of its own."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def losses_of(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
+    """The losses of a diffusion recipe's run on the pipeline in `base` that writes to `out`."""
+    forget_process()
+    recipe.main(["--pretrained_model_name_or_path", base, "--output_dir", str(out), *flags])
+    return [line["loss"] for line in read_losses(str(out))]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HELP = "An adapter_config.json of any kind of PEFT (DoRA, LoKr, LoHa, OFT ...), or the directory that has it."
 # Names of modules as they are asked for, None where none are -> those that get an adapter, as PEFT takes them.
 Targets = Callable[[Any], Any]
-_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA's first weights: from data that a script of their own reads
+_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA's first weights: from data, or by another package
 
 
 def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
@@ -47,8 +47,8 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
     first = content.get("init_lora_weights")
     if first in _BY_DATA:
         raise UserError(
-            f"{asked}: init_lora_weights '{first}' is made of data before training, which no recipe "
-            "does; give true, gaussian, orthogonal, olora or pissa"
+            f"{asked}: init_lora_weights '{first}' is made before training, of data or by another package, "
+            "which no recipe does; give true, gaussian, orthogonal, olora or pissa"
         )
     configuration(content, asked)
 

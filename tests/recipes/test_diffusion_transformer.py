@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +16,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline
 from PIL import Image
-from recipe_scripts import load_recipe
+from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.cli import app as cli
@@ -31,10 +29,11 @@ from ckpt_ft.training.diffusion.arguments import TransformerArguments, Transform
 from ckpt_ft.training.diffusion.tiny_transformers import KINDS, make_tiny_transformer
 from ckpt_ft.training.images.dreambooth import DreamBoothArguments
 from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.known_models import find_model
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
@@ -61,26 +60,9 @@ def recipe() -> ModuleType:
     return load_recipe("diffusion_transformer")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-
-
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
     """The losses of a run that writes to `out`."""
-    forget()
-    recipe.main(["--pretrained_model_name_or_path", base, *SMALL, "--output_dir", str(out), *flags])
-    return [line["loss"] for line in read_losses(str(out))]
+    return losses_of(recipe, base, out, *SMALL, *flags)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

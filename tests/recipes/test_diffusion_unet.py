@@ -12,16 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
+from recipe_scripts import losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
@@ -37,6 +36,8 @@ from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max_train_samples", "20", "--train_batch_size", "2", "--max_train_steps", "4", "--lr_warmup_steps", "1"]
@@ -67,27 +68,9 @@ def recipe() -> ModuleType:
     return module
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each run is a process of its own as far as accelerate knows, on one thread of the CPU."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-    yield
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-
-
 def train(recipe: ModuleType, base: str, out: Path, *flags: str, quiet: bool = True) -> list[float]:
     """The losses of a run that writes to `out`."""
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
-    GradientState._reset_state()
-    recipe.main(
-        ["--pretrained_model_name_or_path", base, *SMALL, *(QUIET if quiet else []), "--output_dir", str(out), *flags]
-    )
-    return [line["loss"] for line in read_losses(str(out))]
+    return losses_of(recipe, base, out, *SMALL, *(QUIET if quiet else []), *flags)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

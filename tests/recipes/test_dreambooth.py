@@ -7,16 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
-from recipe_scripts import ROOT, load_recipe
+from recipe_scripts import ROOT, forget_process, load_recipe
 from safetensors.torch import load_file
 
 from ckpt_ft.cli import app as cli
@@ -27,6 +25,8 @@ from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.images.shapes import drawings
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.units import parse_bytes
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 SMALL = ["--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1", "--resolution", "32"]
 ADAPTERS = "pytorch_lora_weights.safetensors"
@@ -48,20 +48,6 @@ def recipes() -> dict[str, ModuleType]:
     return {"sd1": unet, "sdxl": unet, "flux": load_recipe("diffusion_transformer")}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-
-
 @pytest.fixture
 def subject(tmp_path: Path) -> list[str]:
     """Three images of one subject, five to be drawn of its class."""
@@ -77,7 +63,7 @@ def subject(tmp_path: Path) -> list[str]:
 
 def train(recipes: dict[str, ModuleType], bases: dict[str, str], kind: str, out: Path, *flags: str) -> list[float]:
     """The losses of a run that writes to `out`."""
-    forget()
+    forget_process()
     quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
     base = [] if "--pretrained_model_name_or_path" in flags else ["--pretrained_model_name_or_path", bases[kind]]
     tokens = ["--max_sequence_length", "16"] if kind == "flux" else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline
 from peft import PeftModel
-from recipe_scripts import load_recipe
+from recipe_scripts import forget_process, load_recipe
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
@@ -23,6 +22,8 @@ from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.merge import merge
 from ckpt_ft.training.run.loss_log import read_losses
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 # By name: what the file says beside the modules that it adapts.
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,19 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def some(*quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    yield
-    _forget()
-
-
-def _forget() -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 def written(folder: Path, kind: str, targets: list[str]) -> str:
@@ -141,7 +129,7 @@ def test_diffusion(tmp_path: Path, base: str, kind: str) -> None:
     config = written(tmp_path, kind, ["to_q", "to_v"])
 
     def run(out: Path, more: list[str]) -> list[float]:
-        _forget()
+        forget_process()
         flags = ["--max_train_steps", "4", "--max_train_samples", "16", "--train_batch_size", "8"]
         flags += ["--pretrained_model_name_or_path", str(tmp_path / "base"), "--peft_config", config]
         flags += ["--learning_rate", "1e-2", "--lr_warmup_steps", "1", "--checkpointing_steps", "2", "--ac_report"]

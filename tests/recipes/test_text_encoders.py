@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import DiffusionPipeline
-from recipe_scripts import load_recipe
+from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.checkpointing.parity import check_parity
@@ -24,7 +22,8 @@ from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.joint import TextAndUNet, example_inputs
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.trained import prepare
-from ckpt_ft.training.run.loss_log import read_losses
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 SMALL = ["--max_train_samples", "6", "--train_batch_size", "2", "--max_train_steps", "3", "--lr_warmup_steps", "1",
          "--resolution", "32", "--rank", "2", "--train_text_encoder"]  # fmt: skip
@@ -46,26 +45,10 @@ def recipe() -> ModuleType:
     return load_recipe("diffusion_unet")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-
-
 def train(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[float]:
     """The losses of a run that writes to `out`."""
-    forget()
     quiet = [] if "--ac_report" in flags else ["--ac_report", "none"]
-    recipe.main(["--pretrained_model_name_or_path", base, *SMALL, *quiet, "--output_dir", str(out), *flags])
-    return [line["loss"] for line in read_losses(str(out))]
+    return losses_of(recipe, base, out, *SMALL, *quiet, *flags)
 
 
 def joint(base: str) -> Any:

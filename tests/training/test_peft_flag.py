@@ -27,7 +27,7 @@ def file(folder: Path, **content: Any) -> str:
         ({"peft_type": "LORAX"}, r"PEFT has no kind LORAX \(ADALORA, "),
         ({"peft_type": "LOKR", "rank": 4}, "unexpected keyword argument 'rank'"),
         ({"peft_type": "ADALORA", "total_step": 9}, "ADALORA's ranks are allotted by calls between steps"),
-        ({"peft_type": "LORA", "init_lora_weights": "eva"}, "'eva' is made of data before training"),
+        ({"peft_type": "LORA", "init_lora_weights": "eva"}, "'eva' is made before training, of data"),
     ],
 )
 @pytest.mark.parametrize("kind", [ModelArguments, DiffusionModelArguments, TransformerArguments])

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from recipe_scripts import load_recipe
+from recipe_scripts import forget_process, load_recipe
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
@@ -29,6 +27,8 @@ from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
 from ckpt_ft.training.run.loss_log import read_losses
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 SHAPES = [(100, 100), (60, 100), (100, 60), (90, 100), (50, 90), (64, 64), (40, 70)]  # width, height
 SIZES = [(64, 64), (80, 48), (48, 80)]
@@ -54,15 +54,6 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_tiny_pipeline("sdxl", 0, (16, 32)).save_pretrained(root / "sdxl")
     make_tiny_transformer("flux", heads=4, layers=2).save_pretrained(root / "flux")
     return {kind: str(root / kind) for kind in ("sdxl", "flux")}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    yield
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 def test_an_image_fills_its_size() -> None:
@@ -133,8 +124,7 @@ def test_order_of_bucketed_batches(counts: list[int], batch: int, ranks: int, st
 
 
 def train(recipe: ModuleType, base: str, folder: Path, out: Path, *flags: str) -> list[float]:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    forget_process()
     small = ["--train_batch_size", "4", "--max_train_steps", "6", "--lr_warmup_steps", "1", "--resolution", "64"]
     small += ["--pretrained_model_name_or_path", base, "--train_data_dir", str(folder), "--rank", "2"]
     recipe.main([*small, "--learning_rate", "1e-2", "--output_dir", str(out), *flags])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, inject_adapter_in_model
-from recipe_scripts import load_recipe
+from recipe_scripts import forget_process, load_recipe
 from torch import nn
 
 from ckpt_ft.errors import UserError
@@ -21,16 +19,9 @@ from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 NAMES = ("adamw", "adafactor", "prodigy")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    yield
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 def asked(name: str) -> LoopArguments:
@@ -72,8 +63,7 @@ def test_resuming_changes_no_loss(name: str, tmp_path: Path) -> None:
     recipe = load_recipe("diffusion_unet")
 
     def run(out: Path, *flags: str) -> list[float]:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+        forget_process()
         small = [
             "--max_train_samples",
             "8",
