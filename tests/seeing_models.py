@@ -81,18 +81,6 @@ GLM = {
         "image_size": 56, "patch_size": 14,
     },
 }  # fmt: skip
-# Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
-SEEING = {
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN25, 8),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
-    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
-    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
-    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
-    "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
-    "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
-    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
-}
 MLLAMA = {
     "model_type": "mllama", "image_token_index": 7,
     "text_config": {
@@ -105,8 +93,24 @@ MLLAMA = {
         "vision_output_dim": 32,
     },
 }  # fmt: skip
+# Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
+SEEING = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN25, 8),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
+    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
+    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
+    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
+    "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
+    "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
+    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
+    "aya_vision": ("AyaVisionForConditionalGeneration", AYA, 7 * 4),
+    "idefics2": ("Idefics2ForConditionalGeneration", IDEFICS2, 4),  # its resampler's latents
+    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", ONEVISION, 17),  # several: the whole, and a newline
+    "mllama": ("MllamaForConditionalGeneration", MLLAMA, 1),  # what is seen goes beside the text
+}
 # Whose packed rows are computed as they are alone.
 PACKED = {
-    **{name: SEEING[name][1] for name in SEEING if name != "gemma3"},
+    **{name: SEEING[name][1] for name in SEEING if name not in ("gemma3", "mllama")},
     "llava_next": LLAVA_NEXT, "glm4v": GLM,
 }  # fmt: skip

@@ -23,7 +23,8 @@ from .workload import Batch
 # whose text looks at images through layers of its own (Llama 3.2 Vision, IDEFICS), or that carry a state along the
 # sequence (Qwen3.5, LFM2-VL).
 SEEING = {
-    "glm4v", "idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
 READING = {
     "cohere2", "gemma", "glm4v_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",

@@ -179,6 +179,10 @@ def row(image: object, content: object = "<image>What is it?", **more: object) -
         (row("tiny.png"), "row 2: .*tiny.png has 3 x 2 pixels, less than the model's patch of 12"),
         (row("good.png", "<image><image>Which?"), "row 2: its messages speak of more images than the 1 of 'images'"),
         (row("good.png", "What?"), "row 2: 1 images, and its messages speak of 0"),
+        (
+            row("good.png", [{"type": "text", "text": "<image><image>?"}]),
+            "row 2: its messages speak of more images than",
+        ),
         (row("good.png", None), "row 2: a turn's 'content' is a text or a list of parts"),
         ({"messages": None, "images": []}, "row 2: expected 'messages', a list of turns"),
     ],

@@ -38,7 +38,7 @@ def asked(seq_length: int = 64, **more: Any) -> Settings:
 def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
-    length = 64 if tokens < 30 else 256
+    length = 64 if tokens < 28 else 256
     workload = load(where, asked(length), "cpu")
     assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
@@ -118,3 +118,12 @@ def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str
 def test_images_for_a_model_that_sees_none_are_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(name, Settings(images=1))
+
+
+def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path: Path) -> None:
+    asked = Settings(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
+    model = load(written(tmp_path, "qwen2_5_vl", FEW_PIXELS), asked, "cpu").model
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    ends = {".".join(name.split(".")[-2:]) for name in adapted}
+    assert {"mlp.0", "mlp.2", "attn.qkv"} <= ends
+    assert not any("language_model" in name for name in adapted)
