@@ -99,3 +99,11 @@ def test_fewer_pixels_are_fewer_tokens(vlm: ModuleType, qwen: Path, tmp_path: Pa
     train(vlm, qwen, tmp_path, "--use_peft", "--max_steps", "1", "--max_pixels", "1024")
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["image_processor"]["size"] == {"longest_edge": 1024, "shortest_edge": 256}
+
+
+def test_packed_rows_have_their_images_positions(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    """Eight rows are one batch, or one sequence with the same loss."""
+    plain = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--eval_strategy", "no"]
+    alone = train(vlm, qwen, tmp_path / "alone", *plain)
+    packed = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no", "--packing"]
+    assert train(vlm, qwen, tmp_path / "packed", *packed) == pytest.approx(alone, rel=1e-6)
