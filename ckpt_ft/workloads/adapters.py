@@ -43,10 +43,8 @@ def adapt(model: Any, settings: Settings) -> Any:
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
         adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
-    if settings.dtype != "float32":
-        for p in adapted.parameters():
-            if p.requires_grad:
-                p.data = p.data.float()
+    if settings.load_in_4bit:
+        _show_weights(adapted)
     return adapted.train()
 
 
@@ -98,6 +96,17 @@ def _quantise(model: Any, settings: Settings) -> None:
         to_nf4(model, compute, nested=settings.double_quant, storage=getattr(torch, settings.quant_storage))
     if settings.prepare_kbit:
         prepare_kbit(model)
+
+
+def _show_weights(adapted: Any) -> None:
+    """Tell PEFT's layers that work on the weight itself (SHiRA) how it is unpacked, as of bitsandbytes' they know."""
+    from ckpt_ft.standins.nf4 import NF4Linear
+
+    for layer in adapted.modules():
+        if getattr(layer, "quantization_backend", layer) is None and isinstance(layer.get_base_layer(), NF4Linear):
+            from peft.utils.quantization_utils import HqqBackend
+
+            layer.quantization_backend = HqqBackend()
 
 
 def _freeze(model: Any, part: str) -> None:

@@ -55,6 +55,12 @@ class Storages(Position):
                 else:
                     self._follow(tensor, category, "", resident=True)
 
+    def add_resident_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Follow `tensor`, too, where `like` is one that exists already and was met."""
+        index = self.index_of(like)
+        if index is not None and index in self._residents:
+            self._follow(tensor, self._storages[index].category, "", resident=True)
+
     def restart(self) -> None:
         """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
         live, storages = [seen for seen in self._live.values() if seen.index >= 0], self._storages
