@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -118,6 +119,14 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
+def _check_mixed(adapters: Mapping[str, str]) -> None:
+    """X-LoRA's: PEFT loads them under their numbers, whatever they are called, and then looks for their names."""
+    if not adapters:
+        raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
+    if list(adapters) != [str(number) for number in range(len(adapters))]:
+        raise UserError(f"X-LoRA's adapters {', '.join(adapters)}: PEFT knows them by number: call them 0, 1, ...")
+
+
 def _configuration(settings: Settings, towers: TrainedTowers | None, without_values: bool) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
@@ -125,8 +134,8 @@ def _configuration(settings: Settings, towers: TrainedTowers | None, without_val
     if settings.peft is not None:
         asked = "the PEFT configuration"
         given = dict(settings.peft)
-        if given["peft_type"] == "XLORA" and not given.get("adapters"):
-            raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
+        if given["peft_type"] == "XLORA":
+            _check_mixed(given.get("adapters") or {})
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
         config: Any = configuration(given, asked)

@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
     "OFT": {**TARGETS, "oft_block_size": 4, "r": 0},
     "VBLORA": {**TARGETS, "vector_length": 64},
+    "SHADOW": {"r": 8},  # around whole blocks
     "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
 }
 MADE_OF = ("XLORA",)  # adapters that there are
@@ -165,6 +166,24 @@ def test_adapters_that_do_not_run_are_one_line(
     with pytest.raises(UserError, match=says):
         load(config, settings).trace(1)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_are_mixed(tmp_path: Path, config: str) -> None:
+    """X-LoRA's base and adapters are frozen: what is trained mixes them, token by token."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    base = LlamaForCausalLM(LlamaConfig(**sizes_of))  # type: ignore[arg-type]
+    get_peft_model(base, LoraConfig(r=4, **TARGETS)).save_pretrained(tmp_path / "saved")
+    mixed = {"peft_type": "XLORA", "task_type": "CAUSAL_LM", "hidden_size": 256, "xlora_depth": 1}
+    saved = str(tmp_path / "saved")
+    workload = load(config, replace(PLAIN, peft={**mixed, "adapters": {"0": saved, "1": saved}}))
+    assert workload.trace(1).peak_allocated > 0
+    assert sizes(workload.model)[0] == (256 + 1) * 2  # one layer: a share of each adapter
+    with pytest.raises(UserError, match=r"X-LoRA's adapters math, law: PEFT knows them by number: call them 0, 1"):
+        load(config, replace(PLAIN, peft={**mixed, "adapters": {"math": saved, "law": saved}}))
 
 
 def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:
