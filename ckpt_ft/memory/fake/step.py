@@ -101,16 +101,17 @@ def trace_steps(
     device: str | GPU = "t4",
     launch: Launch | None = None,
     alloc_conf: str = "",
+    beside: Sequence[nn.Module] = (),
 ) -> StepTrace:
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
-    or on several processes, every block runs; the steps are then called once more, and must do the same again.
+    or on several processes, every block runs; the steps are called once more, and must do the same. `beside` stays.
     """
     whole: set[int] | None = None if launch or sharding_of(model) else set()
     while True:
         try:
-            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole)
+            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole, beside)
         except NotPeriodic as error:
             assert whole is not None, "blocks were skipped"
             whole |= error.steps
@@ -124,10 +125,10 @@ def _traced(
     launch: Launch | None,
     alloc_conf: str,
     whole: Collection[int] | None,
+    beside: Sequence[nn.Module] = (),
 ) -> StepTrace:
     """whole: numbers of the steps in which every block runs; None for all."""
     gpu = gpu_of(device)
-    name = gpu.name if gpu else "cpu"
     AllocatorSettings.parse(alloc_conf)
     sharding = sharding_of(model)
     if sharding is not None:
@@ -152,7 +153,7 @@ def _traced(
         if sharding is not None:
             sharding.take_off()
         fakes = Fakes(fake_mode)
-        stack.enter_context(faked_model(model, fakes))
+        stack.enter_context(faked_model(nn.ModuleList([model, *beside]), fakes))
         stack.enter_context(surroundings(launch if mesh is not None else None))
         streams = stack.enter_context(streams_are_followed())
         held = None
@@ -161,6 +162,7 @@ def _traced(
         gc.collect()
         tracker = streams.tracker = FakeTracker(fakes, model, gpu, interrupts, streams)
         tracker.add_resident(held or (), "communication")
+        tracker.add_beside(beside)
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         stack.enter_context(cache_of(tracker))
@@ -182,8 +184,8 @@ def _traced(
                 tracker.start_step()
                 step(model, optimizer)
             skipped = tracker.skipping.finished() if tracker.skipping else []
-            trace = unrolled(tracker.trace(name, None if isinstance(device, str) else gpu), skipped)
-            return replace(trace, launch=launch, alloc_conf=alloc_conf)
+            trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(device, str) else gpu)
+            return replace(unrolled(trace, skipped), launch=launch, alloc_conf=alloc_conf)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "

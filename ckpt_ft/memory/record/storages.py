@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from ckpt_ft.units import format_bytes
 
@@ -60,6 +61,12 @@ class Storages(Position):
         index = self.index_of(like)
         if index is not None and index in self._residents:
             self._follow(tensor, self._storages[index].category, "", resident=True)
+
+    def add_beside(self, models: Iterable[nn.Module]) -> None:
+        """Models on the device that are not trained (what encodes images and prompts in each step) are resident."""
+        for model in models:
+            self.add_resident(model.parameters(), "parameters")
+            self.add_resident(model.buffers(), "buffers")
 
     def restart(self) -> None:
         """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
