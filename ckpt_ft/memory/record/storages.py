@@ -58,6 +58,12 @@ class Storages(Position):
                 else:
                     self._follow(tensor, category, "", resident=True)
 
+    def add_resident_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Follow `tensor`, too, where `like` is one that exists already and was met."""
+        index = self.index_of(like)
+        if index is not None and index in self._residents:
+            self._follow(tensor, self._storages[index].category, "", resident=True)
+
     def add_beside(self, models: Iterable[nn.Module]) -> None:
         """Models on the device that are not trained (what encodes images and prompts in each step) are resident."""
         for model in models:
