@@ -31,7 +31,7 @@ from ckpt_ft.memory.distributed.sharded import sharding_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors, wraps
+from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, wraps
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -249,7 +249,8 @@ class FakeTracker(Tracker):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
         pinned = kwargs.pop("pin_memory", False)
         if func in self.balanced.answers:
-            return super()._call(func, args, kwargs)
+            out, work = super()._call(func, args, kwargs)
+            return out, Work() if self.all_ignored(args) else work
         key = call_key(func, args, kwargs)
         known = self._memo.get(key, args) if key is not None else None
         if known is None:
@@ -258,6 +259,8 @@ class FakeTracker(Tracker):
                 self._memo.remember(key, func, args, *known)
         if func is aten.copy_.default and self.is_ignored(args[0]) != self.is_ignored(args[1]):
             known = known[0], Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
+        elif self.all_ignored(args):
+            known = known[0], Work()  # the host computes it
         out = known[0]
         self.values.follow(func, args, kwargs, out)
         self.balanced.observe(func, args, out)
@@ -272,10 +275,7 @@ class FakeTracker(Tracker):
         return self.streams.asynchronous() if is_asynchronous(func, args) else self.stream
 
     def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
-        if pinned or func is aten.lift_fresh.default:
-            return True
-        operands = list(tensors(args))
-        return bool(operands) and all(self.is_ignored(operand) for operand in operands)
+        return pinned or func is aten.lift_fresh.default or self.all_ignored(args)
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, Tensor) and type(value) is not FakeTensor:

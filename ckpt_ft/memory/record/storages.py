@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from ckpt_ft.units import format_bytes
 
 from .events import Storage
-from .opinfo import plain
+from .opinfo import plain, tensors
 from .position import Position
 
 
@@ -90,6 +91,11 @@ class Storages(Position):
     def is_ignored(self, tensor: torch.Tensor) -> bool:
         seen = self._live.get(tensor.untyped_storage()._cdata)
         return seen is not None and seen.index < 0
+
+    def all_ignored(self, values: Any) -> bool:
+        """Whether there are tensors in `values` and all of them are ignored: the host's, like Adam's step counts."""
+        operands = list(tensors(values))
+        return bool(operands) and all(t.layout is torch.strided and self.is_ignored(t) for t in operands)
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """The op whose storage `tensor` lives in, "" if unknown."""
