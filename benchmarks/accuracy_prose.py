@@ -31,11 +31,12 @@ then keeps its segments, cut up as the step left them, and the next step does no
 
 What is left of the bytes: waveft, fourierft and lily hold most in their first hundred steps, before the cache was
 emptied for the first time, most likely with what encoding prompts and images had left; from then on the published logs
-hold 11,530, 11,762 and 9,844 MiB, and the traced runs at most 11,348, 11,834 and 9,980. Of the runs with few trained
-bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more are predicted than were reserved, and of SHiRA's 430: which of
-several free blocks of one size is taken depends on addresses, which CUDA does not promise, and c3a's transforms of 256
-elements may need less of a work area than the data once. FRoD is not here: it moves the weights that it adapts to the
-host by hand, which a trace does not follow.
+hold 11,530, 11,762 and 9,844 MiB, and the traced runs at most 11,348, 11,834 and 9,980. waveft takes no Fourier
+transform: its wavelets are transposed convolutions in steps of two over each weight, of which the trace takes no
+workspace (memory/rules/cudnn.py). Of the runs with few trained bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more
+are predicted than were reserved, and of SHiRA's 200: which of several free blocks of one size is taken depends on
+addresses, which CUDA does not promise, and c3a's transforms of 256 elements may need less of a work area than the data
+once. FRoD is not here: it moves the weights that it adapts to the host by hand, which a trace does not follow.
 
 Seconds: BOFT builds its block-diagonal matrices of 154,000 copies of 4 x 4 values, a kernel each: the host issues a
 run of them more slowly than the device is through, and how far it is ahead by then is bounded by the driver's queue,
