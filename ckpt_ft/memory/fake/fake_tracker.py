@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, tensors, wraps
+from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, wraps
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
 
@@ -111,7 +111,8 @@ class FakeTracker(Tracker):
         assert isinstance(op, FakeHandling)
         pinned = kwargs.pop("pin_memory", False)
         if op.answered:
-            return super()._call(op, func, args, kwargs)
+            out, work = super()._call(op, func, args, kwargs)
+            return out, Work() if self.all_ignored(args) else work
         key = None if op.calls is None else call_key(args, kwargs)
         known = None if op.calls is None or key is None else op.calls.get(key, args)
         if known is None:
@@ -120,6 +121,8 @@ class FakeTracker(Tracker):
                 op.calls.keep(key, args, *known)
         if func is _COPY and self.is_ignored(args[0]) != self.is_ignored(args[1]):
             known = known[0], Work(nbytes=args[0].nbytes)  # over the bus, by a copy engine
+        elif known[1].kernels and self.all_ignored(args):
+            known = known[0], Work()  # the host computes it
         out = known[0]
         self.values.follow(func, args, kwargs, out)
         if op.observe is not None:
@@ -135,10 +138,7 @@ class FakeTracker(Tracker):
         return self.streams.asynchronous() if is_asynchronous(func, args) else self.stream
 
     def _on_host(self, func: Any, args: tuple[Any, ...], pinned: bool) -> bool:
-        if pinned or func is _LIFT:
-            return True
-        operands = list(tensors(args))
-        return bool(operands) and all(self.is_ignored(operand) for operand in operands)
+        return pinned or func is _LIFT or self.all_ignored(args)
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, Tensor) and type(value) is not FakeTensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from ckpt_ft.units import format_bytes
 
 from .events import Storage
-from .opinfo import plain
+from .opinfo import plain, tensors
 from .position import Position
 
 _NAMELESS = ("activations", "temporary")  # categories of what has no better one
@@ -105,6 +106,15 @@ class Storages(Position):
     def is_ignored(self, tensor: torch.Tensor) -> bool:
         seen = self._live.get(tensor.untyped_storage()._cdata)
         return seen is not None and seen.index < 0
+
+    def all_ignored(self, values: Any) -> bool:
+        """Whether there are tensors in `values` and all of them are ignored: the host's, like Adam's step counts."""
+        some = False
+        for tensor in tensors(values):
+            if tensor.layout is not torch.strided or not self.is_ignored(tensor):
+                return False
+            some = True
+        return some
 
     def made_by(self, tensor: torch.Tensor) -> str:
         """The op whose storage `tensor` lives in, "" if unknown."""
