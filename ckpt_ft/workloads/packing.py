@@ -7,6 +7,7 @@ transformers' attention, given neither mask nor KV cache, takes positions that b
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +80,11 @@ class ImagePositions:
             ids, mm_token_type_ids=kinds, image_grid_thw=batch.get("image_grid_thw"), attention_mask=there
         )
         return torch.cat([along[None], found[:, there].view(3, *along.shape)])
+
+
+def one_behind_another(rows: Sequence[Batch], along: Collection[str], beside: ImagePositions | None) -> Batch:
+    """Sequences of one row of each batch. What is `along` the tokens goes on there; the rest are more images."""
+    batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
+    positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
+    batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()
+    return batch if beside is None else {**batch, "position_ids": beside.beside(batch)}

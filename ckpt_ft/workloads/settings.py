@@ -152,8 +152,6 @@ class Settings:
         if not all(1 <= side <= _MOST_SIDE for side in self.image_size):
             wide, high = self.image_size
             raise UserError(f"image size {wide}x{high}: each side has 1 to {_MOST_SIDE} pixels")
-        if self.images and self.rows == "packed":
-            raise UserError("packed rows hold text alone: leave out the images, or the packing")
         self._check_quantisation()
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"LoRA dropout {self.lora_dropout}: a share from 0 up to, but not including, 1")

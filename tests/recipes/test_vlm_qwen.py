@@ -157,3 +157,14 @@ def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path
     with pytest.raises(UserError, match="row 1: ") as refused:
         train(vlm, qwen, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_strategy", "no")
     assert "\n" not in str(refused.value)
+
+
+def test_a_plan_knows_the_positions_of_packed_rows(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
+    train(vlm, qwen, tmp_path, *asked, "--packing", "--max_length", "64", "--eval_strategy", "no")
+    report = json.loads((tmp_path / "memory_report.json").read_text())
+    (rank,) = report["ranks"]
+    assert report["max_batch"]["proved"] >= 2
+    assert max(phase["allocated"] for phase in rank["peaks"].values()) <= 12 << 20
+    for phase in ("forward", "backward"):
+        assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=0.005)

@@ -98,7 +98,7 @@ def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
         ({"images": 1, "train_towers": "eyes"}, "train towers 'eyes'"),
         ({"images": 9, "image_size": (100, 60), "seq_length": 64}, "9 images of 100x60 pixels take 81 tokens of it"),
         ({"images": 1, "image_size": (5, 0)}, "image size 5x0: each side has 1 to"),
-        ({"images": 1, "rows": "packed"}, "packed rows hold text alone"),
+        ({"images": 5, "image_size": (100, 60), "seq_length": 64, "rows": "packed"}, "10 images of .* take 90 tokens"),
         ({"images": 80, "image_size": (100, 60)}, "sequence length 512: 80 images"),
     ],
 )
@@ -127,3 +127,25 @@ def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path:
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
     assert {"mlp.0", "mlp.2", "attn.qkv"} <= ends
     assert not any("language_model" in name for name in adapted)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
+    tokens, own = SEEING[name][2], asked(301, rows="packed")
+    workload = load(written(tmp_path, name, FEW_PIXELS), own, "cpu")
+    batch, row = workload.make_batch(3, None), load(str(tmp_path), asked(150), "cpu").make_batch(3, None)
+    assert batch["input_ids"].shape == (3, 301)
+    assert (batch["input_ids"] == 7).sum(1).tolist() == [2 * 2 * tokens] * 3
+    assert batch["input_ids"][:, :150].equal(row["input_ids"])
+    assert batch["pixel_values"].shape == (2 * len(row["pixel_values"]), *row["pixel_values"].shape[1:])
+    assert "attention_mask" not in batch
+    along = batch["position_ids"][0] if name == "qwen2_5_vl" else batch["position_ids"]
+    assert along.tolist() == [[*range(150), *range(151)]] * 3
+    if name == "qwen2_5_vl":
+        assert batch["position_ids"][1:, :, :150].equal(batch["position_ids"][1:, :, 150:300])
+    assert workload.trace(1).peak_allocated > load(str(tmp_path), asked(301), "cpu").trace(1).peak_allocated
+
+
+def test_packed_images_of_a_model_that_mixes_them_up_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="packing: a gemma3 is not known to keep packed rows apart"):
+        load(written(tmp_path, "gemma3"), asked(rows="packed"), "cpu")
