@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.fake import skipping
 from ckpt_ft.memory.fake import step as tracing
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
@@ -74,13 +75,13 @@ def test_a_workloads_trace(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     workload = load(str(tmp_path / "config.json"), settings, find_gpu("a100-40gb"))
     apply_policy(workload.model, policy)
     gaps: list[int] = []
-    unrolled = tracing.unrolled
+    unrolled = skipping.unrolled
 
-    def counted(trace: StepTrace, skipped: Any) -> StepTrace:
-        gaps.append(len(list(skipped)))
-        return unrolled(trace, skipped)
+    def counted(trace: StepTrace, repeated: list[Any], late: int) -> StepTrace:
+        gaps.append(len(repeated))
+        return unrolled(trace, repeated, late)
 
-    monkeypatch.setattr(tracing, "unrolled", counted)
+    monkeypatch.setattr(skipping, "unrolled", counted)
     spliced = workload.trace(2)
     assert gaps[-1] >= 2  # in both steps
     step = workload.step(2)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from ckpt_ft.memory.record.opinfo import Work, is_asynchronous, tensors, wraps
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.memory.record.unrolled import unrolled
 from ckpt_ft.memory.rules import cuda, fake_kernels
 from ckpt_ft.standins.live import stood_in
 
@@ -44,7 +44,7 @@ from .balanced import Balanced
 from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
 from .memo import Memo, call_key
-from .skipping import Skipping
+from .skipping import Skipping, Whole
 from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
 from .values import Values
 
@@ -105,15 +105,14 @@ def trace_steps(
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
-    or on several processes, every block runs; the steps are then called once more, and must do the same again.
+    or on several processes, every block runs; steps are then called once more, and must do the same again.
     """
-    whole: set[int] | None = None if launch or sharding_of(model) else set()
+    whole: Whole | None = None if launch or sharding_of(model) else set()
     while True:
         try:
             return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole)
-        except NotPeriodic as error:
-            assert whole is not None, "blocks were skipped"
-            whole |= error.steps
+        except NotPeriodic:  # `whole` has grown
+            continue
 
 
 def _traced(
@@ -123,9 +122,9 @@ def _traced(
     device: str | GPU,
     launch: Launch | None,
     alloc_conf: str,
-    whole: Collection[int] | None,
+    whole: Whole | None,
 ) -> StepTrace:
-    """whole: numbers of the steps in which every block runs; None for all."""
+    """whole: what is not to be skipped; it grows by what turns out not to be periodic. None for everything."""
     gpu = gpu_of(device)
     name = gpu.name if gpu else "cpu"
     AllocatorSettings.parse(alloc_conf)
@@ -179,10 +178,14 @@ def _traced(
                 tracker.add_model(model)
             for step in steps:
                 gc.collect()
-                tracker.start_step()
-                step(model, optimizer)
-            skipped = tracker.skipping.finished() if tracker.skipping else []
-            trace = unrolled(tracker.trace(name, None if isinstance(device, str) else gpu), skipped)
+                if tracker.skipping is not None:
+                    tracker.skipping.records(partial(step, model, optimizer))
+                else:
+                    tracker.start_step()
+                    step(model, optimizer)
+            trace = tracker.trace(name, None if isinstance(device, str) else gpu)
+            if tracker.skipping is not None:
+                trace = tracker.skipping.unrolled(trace)
             return replace(trace, launch=launch, alloc_conf=alloc_conf)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
@@ -220,11 +223,6 @@ class FakeTracker(Tracker):
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
         self._memo = Memo(fakes, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
-
-    def start_step(self) -> None:
-        super().start_step()
-        if self.skipping is not None:
-            self.skipping.step_begins()
 
     def _begin(self, phase: str) -> None:
         super()._begin(phase)
