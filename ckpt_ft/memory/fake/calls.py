@@ -19,7 +19,7 @@ _OBJECT = object()  # in the place of one that is neither a tensor nor a plain v
 
 
 class Call:
-    """A call of a block: what it was given and what it returned, tensors held weakly."""
+    """A call of a block: what it was given and what it returned, tensors and KV caches held weakly."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given, self.spec = tree_flatten((args, kwargs))
@@ -103,10 +103,16 @@ def are_handed_on(call: Call, wires: list[Wire]) -> bool:
 
 
 def _reference(leaf: Any) -> Any:
-    """What keeps no tensor alive: objects may hold some (a KV cache)."""
-    if isinstance(leaf, Tensor):
+    """What keeps no tensor alive: objects may hold some."""
+    if isinstance(leaf, Tensor) or _is_cache(leaf):
         return weakref.ref(leaf)
     return leaf if isinstance(leaf, _ATOMS) else _OBJECT
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Whether it is a KV cache of transformers': each block has a place of its own in it, and reads no other."""
+    known = sys.modules.get("transformers.cache_utils")
+    return known is not None and isinstance(leaf, known.Cache)
 
 
 def _format(leaf: Any) -> Any:
@@ -115,17 +121,15 @@ def _format(leaf: Any) -> Any:
 
 def _wire(leaf: Any, *sources: tuple[str, list[Any]]) -> Wire:
     if isinstance(leaf, weakref.ref):
-        tensor = leaf()
-        assert isinstance(tensor, Tensor), "it is in use"
-        mere = _is_mere(tensor)
+        given = leaf()
         for kind, leaves in sources:
             for at, other in enumerate(leaves):
-                if isinstance(other, weakref.ref) and other() is tensor:
-                    return _NEW if kind == "output" and not mere else (kind, at)
+                if isinstance(other, weakref.ref) and other() is given:
+                    return _NEW if kind == "output" and not _is_mere(given) else (kind, at)
         return _NEW
     return _NEW if leaf is _OBJECT else ("value", (type(leaf), leaf))
 
 
-def _is_mere(tensor: Tensor) -> bool:
+def _is_mere(made: Any) -> bool:
     """Whether nothing depends on the values of what a block has made: they are not known (values.py) and no counts."""
-    return tensor.is_floating_point() and "_value" not in vars(tensor)
+    return isinstance(made, Tensor) and made.is_floating_point() and "_value" not in vars(made)

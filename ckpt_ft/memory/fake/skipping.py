@@ -112,7 +112,12 @@ class Skipping:
             self.repeated += self._repeating()
             return True
         except NotPeriodic as error:
-            self.whole |= {(self._step, name) for name in error.names}
+            names = error.names
+        except Exception:  # of the step's own, or of what is missing in it: run whole, it tells
+            names = {series.skipped.name for series in self._series() if series.skipped is not None}
+            if not names:
+                raise
+        self.whole |= {(self._step, name) for name in names}
         self._busy = False
         for parameter in bare:
             parameter.grad = None
@@ -276,11 +281,12 @@ def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:
 
 
 def _weakly(forward: Any) -> Callable[[], Any]:
-    """A reference that does not keep a policy alive, nor what it holds."""
+    """A reference that does not keep a policy alive, nor what it holds; one that is gone is no forward, nor None."""
     try:
-        return weakref.ref(forward)
+        found = weakref.ref(forward)
     except TypeError:
         return object if forward is not None else lambda: None
+    return lambda: object if found() is None else found()
 
 
 def _is_whole(gradient: torch.Tensor) -> bool:
