@@ -158,10 +158,10 @@ class Call:
 
     Attributes:
         saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run; None for
-            those that are kept here.
+            those that are kept here. Behind them the `named` ones: what it saves, `offload` can park.
     """
 
-    __slots__ = ("changeable", "forward", "given", "inputs", "kept", "kwargs", "saved", "tensors")
+    __slots__ = ("changeable", "forward", "given", "inputs", "kept", "kwargs", "named", "saved", "tensors")
 
     def __init__(
         self, forward: Callable[..., Any], inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -172,8 +172,11 @@ class Call:
         self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
         self.kwargs: dict[str, Any]
         args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
-        self.kept = {x.key: x for x in self.tensors if x.copy is not None or isinstance(x.key, str)}
-        self.saved = tuple(None if key in self.kept else value for key, value in enumerate(args))
+        self.kept = {x.key: x for x in self.tensors if x.copy is not None}
+        named = {x.key: x.tensor for x in self.tensors if x.copy is None and isinstance(x.key, str)}
+        self.kwargs = {key: value for key, value in self.kwargs.items() if key not in named}
+        self.named = tuple(named)
+        self.saved = (*(None if key in self.kept else value for key, value in enumerate(args)), *named.values())
 
     def __call__(self, *saved: Any) -> Any:
         if self.given is None:
@@ -186,15 +189,17 @@ class Call:
 
     def again(self, saved: tuple[Any, ...]) -> Any:
         """The second run."""
-        args: list[Any] = list(saved)
-        kwargs: dict[str, Any] = self.kwargs
+        behind = len(saved) - len(self.named)
+        args: list[Any] = list(saved[:behind])
+        kwargs: dict[str, Any] = {**self.kwargs, **dict(zip(self.named, saved[behind:], strict=True))}
         if self.changeable:  # once more: backward may run again (retain_graph)
             args, kwargs = rebuild((args, kwargs), _same)
-        named = {key: given.again() for key, given in self.kept.items() if isinstance(key, str)}
         for key, given in self.kept.items():
             if isinstance(key, int):
                 args[key] = given.again()
-        return self.forward(*args, **{**kwargs, **named})
+            else:
+                kwargs[key] = given.again()
+        return self.forward(*args, **kwargs)
 
 
 def _same(value: Any) -> Any:

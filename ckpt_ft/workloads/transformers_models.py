@@ -17,6 +17,7 @@ from .adapters import adapt, by_task, refusals
 from .dtypes import DTYPES
 from .images import Pictured, pictured
 from .model_config import read_processor
+from .packing import ImagePositions, check_packing, one_behind_another
 from .settings import Settings
 from .workload import Batch, Forward, Loss, Workload
 
@@ -38,6 +39,8 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     built = _build(name, kind, config, settings)
     text = built.config.get_text_config()
     seen = pictured(built, read_processor(name), settings) if settings.images else None
+    if seen is not None and settings.rows == "packed":
+        check_packing(built)
     settings, said = _lengthened(name, text, settings, seen) if "seq_length" in task.sized else (settings, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
@@ -46,15 +49,23 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     if settings.rows != "alike" and "input_ids" not in fields:
         raise UserError(f"{settings.rows} rows: the batches of {name}, a {task.kind}, hold no text")
 
-    def make_batch(samples: int, length: int | None) -> Batch:
+    def filled(samples: int, length: int | None) -> Batch:
         shaped = fields if length is None else task.fields(built, replace(settings, seq_length=length))
         batch = batches.zeros(shaped, samples, settings)
         if seen is not None:
             seen.put_into(batch)
+        return batch
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        if settings.rows == "packed" and seen is not None:
+            halves = (settings.seq_length // 2, settings.seq_length - settings.seq_length // 2)
+            along = seen.along | {"input_ids", "labels"}
+            return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
+        batch = filled(samples, length)
         if length is not None or settings.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
-        elif settings.rows == "packed":
+        elif settings.rows == "packed" and seen is None:
             batch["position_ids"] = _packed_positions(batch["input_ids"])
         if by_task(settings):
             batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
@@ -79,7 +90,8 @@ def _lengthened(name: str, text: Any, settings: Settings, seen: Pictured | None)
         UserError: the model has fewer positions than were asked for, or the images take more.
     """
     limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
-    images = seen.length if seen else 0
+    rows = 2 if settings.rows == "packed" else 1  # of a sequence, each with its images
+    images = seen.length * rows if seen else 0
     length = settings.seq_length + (images if settings.length_is_open else 0)
     said: tuple[str, ...] = ()
     if 0 < limit < length:  # XLNet's is -1: as many as one likes
@@ -89,8 +101,8 @@ def _lengthened(name: str, text: Any, settings: Settings, seen: Pictured | None)
     if images >= length:
         wide, high = settings.image_size
         raise UserError(
-            f"sequence length {length}: {settings.images} images of {wide}x{high} pixels take {images} tokens of it; "
-            "give a longer one, or fewer or smaller images"
+            f"sequence length {length}: {settings.images * rows} images of {wide}x{high} pixels take {images} tokens "
+            "of it; give a longer one, or fewer or smaller images"
         )
     return replace(settings, seq_length=length), said
 
@@ -157,7 +169,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    model.config.use_cache = False  # as Trainer sets it
+    model.config.use_cache = model.config.get_text_config().use_cache = False  # as the recipes train it
     return model.train()
 
 

@@ -121,10 +121,10 @@ class Series:
         if forward is not None:
             forward.returned(call)
 
-    def parameters(self, unit: int) -> Iterator[nn.Parameter]:
+    def modules(self, unit: int) -> Iterator[nn.Module]:
         """Those of all blocks of a unit."""
         for block in self.blocks[unit * self.period : (unit + 1) * self.period]:
-            yield from block.parameters()
+            yield from block.modules()
 
     def ends(self) -> None:
         """The step is over."""

@@ -16,8 +16,6 @@ list run.
 from __future__ import annotations
 
 import gc
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,14 +31,12 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.record.unrolled import unrolled
 
-from .alike import Alike
-from .calls import Call, Manners
+from .block_lists import BlockList, block_lists
+from .calls import Call
 from .fakes import Fakes
-from .series import Series, stretches
+from .series import Series
+from .surroundings import tensors_held
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SHORTEST = FIRST + 2  # list with a series
-_MANNERS: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()  # of lists, when last called
 Whole = set[tuple[int, str]]  # numbers of steps, and the series' names of which every block runs in that step
 
 
@@ -55,7 +51,7 @@ class Skipping:
         self.model, self.tracker, self.fakes, self.whole = model, tracker, fakes, whole
         self.repeated: list[Repeating] = []
         self._step = 0
-        self._lists = list(_lists(model, tracker))
+        self._lists = list(block_lists(model, tracker))
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
         self._busy = False  # inside of a block of a series: lists in it are not looked at
         self._failed: set[str] = set()
@@ -126,6 +122,14 @@ class Skipping:
             raise NotPeriodic("a step that cannot be taken back")
         return False
 
+    def _hold(self, series: Series, skipped: Skipped) -> None:
+        """What the third unit was seen to hold beside its parameters (PEFT's indices) the others hold, too."""
+        third, *others = [list(series.modules(unit)) for unit in (FIRST - 1, *skipped.missing)]
+        for number, module in enumerate(third):
+            for place, tensor in tensors_held(module).items():
+                for other in others:
+                    self.tracker.add_resident_like(tensors_held(other[number])[place], tensor)
+
     def _repeating(self) -> list[Repeating]:
         """What the units of this step do."""
         found = []
@@ -138,6 +142,9 @@ class Skipping:
                     self._failed |= error.names
         if self._failed:
             raise NotPeriodic("units do not repeat each other", self._failed)
+        for series in self._series():
+            if series.skipped is not None:
+                self._hold(series, series.skipped)
         return found
 
     def _series(self) -> Iterator[Series]:
@@ -145,7 +152,7 @@ class Skipping:
             yield from found.series
 
     def _call(
-        self, found: _List, number: int, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+        self, found: BlockList, number: int, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         again = torch._C._current_graph_task_id() >= 0
         if self._busy and not again:
@@ -176,7 +183,10 @@ class Skipping:
                 self._give_gradients_of(series, series.skipped)
 
     def _give_gradients_of(self, series: Series, skipped: Skipped) -> None:
-        third, *others = [list(series.parameters(unit)) for unit in (FIRST - 1, *skipped.missing)]
+        third, *others = [
+            [parameter for module in series.modules(unit) for parameter in module.parameters(recurse=False)]
+            for unit in (FIRST - 1, *skipped.missing)
+        ]
         for like, *missing in zip(third, *others, strict=True):
             if like.grad is None:
                 continue
@@ -195,98 +205,6 @@ class Skipping:
             self.tracker.unfollow(parameter.grad)
         parameter.grad = self.fakes.new(like.shape, like.stride(), like.dtype)
         return self.tracker.follow_like(parameter.grad, index)
-
-
-class _List:
-    """Numbered modules of one module, which `holds` them."""
-
-    def __init__(
-        self, holds: nn.Module, blocks: list[nn.Module], names: list[str], shared: set[int], tracker: Tracker
-    ) -> None:
-        self.holds, self.blocks, self.names, self.tracker = holds, blocks, names, tracker
-        self._shares = [any(id(p) in shared for p in block.parameters()) for block in blocks]
-        self._modules = [module for block in blocks for module in block.modules()]
-        self._stood: list[Callable[[], Any]] = []  # in place of forwards when the blocks were compared
-        self._were: list[object] = []  # the rest that may change between steps
-        self._alike: Alike | None = None
-        self._kinds: list[int] = []
-        self.forget(set())
-
-    def forget(self, whole: set[str]) -> None:
-        """A step begins, in which every block of the series called `whole` runs."""
-        self.whole, self.runs_whole = whole, False
-        self.series: list[Series] = []
-        self._series_of: list[tuple[Series | None, int]] = []
-        self._manners, self._called = Manners(), 0
-
-    def series_of(self, number: int) -> tuple[Series | None, int]:
-        """The series that a block is in, if it is in one, and the number of its first block."""
-        if self.runs_whole:
-            return None, 0
-        if not self._series_of:
-            self._divide()
-        return self._series_of[number]
-
-    def heard(self, number: int, call: Call) -> None:
-        """A block is called in a forward: how, the next steps know."""
-        if number == 0:
-            self._manners, self._called = Manners(), 0
-        if number == self._called:
-            self._manners.add(call)
-            self._called += 1
-            if self._called == len(self.blocks):
-                _MANNERS[self.holds] = self._manners.numbers()
-
-    def _divide(self) -> None:
-        """Find the series of this step: policies and what is trained may have changed since the last."""
-        self._compare()
-        self._series_of = [(None, 0)] * len(self.blocks)
-        manners = _MANNERS.get(self.holds, [0] * len(self.blocks))
-        for at, period in stretches(list(zip(self._kinds, manners, strict=True))):
-            if self.names[at.start] not in self.whole:
-                numbers = slice(at.start, at.stop)
-                series = Series(self.blocks[numbers], self.names[numbers], period, self.tracker)
-                self.series.append(series)
-                self._series_of[numbers] = [(series, at.start)] * len(at)
-
-    def _compare(self) -> None:
-        """Compare the blocks, or what changed of them since: those that ran have learned what others have not."""
-        standing = [module.__dict__.get("forward") for module in self._modules]
-        are: list[object] = [
-            p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None
-        ]
-        are += [(module.training, *(list(getattr(module, hooks)) for hooks in _HOOKS)) for module in self._modules]
-        if self._alike is None or are != self._were:
-            self._alike = Alike(self.blocks, self._shares)
-        elif all(stood() is now for stood, now in zip(self._stood, standing, strict=True)):
-            return
-        self._kinds = self._alike.kinds()
-        self._stood, self._were = [_weakly(forward) for forward in standing], are
-
-
-def _lists(model: nn.Module, tracker: Tracker) -> Iterator[_List]:
-    """The lists of modules in `model` that are long enough for a series."""
-    names = {id(module): name for name, module in model.named_modules()}
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    shared = {parameter for parameter, count in uses.items() if count > 1}
-    taken: set[int] = set()
-    for module in model.modules():
-        children = list(module._modules.items())
-        if len(children) < _SHORTEST or any(child is None or not key.isdecimal() for key, child in children):
-            continue
-        blocks = [child for _, child in children if child is not None]
-        if len({id(block) for block in blocks} - taken) == len(blocks):
-            taken |= {id(block) for block in blocks}
-            yield _List(module, blocks, [names[id(block)] for block in blocks], shared, tracker)
-
-
-def _weakly(forward: Any) -> Callable[[], Any]:
-    """A reference that does not keep a policy alive, nor what it holds; one that is gone is no forward, nor None."""
-    try:
-        found = weakref.ref(forward)
-    except TypeError:
-        return object if forward is not None else lambda: None
-    return lambda: object if found() is None else found()
 
 
 def _is_whole(gradient: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import signal
@@ -15,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
 
@@ -74,6 +76,41 @@ def test_the_model_is_as_it_was() -> None:
     assert all(a is b for a, b in zip((model.note, model.notes, model.notes[0], model.pair), attributes, strict=True))
     assert rng.snapshot(host=True) == drawn
     loss(model).backward()
+
+
+class Keeps(nn.Module):
+    """A layer whose forward keeps what it makes: in an attribute, a dict and a list, as caches of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.indices = {"default": torch.arange(4)}
+        self.positions: torch.Tensor | None = None
+        self.by_length: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.positions is None:
+            self.positions = torch.arange(4.0)
+        self.indices["default"] = self.indices["default"].to(x.device)
+        self.by_length.setdefault(len(x), torch.ones(4))
+        self.seen.append(x + 1)
+        return self.linear(x)[:, self.indices["default"]] * self.positions + self.by_length[len(x)]
+
+
+def test_no_fake_stays_in_the_model() -> None:
+    model, x = Keeps(), torch.ones(2, 4)
+    indices, held = model.indices, model.indices["default"]
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(x).sum().backward()
+
+    fake = trace_step(model, step, device="cpu")
+    assert model.indices is indices
+    assert model.indices == {"default": held}
+    assert (model.positions, model.by_length, model.seen) == (None, {}, [])
+    real = real_trace(model, step)
+    assert fake.peak_allocated == real.peak_allocated
 
 
 def test_an_error_in_the_step_leaves_the_model_whole() -> None:
@@ -405,3 +442,27 @@ def assert_all_is_as_it_was(model: nn.Module) -> None:
     assert not torch.nn.modules.module._global_forward_hooks
     assert gc.isenabled()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Remembers(nn.Module):
+    """Makes a tensor once for each number that it is asked for, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 64)
+
+    @functools.cache  # noqa: B019  its own kind of leak
+    def places(self, rows: int) -> torch.Tensor:
+        return torch.arange(float(rows * 64)).view(rows, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x + self.places(len(x)))
+
+
+def test_what_a_method_remembers_is_the_traces_own() -> None:
+    """Before a real call and after it a trace counts what the method makes, and leaves nothing behind."""
+    model, step = Remembers(), lambda model, optimizer: model(torch.zeros(256, 64)).sum().backward()
+    before = trace_step(model, step, device="cpu").peak_allocated
+    assert not isinstance(model.places(256), FakeTensor)
+    assert trace_step(model, step, device="cpu").peak_allocated == before
+    assert model(torch.zeros(256, 64)).shape == (256, 64)
