@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.fake import skipping
 from ckpt_ft.memory.fake import step as tracing
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
@@ -70,25 +72,90 @@ SLOW = ("unet", "flux", "llama", "bart")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_a_workloads_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, policy, settings = CASES[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    workload = load(str(tmp_path / "config.json"), settings, find_gpu("a100-40gb"))
+    assert spliced(config, policy, settings, tmp_path, monkeypatch)
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+GEMMA3 = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
+    "layer_types": [*[_SLIDING, _SLIDING, _FULL] * 6, _SLIDING], "num_hidden_layers": 19, "sliding_window": 8, **_TEXT,
+}  # fmt: skip
+GEMMA2 = {
+    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
+    "num_hidden_layers": 12, "sliding_window": 8, **_TEXT,
+}  # fmt: skip
+QWEN25_VL = {
+    "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9,
+    "text_config": {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0},
+    },
+    "vision_config": {
+        "depth": 14, "fullatt_block_indexes": [6, 13], "patch_size": 14, "spatial_merge_size": 2, "num_heads": 2,
+        "temporal_patch_size": 2, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "window_size": 56,
+    },
+}  # fmt: skip
+SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET["down_block_types"][::-1],
+        "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
+_LORA = Settings(dtype="bfloat16", seq_length=16, lora_r=2, optimizer="adamw")
+POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
+STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
+# and of each series how many units it has, of how many blocks
+PERIODIC: dict[str, tuple[dict[str, Any], Settings, tuple[str, ...], list[tuple[int, int]]]] = {
+    "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
+    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), POLICIES, [(6, 2)]),
+    "qwen2.5-vl": (QWEN25_VL, replace(_LORA, seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
+    "sdxl": (SDXL, _LORA, STAGED, [(7, 1)] * 4),
+}
+_QUICK = (("gemma 3", "full"), ("gemma 2", "none"), ("qwen2.5-vl", "none"), ("sdxl", "stages"))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=() if (name, policy) in _QUICK else pytest.mark.slow)
+        for name, (_, _, policies, _) in PERIODIC.items()
+        for policy in policies
+    ],
+)
+def test_blocks_of_several_kinds_in_turn(
+    name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, settings, _, units = PERIODIC[name]
+    found = spliced(config, policy, settings, tmp_path, monkeypatch)
+    if policy not in ("sqrt", "segments:3"):  # in which the first block of each segment is a kind of its own
+        assert found == units
+
+
+def spliced(
+    config: dict[str, Any], policy: str, settings: Settings, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """Hold the trace of a workload, in which blocks are skipped, against that in which all run.
+
+    Returns how many units each series of the last step has, and of how many blocks.
+    """
+    (where / "config.json").write_text(json.dumps(config))
+    workload = load(str(where / "config.json"), settings, find_gpu("a100-40gb"))
     apply_policy(workload.model, policy)
-    gaps: list[int] = []
-    unrolled = tracing.unrolled
+    found: list[tuple[int, int]] = []
+    unrolled = skipping.unrolled
 
-    def counted(trace: StepTrace, skipped: Any) -> StepTrace:
-        gaps.append(len(list(skipped)))
-        return unrolled(trace, skipped)
+    def noted(trace: StepTrace, repeated: list[Any], late: int) -> StepTrace:
+        last = [one.skipped for one in repeated if one.skipped.ops.stop == repeated[-1].skipped.ops.stop]
+        found[:] = [(len(one.units), len(one.units[0])) for one in last]
+        return unrolled(trace, repeated, late)
 
-    monkeypatch.setattr(tracing, "unrolled", counted)
-    spliced = workload.trace(2)
-    assert gaps[-1] >= 2  # in both steps
+    monkeypatch.setattr(skipping, "unrolled", noted)
+    trace = workload.trace(2)
     step = workload.step(2)
     every = tracing.trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=workload.device)
     every = workload.whole(every)
-    assert spliced.storages == every.storages
-    assert spliced.ops == every.ops
-    assert rows(spliced) == rows(every)
-    assert (spliced.marks, spliced.notes) == (every.marks, every.notes)
-    assert spliced.seconds_parts == every.seconds_parts
-    assert spliced.peaks == every.peaks
+    assert trace.storages == every.storages
+    assert trace.ops == every.ops
+    assert rows(trace) == rows(every)
+    assert (trace.marks, trace.notes) == (every.marks, every.notes)
+    assert trace.seconds_parts == every.seconds_parts
+    assert trace.peaks == every.peaks
+    return found

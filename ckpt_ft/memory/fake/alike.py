@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -21,46 +20,64 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _BY_HANDLE = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # a module's, by numbers of their own
 _DICTS = (dict, OrderedDict)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # a tensor with any is not left out
-
-
 _STANDS_IN = "forward"  # a policy's, on the instance: it comes and goes, what is below it stays
+_KINDS = 8  # the latest, that a block is compared with
+Owners = dict[int, tuple[int, Any]]  # of what a block has for itself, by id: the block's number
 
 
 class Alike:
-    """Compares blocks of one list, each with the one before it.
+    """Compares blocks of one list, each with the last one of each kind before it.
 
     An object that two blocks hold one of each may be held by no third: blocks that share it in pairs (the frame of a
     segment) take turns with it.
 
     Args:
-        apart: of each block but the last, whether it and the next are different anyway.
+        apart: of each block, whether it is a kind of its own anyway.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], apart: Sequence[bool]) -> None:
-        self._owners: dict[int, tuple[int, Any]] = {}  # of what a block has for itself: the block's number
-        self._pairs: list[_Pair | None] = []  # None: they are not built alike
-        for number, (one, other) in enumerate(pairwise(blocks)):
-            pair = _Pair(self._owners, number)
-            self._pairs.append(pair if not apart[number] and pair.same(one, other) else None)
+        self.blocks, self.apart = blocks, apart
+        self._owners: Owners = {}
+        self._pairs: dict[tuple[int, int], _Pair | None] = {}  # None: they are not built alike
 
-    def as_they_stand(self) -> list[bool]:
-        """Of each block but the last whether the next one is like it, with what stands in for forwards now."""
+    def kinds(self) -> list[int]:
+        """Of each block its kind, a number, with what stands in for forwards now."""
         owners = dict(self._owners)
-        return [pair is not None and pair.stand_alike(owners) for pair in self._pairs]
+        found: list[int] = []
+        last: list[tuple[int, int]] = []  # of each kind the last block and the kind, the latest at the end
+        for number in range(len(self.blocks)):
+            for before, kind in reversed(last[-_KINDS:]):
+                if self._are_alike(before, number, owners):
+                    last.remove((before, kind))
+                    break
+            else:
+                kind = max(found, default=-1) + 1
+            found.append(kind)
+            last.append((number, kind))
+        return found
+
+    def _are_alike(self, one: int, other: int, owners: Owners) -> bool:
+        if self.apart[one] or self.apart[other]:
+            return False
+        if (one, other) not in self._pairs:
+            pair = _Pair(self._owners, one, other)
+            self._pairs[one, other] = pair if pair.same(self.blocks[one], self.blocks[other]) else None
+        known = self._pairs[one, other]
+        return known is not None and known.stand_alike(owners)
 
 
 class _Pair:
-    """Two blocks side by side: what corresponds in them."""
+    """Two blocks side by side, by their numbers: what corresponds in them."""
 
-    def __init__(self, owners: dict[int, tuple[int, Any]], number: int) -> None:
-        self.owners, self.number = owners, number
+    def __init__(self, owners: Owners, number: int, other_number: int) -> None:
+        self.owners, self.numbers = owners, (number, other_number)
         self.met: dict[int, Any] = {}  # id of what the first block has -> what the other has in its place
         self.kept: list[Any] = []  # temporaries, so that no id is given twice
         self.modules: list[tuple[nn.Module, nn.Module]] = []
 
-    def stand_alike(self, owners: dict[int, tuple[int, Any]]) -> bool:
+    def stand_alike(self, owners: Owners) -> bool:
         """Whether what stands in for the modules' forwards is alike too."""
-        pair = _Pair(owners, self.number)
+        pair = _Pair(owners, *self.numbers)
         pair.met = dict(self.met)
         forwards = ((vars(one).get(_STANDS_IN), vars(other).get(_STANDS_IN)) for one, other in self.modules)
         return all(pair.same(*both) for both in forwards)
@@ -77,7 +94,7 @@ class _Pair:
         self.met[id(one)] = other
         if isinstance(one, tuple):
             return len(one) == len(other) and all(map(self.same, one, other))
-        if not (self._owned(one, self.number) and self._owned(other, self.number + 1)):
+        if not (self._owned(one, self.numbers[0]) and self._owned(other, self.numbers[1])):
             return False
         if isinstance(one, list):
             return len(one) == len(other) and all(map(self.same, one, other))
@@ -96,11 +113,11 @@ class _Pair:
         """Whether these are the blocks' own numbers, or names that hold them ("layers.3.mlp")."""
         if type(one) is str:
             parts = one.split("."), other.split(".")
-            numbers = str(self.number), str(self.number + 1)
+            numbers = tuple(map(str, self.numbers))
             return len(parts[0]) == len(parts[1]) and all(
                 a == b or (a, b) == numbers for a, b in zip(*parts, strict=True)
             )
-        return type(one) is int and (one, other) == (self.number, self.number + 1)
+        return type(one) is int and (one, other) == self.numbers
 
     def _owned(self, value: Any, number: int) -> bool:
         """Whether no other block than `number` has met `value`; remembered."""

@@ -68,11 +68,6 @@ class FakeTracker(Tracker):
         self._memo = Memo(fakes, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
-    def start_step(self) -> None:
-        super().start_step()
-        if self.skipping is not None:
-            self.skipping.step_begins()
-
     def _begin(self, phase: str) -> None:
         super()._begin(phase)
         if phase == "backward" and self.skipping is not None:

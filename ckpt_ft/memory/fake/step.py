@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,13 @@ from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, who
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.unrolled import unrolled
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.standins.live import stood_in
 
 from .fake_tracker import FakeTracker, sm
 from .fakes import Fakes
 from .interrupts import Interrupts
-from .skipping import Skipping
+from .skipping import Skipping, Whole
 from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
 
 Step = Callable[[nn.Module, Any], Any]
@@ -98,15 +98,14 @@ def trace_steps(
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
-    or on several processes, every block runs; the steps are called once more, and must do the same. `beside` stays.
+    or on several processes, every block runs; steps are called once more, and must do the same. `beside` stays.
     """
-    whole: set[int] | None = None if launch or sharding_of(model) else set()
+    whole: Whole | None = None if launch or sharding_of(model) else set()
     while True:
         try:
             return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole, beside)
-        except NotPeriodic as error:
-            assert whole is not None, "blocks were skipped"
-            whole |= error.steps
+        except NotPeriodic:  # `whole` has grown
+            continue
 
 
 def _traced(
@@ -116,10 +115,10 @@ def _traced(
     device: str | GPU,
     launch: Launch | None,
     alloc_conf: str,
-    whole: Collection[int] | None,
+    whole: Whole | None,
     beside: Sequence[nn.Module] = (),
 ) -> StepTrace:
-    """whole: numbers of the steps in which every block runs; None for all."""
+    """whole: what is not to be skipped; it grows by what turns out not to be periodic. None for everything."""
     gpu = gpu_of(device)
     AllocatorSettings.parse(alloc_conf)
     sharding = sharding_of(model)
@@ -173,11 +172,15 @@ def _traced(
                 tracker.add_model(model)
             for step in steps:
                 gc.collect()
-                tracker.start_step()
-                step(model, optimizer)
-            skipped = tracker.skipping.finished() if tracker.skipping else []
+                if tracker.skipping is not None:
+                    tracker.skipping.records(partial(step, model, optimizer))
+                else:
+                    tracker.start_step()
+                    step(model, optimizer)
             trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(device, str) else gpu)
-            return replace(unrolled(trace, skipped), launch=launch, alloc_conf=alloc_conf)
+            if tracker.skipping is not None:
+                trace = tracker.skipping.unrolled(trace)
+            return replace(trace, launch=launch, alloc_conf=alloc_conf)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "

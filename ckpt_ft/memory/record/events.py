@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -33,11 +33,11 @@ class Storage:
         """The module whose bytes these are: that owns the tensor, else that was running."""
         return self.owner or self.module
 
-    def copy(self, old: str = "", new: str = "") -> Storage:
-        """One like it; what is named for module `old` or a part of it is named for `new`."""
+    def copy(self, called: Callable[[str], str] | None = None) -> Storage:
+        """One like it; `called` says what modules are called in its place."""
         made = Storage(*_OF_STORAGE(self))
-        if old:
-            made.module, made.owner = renamed(made.module, old, new), renamed(made.owner, old, new)
+        if called is not None:
+            made.module, made.owner = called(made.module), called(made.owner)
         return made
 
 
@@ -75,11 +75,6 @@ _OF_OP = attrgetter(*(field.name for field in fields(Op)))
 def columns_of(records: Sequence[Storage] | Sequence[Op]) -> list[tuple[Any, ...]]:
     """Their fields, one by one; `zip` makes rows of them again."""
     return list(zip(*map(_OF_OP if records and isinstance(records[0], Op) else _OF_STORAGE, records), strict=True))
-
-
-def renamed(module: str, old: str, new: str) -> str:
-    """`module` with `new` for `old`, if it is `old` or a part of it."""
-    return new + module[len(old) :] if module == old or module.startswith(f"{old}.") else module
 
 
 @dataclass(frozen=True)

@@ -1,65 +1,94 @@
-"""Where in a record the blocks of a step are of which most were skipped: the first three of them and the last one ran.
+"""Where in a record the units of a step are of which most were skipped: the first three of them and the last one ran.
 
-A passage is one way through them, up in a forward (and in the second run of a segment), down in a backward. The blocks
-skipped are missing between the third and the last one.
+A unit is a block, or as many in a row as it takes until their kinds repeat. A passage is one way through the units, up
+in a forward (and in a second run of it), down in a backward. Those skipped are missing between the third and the last.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from .trace import StepTrace
 
-FIRST = 3  # blocks that run before those that are skipped
+FIRST = 3  # units that run before those that are skipped
 SECOND, THIRD, LAST = 1, 2, 3  # of the four that run
 
 
 class NotPeriodic(Exception):
-    """Blocks that are built alike do not repeat each other, in `steps`."""
+    """Units do not repeat each other, in the series of these names."""
 
-    def __init__(self, reason: str, steps: Iterable[int] = ()) -> None:
+    def __init__(self, reason: str, names: Collection[str] = ()) -> None:
         super().__init__(reason)
-        self.steps = set(steps)
+        self.names = set(names)
+
+
+class Unit(tuple[str, ...]):
+    """What the blocks of a unit are called, in order."""
+
+    __slots__ = ()
+
+    def place_of(self, module: str) -> int | None:
+        """Which of its blocks `module` is, or is a part of."""
+        for place, name in enumerate(self):
+            if module.startswith(name) and (len(module) == len(name) or module[len(name)] == "."):
+                return place
+        return None
+
+    def within(self, module: str) -> str | None:
+        """What `module` is called inside of the unit, the same in each; None outside."""
+        place = self.place_of(module)
+        return None if place is None else f"{place}{module[len(self[place]) :]}"
+
+    def moved(self, module: str, to: Unit) -> str:
+        """What `module` is in unit `to`; outside of this one it stays what it is."""
+        place = self.place_of(module)
+        return module if place is None else to[place] + module[len(self[place]) :]
 
 
 @dataclass
 class Skipped:
-    """Blocks that were skipped in one step.
+    """Units that were skipped in one step.
 
     Attributes:
-        names: of the modules that are alike, in order; all but the first `FIRST` and the last were skipped.
-        step: which of the record's.
+        units: that are alike, in order; all but the first `FIRST` and the last were skipped.
         ops: of the step.
-        gradients: storage of a gradient of the third block -> those of the blocks skipped, in order; these are in the
+        gradients: storage of a gradient of the third unit -> those of the units skipped, in order; these are in the
             record but for the events that allocate them.
     """
 
-    names: list[str]
-    step: int
+    units: list[Unit]
     ops: range
     gradients: dict[int, list[int]] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """Of the series."""
+        return self.units[0][0]
+
+    @property
     def missing(self) -> range:
-        """Numbers of the blocks skipped."""
-        return range(FIRST, len(self.names) - 1)
+        """Numbers of the units skipped."""
+        return range(FIRST, len(self.units) - 1)
 
 
 class Part(NamedTuple):
-    """What one block does in one passage, from its first op to that of the next block."""
+    """What one unit does in one passage, from its first op to that of the next unit."""
 
     ops: range
     events: range
 
+    def later(self, events: int) -> Part:
+        return Part(self.ops, range(self.events.start + events, self.events.stop + events))
+
 
 class Passage(NamedTuple):
-    """The parts of the second and third block in it, and whether it goes up; where it does, the last block's ops.
+    """The parts of the second and third unit in it, and whether it goes up; where it does, the last unit's ops.
 
-    After these come others that are not the last block's: the head's, and a backward's.
+    After these come others that are not the last unit's: the head's, and a backward's.
     """
 
     second: Part
@@ -69,44 +98,47 @@ class Passage(NamedTuple):
 
     @property
     def cut(self) -> tuple[int, int]:
-        """The event and the op before which the blocks skipped come."""
+        """The event and the op before which the units skipped come."""
         if self.up:
             return self.third.events.stop, self.third.ops.stop
         return self.third.events.start, self.third.ops.start
+
+    def later(self, events: int) -> Passage:
+        return Passage(self.second.later(events), self.third.later(events), self.up, self.last)
 
 
 class Passages(list[Passage]):
     """All of a step, in order.
 
     Raises:
-        NotPeriodic: the blocks do not follow each other from one end to the other.
+        NotPeriodic: the units do not follow each other from one end to the other.
     """
 
     def __init__(self, trace: StepTrace, skipped: Skipped) -> None:
         self._ops, self._marks, self._end = trace.ops, trace.marks, skipped.ops.stop
         starts = list(_starts(trace, skipped))
-        self._blocks = [block for block, _ in starts]
+        self._units = [unit for unit, _ in starts]
         self._starts = [at for _, at in starts]
         super().__init__(self._found())
 
-    def block_at(self, event: int) -> int | None:
-        """Which of the four blocks began last before `event`."""
-        at = bisect_right(self._starts, event, key=lambda op: self._ops[op].at) - 1
-        return self._blocks[at] if at >= 0 else None
+    def unit_at(self, op: int) -> int | None:
+        """Which of the four units began last before `op`, or with it."""
+        at = bisect_right(self._starts, op) - 1
+        return self._units[at] if at >= 0 else None
 
     def _found(self) -> Iterator[Passage]:
-        blocks = self._blocks
-        if any(abs(a - b) != 1 and (a, b) != (LAST, 0) for a, b in pairwise(blocks)):
-            raise NotPeriodic("blocks run out of order")
-        for k, step in enumerate(pairwise(blocks)):
+        units = self._units
+        if any(abs(a - b) != 1 and (a, b) != (LAST, 0) for a, b in pairwise(units)):
+            raise NotPeriodic("units run out of order")
+        for k, step in enumerate(pairwise(units)):
             if step == (THIRD, LAST):
-                if blocks[max(k - 2, 0) : k] != [0, SECOND]:
+                if units[max(k - 2, 0) : k] != [0, SECOND]:
                     raise NotPeriodic("a passage turns back")
                 end = self._starts[k + 2] if k + 2 < len(self._starts) else self._end
                 last = range(self._starts[k + 1], end)
                 yield Passage(self._part(k - 1), self._part(k), up=True, last=last)
             elif step == (LAST, THIRD):
-                if blocks[k + 2 : k + 4] != [SECOND, 0]:
+                if units[k + 2 : k + 4] != [SECOND, 0]:
                     raise NotPeriodic("a passage turns back")
                 yield Passage(self._part(k + 2), self._part(k + 1), up=False)
 
@@ -114,22 +146,22 @@ class Passages(list[Passage]):
         ops = range(self._starts[k], self._starts[k + 1])
         events = range(self._ops[ops.start].at, self._ops[ops.stop].at)
         if any(events.start <= at <= events.stop for at, _ in self._marks):
-            raise NotPeriodic("a phase begins inside of a block")
+            raise NotPeriodic("a phase begins inside of a unit")
         return Part(ops, events)
 
 
 def _starts(trace: StepTrace, skipped: Skipped) -> Iterator[tuple[int, int]]:
     """(which of the four, its first op), each time that another one begins."""
-    names = skipped.names
-    four = [names[0], names[SECOND], names[THIRD], names[-1]]
+    units = skipped.units
+    four = [units[0], units[SECOND], units[THIRD], units[-1]]
     known: dict[str, int | None] = {}
     last = None
     for at in skipped.ops:
         module = trace.ops[at].module
         if module not in known:
-            inside = (k for k, name in enumerate(four) if module == name or module.startswith(f"{name}."))
+            inside = (k for k, unit in enumerate(four) if unit.place_of(module) is not None)
             known[module] = next(inside, None)
-        block = known[module]
-        if block is not None and block != last:
-            yield block, at
-            last = block
+        unit = known[module]
+        if unit is not None and unit != last:
+            yield unit, at
+            last = unit

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import EMPTIED, Op
+from .growing import Growing
 from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
@@ -131,14 +132,9 @@ class Tracker(Storages, TorchDispatchMode):
         return StepTrace(device, storages, events, ops, marks, list(self.notes), gpu, source=self.source)
 
     @property
-    def reached(self) -> tuple[int, int]:
-        """How many ops and storages the record has."""
-        return len(self._ops), len(self._storages)
-
-    def between(self, start: tuple[int, int], stop: tuple[int, int]) -> tuple[list[str], list[int]]:
-        """Names of the ops, and bytes of the storages, that came while the record reached `stop` from `start`."""
-        names = [op.name for op in self._ops[start[0] : stop[0]]]
-        return names, [storage.nbytes for storage in self._storages[start[1] : stop[1]]]
+    def growing(self) -> Growing:
+        """The record itself, as long as it grows."""
+        return Growing(self._ops, self._storages, self._events, self._marks)
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
         """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""

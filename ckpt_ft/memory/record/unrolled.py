@@ -1,7 +1,7 @@
-"""A record of steps in which blocks that are alike were skipped (fake/skipping.py), with them put in.
+"""A record of steps in which units of blocks that are alike were skipped (fake/skipping.py), with them put in.
 
-What ran of them repeats itself (repeating.py), and so would the others have done. What a block allocates is freed by
-a block, or together with the other blocks' in one row of frees (the weights that autocast has cast), or never, or it
+What ran of them repeats itself (repeating.py), and so would the others have done. What a unit allocates is freed by
+a unit, or together with the other units' in one row of frees (the weights that autocast has cast), or never, or it
 is a gradient, which lives on its own account (`Skipped.gradients`).
 """
 
@@ -11,28 +11,32 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from .events import Op, Storage, renamed
-from .passages import FIRST, LAST, SECOND, THIRD, NotPeriodic, Passage, Skipped
+from .events import Op, Storage
+from .passages import FIRST, LAST, SECOND, THIRD, NotPeriodic, Passage
 from .repeating import Place, Repeating
 from .trace import StepTrace
 
 
-def unrolled(trace: StepTrace, skipped: Iterable[Skipped]) -> StepTrace:
-    """`trace` with the blocks of each of `skipped` put in.
+def unrolled(trace: StepTrace, repeated: Iterable[Repeating], late: int) -> StepTrace:
+    """`trace` with the units put in that were skipped where units are `repeated`.
+
+    late: events of the trace that came before those of the record in which they repeat.
 
     Raises:
-        NotPeriodic: what ran does not say what they would have done; names all such steps.
+        NotPeriodic: what ran does not say what they would have done; names all such series.
     """
-    gaps, failed = [], {}
+    gaps, failed, reasons = [], set(), []
     storages = list(trace.storages)
-    for one in skipped:
+    for one in repeated:
         try:
-            gaps.append(Gap(trace, one, storages))
+            gaps.append(Gap(one.within(trace, late), storages))
         except NotPeriodic as error:
-            failed[one.step] = str(error)
+            failed.add(one.skipped.name)
+            reasons.append(str(error))
     if failed:
-        raise NotPeriodic("; ".join(failed.values()), failed)
+        raise NotPeriodic("; ".join(reasons), failed)
     return _merged(trace, storages, gaps) if gaps else trace
 
 
@@ -48,17 +52,17 @@ class Insertion:
 
 
 class Gap:
-    """The blocks skipped in one step; their storages are appended to `storages`.
+    """The units skipped in one step; their storages are appended to `storages`.
 
     Attributes:
         insertions: what they did.
         freed: event of the record -> the storage that it frees instead.
     """
 
-    def __init__(self, trace: StepTrace, skipped: Skipped, storages: list[Storage]) -> None:
-        self.trace, self.skipped = trace, skipped
-        self.repeating = Repeating(trace, skipped)
-        self._new: dict[tuple[int, Place], int] = {}  # (number of a block skipped, place) -> storage
+    def __init__(self, repeating: Repeating, storages: list[Storage]) -> None:
+        self.trace, self.skipped, self.repeating = repeating.trace, repeating.skipped, repeating
+        self._moves: dict[tuple[int, str], str] = {}  # modules of the third unit as another one's
+        self._new: dict[tuple[int, Place], int] = {}  # (number of a unit skipped, place) -> storage
         self._make(storages)
         self.insertions = [self._inserted(k, passage) for k, passage in enumerate(self.repeating.passages)]
         roles = self.repeating.roles.items()
@@ -68,12 +72,12 @@ class Gap:
     def _make(self, storages: list[Storage]) -> None:
         gradients = self.skipped.gradients
         if not all(map(self.repeating.is_of_third, gradients)):
-            raise NotPeriodic("a gradient is not made in its block")
-        for (block, place), storage in self.repeating.own.items():
-            if block == THIRD:
+            raise NotPeriodic("a gradient is not made in its unit")
+        for (unit, place), storage in self.repeating.own.items():
+            if unit == THIRD:
                 like = self.trace.storages[storage]
                 for k, number in enumerate(self.skipped.missing):
-                    made = like.copy(self.skipped.names[THIRD], self.skipped.names[number])
+                    made = like.copy(partial(self._called, number))
                     if storage in gradients:
                         self._new[number, place] = gradients[storage][k]
                         storages[gradients[storage][k]] = made
@@ -82,12 +86,16 @@ class Gap:
                         storages.append(made)
 
     def _called(self, number: int, module: str) -> str:
-        """The third block's module in block `number`."""
-        return renamed(module, self.skipped.names[THIRD], self.skipped.names[number])
+        """The third unit's module in unit `number`."""
+        known = self._moves.get((number, module))
+        if known is None:
+            units = self.skipped.units
+            known = self._moves[number, module] = units[THIRD].moved(module, units[number])
+        return known
 
     def _at(self, number: int, place: Place) -> int:
-        """The storage of block `number` at `place`."""
-        if number == len(self.skipped.names) - 1:
+        """The storage of unit `number` at `place`."""
+        if number == len(self.skipped.units) - 1:
             return self.repeating.own[LAST, place]
         return self._new[number, place] if number >= FIRST else self.repeating.own[number, place]
 
@@ -109,28 +117,28 @@ class Gap:
         return inserted
 
     def _free_outside(self) -> None:
-        """See to what the third block allocates and none of the parts compared frees."""
+        """See to what the third unit allocates and none of the parts compared frees."""
         freed_at = {~event: at for at, event in enumerate(self.trace.events) if event < 0}
         inside = [part.events for passage in self.repeating.passages for part in (passage.second, passage.third)]
         own = self.repeating.own
         rows: dict[int, list[tuple[int, int, Place]]] = defaultdict(list)
-        for (block, place), third in own.items():
-            if block != THIRD or third in self.skipped.gradients:
+        for (unit, place), third in own.items():
+            if unit != THIRD or third in self.skipped.gradients:
                 continue
             second_end, third_end = freed_at.get(own[SECOND, place]), freed_at.get(third)
             if second_end is None or third_end is None:
                 if second_end is not third_end:
-                    raise NotPeriodic("some blocks keep what others free")
+                    raise NotPeriodic("some units keep what others free")
                 continue
             if max(second_end, third_end) >= self._end:
-                raise NotPeriodic("a step frees what another one's blocks allocate")
-            by_block = [any(at in events for events in inside) for at in (second_end, third_end)]
-            if by_block == [True, False]:  # the block after the second one frees it: that after the third is the last
+                raise NotPeriodic("a step frees what another one's units allocate")
+            by_unit = [any(at in events for events in inside) for at in (second_end, third_end)]
+            if by_unit == [True, False]:  # the unit after the second one frees it: that after the third is the last
                 self._check_in(third_end, LAST)
                 self.freed[third_end] = self._new[self.skipped.missing[-1], place]
-            elif by_block == [False, True]:
+            elif by_unit == [False, True]:
                 self._check_in(second_end, 0)
-            elif by_block == [False, False]:
+            elif by_unit == [False, False]:
                 rows[self._row(second_end, third_end)].append((second_end, third_end, place))
         self.insertions += [self._row_of_frees(row) for row in rows.values()]
 
@@ -140,9 +148,10 @@ class Gap:
         stop = self.skipped.ops.stop
         return self.trace.ops[stop].at if stop < len(self.trace.ops) else len(self.trace.events)
 
-    def _check_in(self, event: int, block: int) -> None:
-        if self.repeating.passages.block_at(event) != block:
-            raise NotPeriodic("blocks do not free what the others free of their neighbours")
+    def _check_in(self, event: int, unit: int) -> None:
+        """Which of the four units began last before `event`."""
+        if self.repeating.order.unit_at(self._op_at(event + 1) - 1) != unit:
+            raise NotPeriodic("units do not free what the others free of their neighbours")
 
     def _op_at(self, event: int) -> int:
         """The first op that begins when `event` events have happened, or more."""
@@ -153,13 +162,13 @@ class Gap:
         first, last = min(one, other), max(one, other)
         events = self.trace.events
         if any(event >= 0 for event in events[first:last]) or self._op_at(first + 1) != self._op_at(last + 1):
-            raise NotPeriodic("blocks' storages are freed one after another, outside of blocks")
+            raise NotPeriodic("units' storages are freed one after another, outside of units")
         while first and events[first - 1] < 0 and self._op_at(first) == self._op_at(first + 1):
             first -= 1
         return first
 
     def _row_of_frees(self, row: list[tuple[int, int, Place]]) -> Insertion:
-        """row: where the second and the third block's storages at a place are freed."""
+        """row: where the second and the third unit's storages at a place are freed."""
         row = sorted(row, key=lambda freed: freed[1])
         down = all(second > third for second, third, _ in row)
         event = row[0][1] if down else row[-1][1] + 1
