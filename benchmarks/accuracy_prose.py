@@ -31,16 +31,19 @@ then keeps its segments, cut up as the step left them, and the next step does no
 
 What is left of the bytes: waveft, fourierft and lily hold most in their first hundred steps, before the cache was
 emptied for the first time, most likely with what encoding prompts and images had left; from then on the published logs
-hold 11,530, 11,762 and 9,844 MiB, and the traced runs at most 11,348, 11,834 and 9,980. Of the runs with few trained
-bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more are predicted than were reserved, and of SHiRA's 430: which of
-several free blocks of one size is taken depends on addresses, which CUDA does not promise, and c3a's transforms of 256
-elements may need less of a work area than the data once. FRoD is not here: it moves the weights that it adapts to the
-host by hand, which a trace does not follow.
+hold 11,530, 11,762 and 9,844 MiB, and the traced runs at most 11,348, 11,834 and 9,980. waveft takes no Fourier
+transform: its wavelets are transposed convolutions in steps of two over each weight, of which the trace takes no
+workspace (memory/rules/cudnn.py). Of the runs with few trained bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more
+are predicted than were reserved, and of SHiRA's 200: which of several free blocks of one size is taken depends on
+addresses, which CUDA does not promise, and c3a's transforms of 256 elements may need less of a work area than the data
+once. FRoD is not here: it moves the weights that it adapts to the host by hand, which a trace does not follow.
 
-Seconds: BOFT solves many small systems, and SHiRA adds sparse weights to dense ones, with kernels that are not
-modelled; HRA, GraLoRA, PEANuT, LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S'
-rates and tiles are taken from the L4's. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused
-norm is not used: were they in bf16 in the published run, it would be within 2 %."""
+Seconds: BOFT builds its block-diagonal matrices of 154,000 copies of 4 x 4 values, a kernel each: the host issues a
+run of them more slowly than the device is through, and how far it is ahead by then is bounded by the driver's queue,
+which is not modelled. SHiRA's sum of sparse and dense weights goes by way of two copies in fp32. HRA, GraLoRA, PEANuT,
+LoHa, DeLoRA, PSOFT and DEFT multiply small or whole weights in fp32, where the L40S' rates and tiles are taken from
+the L4's. ln_tuning is predicted with norm weights in fp32, for which PyTorch's fused norm is not used: were they in
+bf16 in the published run, it would be within 2 %."""
 
 FIGURES = """\
 Megabytes of 1e6 bytes, allocated. What is left in ResNet-50 is convolution workspace: which algorithm cuDNN takes
@@ -74,8 +77,13 @@ what is tested is how time goes with shape.
 T4 and L4 are held back by their power caps, and what is left depends on what ran before: batched matmuls of one
 shape and size differ by up to three times while they take less than 20 ms, which no shape explains. Those that take
 longer were timed under load, as a training step runs: among them the median error is {loaded}. Softmax and layer
-norms on an A100 are slower where rows are no multiple of 1,024 elements; matmuls of less than 0.2 ms take 10 to 20 %
-longer on every card than their tiles say.
+norms on an A100 are slower where rows are no multiple of 1,024 elements (softmax of more than 1,024 by the kernel of
+PyTorch 2.1; since 2.7 another one takes rows of up to 48 KiB).
+
+Two events stand around one call, on a card that is idle when the call begins: a published time holds the kernel and
+what the host needs to issue it. That is 12 us for an elementwise operator, 15 for a softmax, 19 for a batched matmul,
+24 for a LayerNorm and 32 for a Linear with its bias, read off the shortest rows of each on all cards alike. It is
+added here, and not in a step, where the host runs ahead.
 
 ## Operators of Hugging Face's models
 

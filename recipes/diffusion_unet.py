@@ -47,7 +47,7 @@ from ckpt_ft.training.diffusion.encoders import (
     own_side,
     unet_config,
 )
-from ckpt_ft.training.diffusion.inpainting import MaskedImages, blank, inpaints, pictures
+from ckpt_ft.training.diffusion.inpainting import MaskedImages, blank, pictures
 from ckpt_ft.training.diffusion.latent_shapes import LatentShapes
 from ckpt_ft.training.diffusion.latents import FramedImages
 from ckpt_ft.training.diffusion.loop import leave_behind, resume, run_steps, start
@@ -64,6 +64,7 @@ from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.workloads.pipeline_parts import inpaints
 
 # What runs when no pipeline is named.
 BUILT_IN = {

@@ -25,6 +25,13 @@ Resolution = Annotated[int, typer.Option("--resolution", help="pixels of an imag
 Buckets = Annotated[
     str, typer.Option("--aspect-ratio-buckets", help="images of several sizes: 'height,width;height,width', or auto")
 ]
+TrainTextEncoder = Annotated[
+    bool, typer.Option("--train-text-encoder", help="with LoRA: on a U-Net's text encoders too")
+]
+EncodeEachStep = Annotated[
+    bool,
+    typer.Option("--encode-each-step", help="nothing is cached: a pipeline's VAE and text encoders are on the device"),
+]
 Frames = Annotated[int, typer.Option("--frames", help="of a video; 0 for 49")]
 AudioSeconds = Annotated[int, typer.Option("--audio-seconds", help="of a sample of sound; 0 for 10")]
 Images = Annotated[int, typer.Option("--images", help="in each row of text, for models that see")]

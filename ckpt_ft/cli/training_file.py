@@ -111,6 +111,8 @@ class Described:
     def _options(self, path: str) -> Iterator[tuple[str, Any]]:
         yield "batch-size", self._batch(self.get("batch_size"))
         yield from ((option, self.get(name)) for option, name in _PLAIN)
+        yield "train-text-encoder", self.diffusion and self.get("train_text_encoder")
+        yield "encode-each-step", self.diffusion and self._uncached()
         yield from self._precision()
         yield "optimizer", self._optimizer(path)
         yield from self._adapters()
@@ -123,6 +125,11 @@ class Described:
             return samples
         print(f"note: with_prior_preservation: a batch of {samples} is {2 * samples} images", file=sys.stderr)
         return 2 * samples
+
+    def _uncached(self) -> bool:
+        """Whether images and prompts are encoded in each step: as asked for, or because each is drawn anew."""
+        said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
+        return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
 
     def _precision(self) -> Iterator[tuple[str, Any]]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")

@@ -48,10 +48,13 @@ class Candidate:
         return self.batch * self.accumulation / self.seconds
 
     @classmethod
-    def of(cls, policy: str, batch: int, trace: StepTrace, accumulation: int = 1) -> Candidate:
-        figures = trace.peak_allocated, trace.peak_reserved, seconds(trace)
+    def of(
+        cls, policy: str, batch: int, trace: StepTrace, accumulation: int = 1, peaks: tuple[int, int] | None = None
+    ) -> Candidate:
+        """peaks: bytes allocated and reserved, where they are known without a replay of the trace."""
+        peak, reserved = peaks or (trace.peak_allocated, trace.peak_reserved)
         bound = "" if trace.device == "cpu" else trace.seconds_parts.bound
-        return cls(policy, batch, *figures, accumulation, trace.launch, bound)
+        return cls(policy, batch, peak, reserved, seconds(trace), accumulation, trace.launch, bound)
 
 
 def seconds(trace: StepTrace) -> float:

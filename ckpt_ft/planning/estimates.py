@@ -31,7 +31,7 @@ class Estimates:
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)  # from anchors, where nothing was traced
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
-    _reserved: dict[tuple[str, int], int] = field(default_factory=dict)  # by `scaled_reserved`
+    _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by `_scaled_peaks`
 
     def consider(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
@@ -85,7 +85,8 @@ class Estimates:
             return self._candidate(policy, batch, traced)
         key = (policy, batch)
         if key not in self.scaled:
-            self.scaled[key] = self._candidate(policy, batch, self.growth.scale(self.anchors[policy], batch))
+            scaled = self.growth.scale(self.anchors[policy], batch)
+            self.scaled[key] = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
         return self.scaled[key]
 
     def beyond(self) -> list[Candidate]:
@@ -96,10 +97,10 @@ class Estimates:
                 over.setdefault(policy, self.estimate(policy, batch))
         return sorted(over.values(), key=lambda candidate: candidate.reserved)[:_SHOWN]
 
-    def _candidate(self, policy: str, batch: int, trace: StepTrace) -> Candidate:
+    def _candidate(self, policy: str, batch: int, trace: StepTrace, peaks: tuple[int, int] | None = None) -> Candidate:
         """The candidate of a trace, which is of the longest batch; the seconds are a usual one's."""
         workload = self.tracer.workload
-        candidate = Candidate.of(policy, batch, trace, workload.accumulation)
+        candidate = Candidate.of(policy, batch, trace, workload.accumulation, peaks)
         lengths = workload.lengths
         if lengths is None:
             return candidate
@@ -114,11 +115,16 @@ class Estimates:
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
+        return self._scaled_peaks(policy, batch)[1]
+
+    def _scaled_peaks(self, policy: str, batch: int) -> tuple[int, int]:
+        """Bytes allocated and reserved: a replay serves the search for a batch size and the candidate found."""
         key = (policy, batch)
-        if key not in self._reserved:
+        if key not in self._peaks:
             anchor = self.anchors[policy]
-            self._reserved[key] = anchor.replay_with(self.growth.sizes(anchor, batch)).peak_reserved()
-        return self._reserved[key]
+            replay = anchor.replay_with(self.growth.sizes(anchor, batch))
+            self._peaks[key] = replay.peak_allocated(anchor.start), replay.peak_reserved()
+        return self._peaks[key]
 
     def retries(self, policy: str, batch: int) -> int | None:
         """How often a step gives cached segments back to stay within the room; None where it runs out even so."""

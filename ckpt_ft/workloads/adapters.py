@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,10 +44,8 @@ def adapt(model: Any, settings: Settings) -> Any:
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
         adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
-    if settings.dtype != "float32":
-        for p in adapted.parameters():
-            if p.requires_grad:
-                p.data = p.data.float()
+    if settings.load_in_4bit:
+        _show_weights(adapted)
     return adapted.train()
 
 
@@ -100,6 +99,17 @@ def _quantise(model: Any, settings: Settings) -> None:
         prepare_kbit(model)
 
 
+def _show_weights(adapted: Any) -> None:
+    """Tell PEFT's layers that work on the weight itself (SHiRA) how it is unpacked, as of bitsandbytes' they know."""
+    from ckpt_ft.standins.nf4 import NF4Linear
+
+    for layer in adapted.modules():
+        if getattr(layer, "quantization_backend", layer) is None and isinstance(layer.get_base_layer(), NF4Linear):
+            from peft.utils.quantization_utils import HqqBackend
+
+            layer.quantization_backend = HqqBackend()
+
+
 def _freeze(model: Any, part: str) -> None:
     named = [parameter for name, parameter in model.named_parameters() if part in name]
     if not named:
@@ -109,6 +119,14 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
+def _check_mixed(adapters: Mapping[str, str]) -> None:
+    """X-LoRA's: PEFT loads them under their numbers, whatever they are called, and then looks for their names."""
+    if not adapters:
+        raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
+    if list(adapters) != [str(number) for number in range(len(adapters))]:
+        raise UserError(f"X-LoRA's adapters {', '.join(adapters)}: PEFT knows them by number: call them 0, 1, ...")
+
+
 def _configuration(settings: Settings, towers: TrainedTowers | None, without_values: bool) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
@@ -116,8 +134,8 @@ def _configuration(settings: Settings, towers: TrainedTowers | None, without_val
     if settings.peft is not None:
         asked = "the PEFT configuration"
         given = dict(settings.peft)
-        if given["peft_type"] == "XLORA" and not given.get("adapters"):
-            raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
+        if given["peft_type"] == "XLORA":
+            _check_mixed(given.get("adapters") or {})
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
         config: Any = configuration(given, asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
 
-from .adapters import adapt
+from .adapters import adapt, without_adapters
 from .buckets import sizes_of
-from .diffusion_inputs import KINDS, Latents
-from .dtypes import DTYPES
+from .diffusion_inputs import KINDS, Kind, Latents
+from .dtypes import DTYPES, MIXED_PRECISION
 from .lengths import Lengths
 from .peft_file import takes
+from .pipeline_parts import TEXT_ENCODERS, Encoding, build_text_encoder, build_vae, inpaints, part_configs
 from .settings import Settings
+from .text_and_unet import TextAndUNet, add_text_adapters, text_inputs
+from .valueless import Valueless
 from .workload import Batch, Forward, Workload
 
 ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
@@ -69,9 +73,23 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     sizes = sizes_of(settings.buckets, side * scale, max(scale, _LEAST)) if settings.buckets else []
     sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
 
+    inputs = partial(_inputs, called, model.config, latent_frames, dtype)
+    masked = kind == "UNet2DConditionModel" and inpaints(model.config)
+    whole = {**model.config, "_class_name": kind}
+    model, encoding = adapt(model, settings), None
+    if settings.train_text_encoder or settings.encode_each_step or masked:
+        prompt = inputs(1, (side, side)).get("encoder_hidden_states")
+        tokens = None if kind == "UNet2DConditionModel" else 0 if prompt is None else prompt.shape[1]
+        model, encoding = _with_parts(name, part_configs(name, whole), settings, model, tokens, masked)
+
     def make_batch(samples: int, length: int | None) -> Batch:
         nearest = max(sides) if length is None else min(sides, key=lambda pixels: abs(pixels - length))
-        return called.inputs(Latents(model.config, samples, *sides[nearest], latent_frames, dtype))
+        height, width = sides[nearest]
+        if encoding is not None:
+            encoding(samples, (height * scale, width * scale))
+        batch = inputs(samples, (height, width))
+        joint = isinstance(model, TextAndUNet)
+        return text_inputs(batch, list(model.text_encoders.values())) if joint else batch
 
     height, width = sides[max(sides)]
     shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
@@ -80,19 +98,49 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         shape = {**shape, "height": height * scale, "width": width * scale}
         notes = (f"buckets: a batch of {height * scale}x{width * scale} pixels, the largest of {len(sizes)}",)
     return Workload(
-        adapt(model, settings),
+        model,
         make_batch,
         noise_loss,
         kind="diffusion model",
         shape=shape,
+        beside=() if encoding is None else encoding.modules,
         notes=notes,
         lengths=Lengths.of((high * wide for high, wide in sizes), by_length=True, unit="pixels") if sizes else None,
     )
 
 
-def noise_batch(model: nn.Module, size: int, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
-    """What an image model of a known class is called with, as zeros: latents of `shape` (h, w), prompts and times."""
-    return KINDS[type(model).__name__].inputs(Latents(model.config, size, *shape, 0, dtype))
+def _inputs(called: Kind, config: Any, frames: int, dtype: torch.dtype, samples: int, shape: tuple[int, int]) -> Batch:
+    return called.inputs(Latents(config, samples, *shape, frames, dtype))
+
+
+def _with_parts(
+    name: str, parts: Mapping[str, Any], settings: Settings, model: Any, tokens: int | None, masked: bool
+) -> tuple[Any, Encoding | None]:
+    """`model`, with its text encoders where they are trained too; and what encodes in each step, if anything does.
+
+    Raises:
+        UserError: the pipeline's other parts are not known, or text encoders are to be trained that are no U-Net's.
+    """
+    if settings.train_text_encoder and tokens is not None:
+        raise UserError(f"train text encoder: {name} is no U-Net, whose text encoders alone are trained with it")
+    dtype = MIXED_PRECISION[settings.mixed_precision] or DTYPES[settings.dtype]
+    encoders = [build_text_encoder(name, parts[part], dtype) for part in TEXT_ENCODERS if part in parts]
+    if settings.train_text_encoder:
+        with torch.device("meta"), Valueless():
+            model = TextAndUNet(model, encoders)
+            add_text_adapters(model, settings.lora_r, dropout=settings.lora_dropout or 0.0)
+        encoders = []
+    if not (settings.encode_each_step or masked):
+        return model, None
+    return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens, masked)
+
+
+def unet_batch(model: Any, size: int, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
+    """What a U-Net, alone or with its text encoders, is called with, as zeros, of latents `shape` (h, w)."""
+    joint = isinstance(model, TextAndUNet)
+    unet = without_adapters(model.unet if joint else model)
+    inputs = KINDS[type(unet).__name__].inputs(Latents(unet.config, size, *shape, 0, dtype))
+    return text_inputs(inputs, list(model.text_encoders.values())) if joint else inputs
 
 
 def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:

@@ -69,6 +69,9 @@ def load(
         raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
     if settings.buckets and "height" not in workload.shape:
         raise UserError(f"aspect ratio buckets: the batches of {name}, a {workload.kind}, hold no images in buckets")
+    for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
+        if getattr(settings, asked) and workload.kind != "diffusion model":
+            raise UserError(f"{asked.replace('_', ' ')}: {name}, a {workload.kind}, has no {what}")
     if settings.frames and "frames" not in workload.shape:
         raise UserError(f"{settings.frames} frames: the batches of {name}, a {workload.kind}, hold no videos")
     if lengths is not None and workload.kind != "language model":

@@ -47,6 +47,16 @@ def read_processor(name: str) -> dict[str, Any]:
     return {key: value for file in files if file.is_file() for key, value in _read_json(file).items()}
 
 
+def read_part(name: str, part: str) -> dict[str, Any] | None:
+    """The configuration of a pipeline's part; None where it has none, or where its model's alone is at hand."""
+    path = Path(name)
+    if path.exists() or find_model(name):
+        files = [path / part / "config.json"]
+    else:
+        files = _hub_files(name, [f"{part}/config.json"])
+    return next((_read_json(file) for file in files if file.is_file()), None)
+
+
 def _hub_files(name: str, places: Sequence[str]) -> list[Path]:
     """Those of the files that the Hub has of a model, or its cache on this machine where it cannot be reached."""
     from huggingface_hub import hf_hub_download

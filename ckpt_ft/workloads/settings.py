@@ -41,6 +41,8 @@ class Settings:
         seq_length: tokens of a sequence (language models), those that stand for images among them.
         resolution: pixels of an image's side; 0 for the model's own.
         buckets: aspect-ratio buckets, "height,width;height,width" or "auto"; "" where all images are square.
+        train_text_encoder: LoRA on a U-Net's text encoders too; prompts are then encoded in each step.
+        encode_each_step: images and prompts are encoded in each step, so that VAE and text encoders are on the device.
         frames: of a video; 0 for 49 of them.
         audio_seconds: of sound in a sample; 0 for 10.
         images: in every row of text, for models that see; 0 for text alone.
@@ -72,6 +74,8 @@ class Settings:
     seq_length: int = SEQ_LENGTH
     resolution: int = 0
     buckets: str = ""
+    train_text_encoder: bool = False
+    encode_each_step: bool = False
     frames: int = 0
     accumulation: int = 1
     max_grad_norm: float = 1.0
@@ -152,6 +156,8 @@ class Settings:
         if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
             raise UserError(f"LoRA dropout {self.lora_dropout}: a share from 0 up to, but not including, 1")
 
+        if self.train_text_encoder and not self.lora_r:
+            raise UserError("text encoders are trained by LoRA: give a rank too, 16 for example")
         if self.use_dora and not self.lora_r:
             raise UserError("DoRA is a kind of LoRA: give a rank too, 16 for example")
         if self.peft is not None and self.lora_r:

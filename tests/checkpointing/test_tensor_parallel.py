@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_models import build, gradients
+from versions import is_older
 
 from ckpt_ft import apply_policy
 
@@ -49,6 +50,8 @@ def step(policy: str, sequence: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["layers", "norms too"])
 def test_same_gradients(sequence: bool) -> None:
+    if sequence and is_older("torch", "2.13"):
+        pytest.skip("an older DTensor, which flattens no sharded sequence")
     plain = step("none", sequence)
     assert len(plain) == 21
     for policy in POLICIES:

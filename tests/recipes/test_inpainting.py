@@ -18,9 +18,10 @@ from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.inpainting import encode_masked, inpaints, random_mask
+from ckpt_ft.training.diffusion.inpainting import encode_masked, random_mask
 from ckpt_ft.training.diffusion.noise import Denoising
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.workloads.pipeline_parts import inpaints
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,17 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-from recipe_scripts import load_recipe, losses_of
+import yaml
+from diffusers import AutoencoderKL, DiffusionPipeline
+from recipe_scripts import forget_process, load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.encoders import load_denoiser
-from ckpt_ft.training.diffusion.joint import TextAndUNet, example_inputs
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.trained import prepare
+from ckpt_ft.workloads.diffusion import unet_batch
+from ckpt_ft.workloads.text_and_unet import TextAndUNet
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -103,6 +107,38 @@ def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: P
     assert all(np.abs(draw(loaded(f"{name}.")) - plain).max() > 1e-4 for name in parts)
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("sdxl", {"train_text_encoder": True, "rank": 2, "random_flip": True, "lora_dropout": 0.1}),
+        pytest.param("sd1", {"train_text_encoder": True, "rank": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_estimate_is_of_the_runs_own_step(
+    recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str, flags: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By the same file: text encoders that are trained, and what encodes where nothing is cached."""
+    sizes = {"resolution": 64, "train_batch_size": 8, "max_train_samples": 16, "max_train_steps": 2}
+    base, file = tmp_path / "base", tmp_path / "run.yaml"
+    shutil.copytree(bases[kind], base)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=8,
+    )  # fmt: skip
+    vae.save_pretrained(base / "vae")  # a latent of 8 x 8 pixels, as those have that are known by name
+    file.write_text(yaml.safe_dump({"pretrained_model_name_or_path": str(base), **sizes, **flags}))
+    forget_process()
+    recipe.main(["--config", str(file), "--output_dir", str(tmp_path / "out"), "--ac_report", "json"])
+    [rank] = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"]
+    measured = max(peak["allocated"] for peak in rank["peaks"].values())
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--config", str(file), "--device", "cpu", "--json"])
+    assert cli._main() == 0
+    estimated = json.loads(capsys.readouterr().out)["peak_allocated"]
+    assert (rank["predicted"]["allocated"], estimated) == pytest.approx((measured, measured), rel=5e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> None:
     """What a step encodes is what the pipeline would give the U-Net."""
@@ -129,7 +165,7 @@ def test_the_model_draws_as_the_pipeline(bases: dict[str, str], kind: str) -> No
 def test_gradients_under_a_policy(bases: dict[str, str], kind: str, policy: str) -> None:
     """Bit-equal, in text encoders and U-Net, and every adapter that is trained has one."""
     model = joint(bases[kind])
-    inputs = example_inputs(model, 2, (8, 8), torch.float32)
+    inputs = unet_batch(model, 2, (8, 8), torch.float32)
     torch.manual_seed(1)
     inputs["sample"].normal_()
     for name in inputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
@@ -37,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
     "OFT": {**TARGETS, "oft_block_size": 4, "r": 0},
     "VBLORA": {**TARGETS, "vector_length": 64},
+    "SHADOW": {"r": 8},  # around whole blocks
     "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
 }
 MADE_OF = ("XLORA",)  # adapters that there are
@@ -55,6 +58,8 @@ def config(tmp_path: Path) -> str:
 def configuration(kind: str) -> dict[str, Any]:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        pytest.skip(f"an older PEFT, without {kind}")
     fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
     given = KINDS.get(kind) or (TARGETS if "target_modules" in fields else {})
     if "num_virtual_tokens" in fields:
@@ -101,6 +106,42 @@ def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
     assert at_peak["optimizer"] < at_peak["parameters"]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["SHIRA", "WAVEFT"])
+def test_what_adapters_hold_beside_parameters_is_held_by_all_blocks(kind: str, tmp_path: Path) -> None:
+    """Also by those that are not traced: PEFT keeps indices in dicts, which are neither parameters nor buffers."""
+    file = tmp_path / "config.json"
+    found = []
+    for layers in (7, 8):
+        file.write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
+        workload = load(str(file), Settings(seq_length=32, peft=configuration(kind)), "cpu")
+        step = workload.step(2)
+        spliced, whole = (
+            trace(workload.model, make_optimizer=workload.make_optimizer, device="cpu")
+            for trace in (partial(trace_steps, steps=[step] * 2), partial(trace_step, step=step))
+        )
+        assert spliced.peak_allocated == whole.peak_allocated
+        residents = (storage for storage, _ in spliced.live_at(spliced.start - 1))
+        found.append(sum(storage.nbytes for storage in residents if storage.category == "activations"))
+    indices = {"SHIRA": 4 * 2 * 32 * (256 + 256 + 256 + 128), "WAVEFT": 8 * 2 * 2 * 2592}  # of a block
+    assert found[1] - found[0] == indices[kind]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["LN_TUNING", "ADAPTION_PROMPT"])
+def test_adapters_are_in_the_dtype_that_peft_gives_them(kind: str, config: str) -> None:
+    """Copies of norms stay in the base's: in float32 they would not go with its matmuls."""
+    workload = load(config, replace(PLAIN, peft=configuration(kind)))
+    assert {p.dtype for p in workload.model.parameters()} == {torch.bfloat16}
+    assert workload.trace(1).peak_allocated > 0
+
+
+def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:
+    workload = load(config, replace(PLAIN, peft=configuration("SHIRA"), load_in_4bit=True))
+    unpacked = [op for op in workload.trace(1).ops if "dequantize" in op.name and "q_proj" in op.module]
+    assert len(unpacked) == 2 * 2  # in either step: the base layer is not run
+
+
 @pytest.mark.parametrize("way", ["corda", "loftq", "pissa", "olora"])
 def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
     """Also where its values are computed from data, or by a package that a trace does without."""
@@ -127,6 +168,24 @@ def test_adapters_that_do_not_run_are_one_line(
     with pytest.raises(UserError, match=says):
         load(config, settings).trace(1)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_are_mixed(tmp_path: Path, config: str) -> None:
+    """X-LoRA's base and adapters are frozen: what is trained mixes them, token by token."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    base = LlamaForCausalLM(LlamaConfig(**sizes_of))  # type: ignore[arg-type]
+    get_peft_model(base, LoraConfig(r=4, **TARGETS)).save_pretrained(tmp_path / "saved")
+    mixed = {"peft_type": "XLORA", "task_type": "CAUSAL_LM", "hidden_size": 256, "xlora_depth": 1}
+    saved = str(tmp_path / "saved")
+    workload = load(config, replace(PLAIN, peft={**mixed, "adapters": {"0": saved, "1": saved}}))
+    assert workload.trace(1).peak_allocated > 0
+    assert sizes(workload.model)[0] == (256 + 1) * 2  # one layer: a share of each adapter
+    with pytest.raises(UserError, match=r"X-LoRA's adapters math, law: PEFT knows them by number: call them 0, 1"):
+        load(config, replace(PLAIN, peft={**mixed, "adapters": {"math": saved, "law": saved}}))
 
 
 def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:

@@ -30,6 +30,7 @@ from .alike import Alike
 from .calls import Call
 from .fakes import Fakes
 from .series import FEWEST, Series
+from .surroundings import tensors_held
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -71,8 +72,17 @@ class Skipping:
                 series.ends()
                 if series.skipped is not None:
                     self.skipped.append(series.skipped)
+                    self._hold(series.blocks[2], [series.blocks[number] for number in series.skipped.missing])
             found.forget(self._step + 1)
         self._step += 1
+
+    def _hold(self, third: nn.Module, others: list[nn.Module]) -> None:
+        """What the third block was seen to hold beside its parameters (PEFT's indices) the others hold, too."""
+        modules = [list(other.modules()) for other in others]
+        for number, module in enumerate(third.modules()):
+            for place, tensor in tensors_held(module).items():
+                for other in modules:
+                    self.tracker.add_resident_like(tensors_held(other[number])[place], tensor)
 
     def backward_begins(self) -> None:
         """In a backward: when it ends, the blocks skipped have gradients."""

@@ -27,6 +27,7 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
 
+_TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
 _CACHE = type(functools.cache(lambda: None))
 
 
@@ -42,12 +43,15 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
 
 @contextmanager
 def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
-    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists of them; ties kept."""
+    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
+
+    Ties are kept. Afterwards no module holds a fake, also where its forward put one (a cache of positions).
+    """
     made: dict[int, Tensor] = {}
-    restore: list[tuple[dict[str, Any], str, Any]] = []
+    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # and what was in them
 
     def fake(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
             items = [fake(item) for item in value]
             return value._make(items) if hasattr(value, "_make") else type(value)(items)
         if not isinstance(value, Tensor):
@@ -61,21 +65,66 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
         return made[id(value)]
 
+    modes = {module: module.training for module in model.modules()}  # a step may change them
     try:
-        for module in model.modules():
-            restore.append((module.__dict__, "training", module.training))  # a step may change its mode
-            for table in (module._parameters, module._buffers, module.__dict__):
-                for key, value in list(table.items()):
+        for module in modes:
+            for table in _tables(module):
+                before = _content(table)
+                tables.append((table, before))
+                for key, value in before.items():
                     new = fake(value)
                     if new is not value:
-                        restore.append((table, key, value))
                         table[key] = new
         made.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
         with _fresh_caches(model):
             yield
     finally:
-        for table, key, value in restore:
+        for table, before in tables:
+            _put_back(table, before)
+        for module, training in modes.items():
+            module.training = training
+
+
+def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
+    """The tensors that `module` itself holds beside its parameters and buffers, by where it holds them."""
+    found = {}
+    for number, table in enumerate(_tables(module)):
+        for key, value in _content(table).items() if number >= 2 else ():
+            for place, item in enumerate(value if isinstance(value, tuple) else (value,)):
+                if isinstance(item, Tensor):
+                    found[number, key, place] = item
+    return found
+
+
+def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Where `module` holds tensors: its own tables, and the lists and dicts among its attributes (PEFT's indices)."""
+    yield from (module._parameters, module._buffers, module.__dict__)
+    for name, value in list(vars(module).items()):
+        if type(value) in (list, dict) and name not in _TORCH:
+            yield value
+
+
+def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+    return dict(table) if isinstance(table, dict) else dict(enumerate(table))
+
+
+def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any]) -> None:
+    """Take fakes out of `table`; what stood in their places is there again."""
+    faked = [key for key, value in _content(table).items() if _holds_fake(value)]
+    if isinstance(table, list):
+        if faked or any(isinstance(value, Tensor) for value in before.values()):
+            table[:] = before.values()
+        return
+    for key in faked:
+        if key not in before:
+            del table[key]
+    for key, value in before.items():
+        if isinstance(value, Tensor) or key in faked:
             table[key] = value
+
+
+def _holds_fake(value: Any) -> bool:
+    return type(value) is FakeTensor or (isinstance(value, tuple) and any(map(_holds_fake, value)))
 
 
 @contextmanager

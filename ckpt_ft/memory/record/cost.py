@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
@@ -194,13 +195,18 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
                 seconds += beside * max(slower, device_seconds(op, gpu, left) / seconds - 1)
             free[op.stream] = start + seconds
             yield Span(op, issued, start, start + seconds, op.stream)
-            if any(name in op.name for name in _WAITS):
+            if _is_read_back(op.name):
                 issued = max(issued, start + seconds + READ_BACK * host.slower)
         elif op.nbytes:
             start, copying = copying, copying + op.nbytes / gpu.host_bandwidth
             yield Span(op, issued, start, copying, COPIES)
         else:
             yield Span(op, issued, start, start, op.stream)
+
+
+@cache
+def _is_read_back(name: str) -> bool:
+    return any(part in name for part in _WAITS)
 
 
 def _overlap(busy: deque[tuple[float, float]], start: float, end: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -142,6 +143,20 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from plain(part)
     else:
         yield tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Handling:
+    """What a tracker does about an operator, worked out when it is first called.
+
+    Each call looks it up once: there are tens of thousands, and OpOverload's hash is Python.
+    """
+
+    name: str
+    rule: Rule | None = None  # to call in its place
+    after: After | None = None  # to call once its results are recorded
+    collective: bool = False
+    silent: bool = False  # record_function: no tensor, no work
 
 
 _ON_LISTS = ("aten::_foreach", "aten::_fused_ad")

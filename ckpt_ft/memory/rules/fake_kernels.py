@@ -69,6 +69,15 @@ def nll_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return torch.empty_like(scores)
 
 
+def reduced_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What is summed up keeps the storage of all its elements: it is resized to none. [ATen/native/Loss.cpp]"""
+    out: Tensor = func(*args, **kwargs)
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    if out.dim() or not elements:
+        return out
+    return torch.empty(elements, dtype=out.dtype, device=_CPU).as_strided((), ())
+
+
 RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: partial(mixed_norm, 2),
     aten.native_group_norm.default: partial(mixed_norm, 1),
@@ -78,4 +87,6 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss_forward.default: nll_loss,
     aten.nll_loss_backward.default: nll_loss_backward,
     aten.sparse_mask.default: sparse_mask,
+    aten.mse_loss.default: reduced_loss,
+    aten.smooth_l1_loss.default: reduced_loss,
 }

@@ -11,10 +11,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.model_config import check_sizes
+from ckpt_ft.workloads.pipeline_parts import inpaints
+from ckpt_ft.workloads.text_and_unet import IDS, TextAndUNet, encoded_text
 
 from .arguments import DiffusionModelArguments
-from .inpainting import MaskedImages, encode_masked, inpaints
-from .joint import IDS, TextAndUNet, encoded_text
+from .inpainting import MaskedImages, encode_masked
 from .latents import FramedImages
 from .parts import given, load_part, load_vae, pipeline_index
 from .sampling import Autocast

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 _GREY = (127, 127, 127)
 
 
-def inpaints(config: Any) -> bool:
-    """Whether a U-Net of this configuration is one for inpainting."""
-    return bool(config["in_channels"] == 2 * config["out_channels"] + 1)
-
-
 class MaskedImages(FramedImages):
     """Rows of FramedImages with a `mask` (1, height, width)."""
 

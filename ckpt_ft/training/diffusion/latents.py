@@ -137,7 +137,8 @@ def cache_latents(
         for start in range(0, len(keys), batch_size):
             batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
             parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
-        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        # Contiguous, because a VAE's convolutions may leave channels last, which safetensors refuse.
+        tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         if not tensors["moments"].isfinite().all():
             raise WorkFailed(
                 f"the VAE makes no numbers of images {rows[0] + 1} to {rows[-1] + 1}; give "

@@ -15,12 +15,12 @@ from ckpt_ft.training.images.dreambooth import Prior
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.diffusion import unet_batch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
-from .joint import example_inputs
 from .latent_shapes import LatentShapes
 from .noise import NoisyBatches, denoising_loss
 from .prior import preserving_denoising_loss, preserving_flow_loss
@@ -50,7 +50,7 @@ def unet_workload(
     def make_batch(samples: int, length: int | None) -> Batch:
         rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
         noisy.encode_blank(rows, latents.size(length))
-        inputs = send_to_device(example_inputs(unet, rows, shape[1:], dtype), accelerator.device)
+        inputs = send_to_device(unet_batch(unet, rows, shape[1:], dtype), accelerator.device)
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.buckets import Size
+from ckpt_ft.workloads.text_and_unet import conditions
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -112,16 +113,6 @@ def noisy_inputs(
     if scheduler.config.prediction_type == "v_prediction":
         return inputs, scheduler.get_velocity(latents, noise, times)
     return inputs, noise
-
-
-def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
-    """A U-Net's arguments of a prompt and, for SDXL, of sizes; prompts that it is to encode itself as their tokens."""
-    if "prompt_embeds" not in encoded:
-        return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
-    given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
-    if "pooled_prompt_embeds" in encoded:
-        given["added_cond_kwargs"] = {"text_embeds": encoded["pooled_prompt_embeds"], "time_ids": encoded["time_ids"]}
-    return given
 
 
 def denoising_loss(

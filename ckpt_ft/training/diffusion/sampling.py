@@ -12,9 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.text_and_unet import TextAndUNet
 
 from .arguments import PipelineArguments
-from .joint import TextAndUNet, components_of
+from .joint import components_of
 from .trained import Trained, predicts
 
 if TYPE_CHECKING:

@@ -1,19 +1,16 @@
-"""A Stable Diffusion pipeline's tokenizers and text encoders: loaded, and adapters on those that are trained."""
+"""A Stable Diffusion pipeline's tokenizers and text encoders, loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.text_and_unet import NAMES
 
-from .arguments import DiffusionModelArguments, PipelineArguments
-from .joint import NAMES, TextAndUNet
+from .arguments import DiffusionModelArguments
 from .parts import check_words, given, load_part
-
-_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the attention's projections, as in diffusers' scripts
 
 
 def load_tokenizers(args: DiffusionModelArguments, sdxl: bool) -> list[Any]:
@@ -49,30 +46,3 @@ def load_text_encoders(args: DiffusionModelArguments, tokenizers: list[Any], dty
             )
         encoders.append(encoder)
     return encoders
-
-
-def add_text_adapters(model: TextAndUNet, args: PipelineArguments) -> TextAndUNet:
-    """LoRA in float32 on the frozen text encoders, of the U-Net's rank."""
-    from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
-
-    for encoder in model.text_encoders.values():
-        encoder.add_adapter(
-            LoraConfig(
-                r=args.rank,
-                lora_alpha=args.lora_alpha or args.rank,
-                lora_dropout=args.lora_dropout,
-                init_lora_weights="gaussian",
-                target_modules=list(_TARGETS),
-            )
-        )
-        cast_training_params(encoder, dtype=torch.float32)
-    if len(model.text_encoders) > 1:
-        _last_layer(model.text_encoders[NAMES[0]]).requires_grad_(False)  # SDXL reads that encoder in front of it
-    return model.train()
-
-
-def _last_layer(encoder: nn.Module) -> nn.Module:
-    layers = next(module for name, module in encoder.named_modules() if name.endswith("encoder.layers"))
-    assert isinstance(layers, nn.ModuleList)
-    return layers[-1]

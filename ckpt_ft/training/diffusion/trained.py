@@ -12,11 +12,11 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.text_and_unet import TextAndUNet, add_text_adapters
 
 from .adapted import adapted, write_card
 from .arguments import PipelineArguments
-from .joint import TextAndUNet, components_of, text_from_file, text_to_file
-from .text_encoders import add_text_adapters
+from .joint import components_of, text_from_file, text_to_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +68,8 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: li
     """
     if isinstance(model, TextAndUNet):
         model.unet = prepare(model.unet, args, dtype, targets)
-        return add_text_adapters(model, args)
+        assert args.rank is not None, "DiffusionModelArguments sees to it"
+        return add_text_adapters(model, args.rank, args.lora_alpha, args.lora_dropout)
     if args.adapts:
         from diffusers.training_utils import cast_training_params
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
+from versions import is_older
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.group import rank_of
@@ -137,6 +138,8 @@ def test_states_divide_and_the_model_is_left_whole() -> None:
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
 def test_packed_weights_are_sharded_where_they_are_held_as_floats(storage: str, tmp_path: Path) -> None:
     """accelerate leaves bitsandbytes' uint8 out of sharding; the rest divides."""
+    if storage == "uint8" and is_older("accelerate", "1.14"):
+        pytest.skip("an older accelerate, which stops at bytes")
     LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path)

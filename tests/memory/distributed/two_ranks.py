@@ -164,7 +164,9 @@ def gloo_lets_go() -> Iterator[None]:
 
         return call
 
-    names = ("all_gather_single", "reduce_scatter_single")
+    names = ["all_gather_single", "reduce_scatter_single"]
+    if not hasattr(dist, names[0]):
+        names = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # as FSDP2 called them before torch 2.13
     with patch.multiple(dist, **{name: patient(getattr(dist, name)) for name in names}):
         yield
 

@@ -78,6 +78,41 @@ def test_the_model_is_as_it_was() -> None:
     loss(model).backward()
 
 
+class Keeps(nn.Module):
+    """A layer whose forward keeps what it makes: in an attribute, a dict and a list, as caches of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.indices = {"default": torch.arange(4)}
+        self.positions: torch.Tensor | None = None
+        self.by_length: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.positions is None:
+            self.positions = torch.arange(4.0)
+        self.indices["default"] = self.indices["default"].to(x.device)
+        self.by_length.setdefault(len(x), torch.ones(4))
+        self.seen.append(x + 1)
+        return self.linear(x)[:, self.indices["default"]] * self.positions + self.by_length[len(x)]
+
+
+def test_no_fake_stays_in_the_model() -> None:
+    model, x = Keeps(), torch.ones(2, 4)
+    indices, held = model.indices, model.indices["default"]
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(x).sum().backward()
+
+    fake = trace_step(model, step, device="cpu")
+    assert model.indices is indices
+    assert model.indices == {"default": held}
+    assert (model.positions, model.by_length, model.seen) == (None, {}, [])
+    real = real_trace(model, step)
+    assert fake.peak_allocated == real.peak_allocated
+
+
 def test_an_error_in_the_step_leaves_the_model_whole() -> None:
     model = nn.Linear(2, 2)
 

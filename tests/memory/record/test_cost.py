@@ -195,3 +195,21 @@ def test_resnet50_recompute_costs_what_was_published():
     assert [s / seconds[0] for s in seconds[1:]] == pytest.approx(
         [316.66 / 276.69, 368.39 / 276.69, 368.90 / 276.69], rel=0.05
     )
+
+
+def test_adams_step_counts_are_the_hosts():
+    """Two values of each parameter's count are read, and the device is not waited for; the loss is on the device."""
+
+    def step(model, optimizer):
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    trace = trace_step(
+        torch.nn.Linear(8, 8), step, make_optimizer=lambda m: torch.optim.AdamW(m.parameters()), device="a100-80gb"
+    )
+    read = [op for op in trace.ops if "_local_scalar_dense" in op.name and op.at >= trace.start]
+    assert [op.kernels for op in read] == [0, 0, 0, 0, 1]
+    counts = next(op for op in trace.ops if op.name.startswith("aten._foreach_add_.") and op.at >= trace.start)
+    assert (counts.kernels, counts.nbytes) == (0, 0)

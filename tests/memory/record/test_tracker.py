@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, language_model, resnet, training_step, unet, vit
+from versions import is_older
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -49,6 +50,8 @@ VIT_TINY = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 7
     ids=["lm", "unet", "resnet", "vit"],
 )
 def test_peak_is_the_profilers(model_and_loss, tolerance: float, autocast: bool) -> None:
+    if autocast and is_older("torch", "2.13"):
+        pytest.skip("its oneDNN copies more of bfloat16's operands")
     model, loss = model_and_loss()
     step, optimizer = training_step(loss, autocast), adamw(model)
     trace = tracked(model, step, optimizer)

@@ -28,3 +28,14 @@ def test_nll_loss_as_the_fake_kernel(dtype: torch.dtype, reduction: int) -> None
             assert list(map(described, RULES[forward](forward, given, {}))) == [described(losses), described(weight)]
             given = losses, *given, weight
             assert described(RULES[backward](backward, given, {})) == described(backward(*given))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("loss", [aten.mse_loss.default, aten.smooth_l1_loss.default], ids=str)
+def test_a_reduced_loss_as_the_real_kernel(loss: torch._ops.OpOverload, reduction: int) -> None:
+    """Its storage too: that of all the elements that were summed up."""
+    real = loss(torch.zeros(3, 4), torch.zeros(4), reduction)
+    with FakeTensorMode():
+        fake = RULES[loss](loss, (torch.empty(3, 4), torch.empty(4), reduction), {})
+        assert described(fake) == described(real)
+    assert real.untyped_storage().nbytes() == 4 * 12

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from recipe_scripts import forget_process, load_recipe
+from recipe_scripts import ROOT, forget_process, load_recipe
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
@@ -168,6 +170,40 @@ def test_a_run_in_buckets(
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
     shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
     assert train(recipe, pipelines[kind], folder, part, *flags, "--resume_from_checkpoint", "latest") == whole
+
+
+@pytest.mark.slow
+def test_two_ranks_in_buckets(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:
+    """Each step is of one bucket on both, so that both take the same; neither waits for the other at the end."""
+
+    def launch(out: Path, *more: str) -> list[float]:
+        flags = ["--train_batch_size", "1", "--max_train_steps", "6", "--resolution", "64", "--rank", "2"]
+        flags += ["--aspect_ratio_buckets", "64,64;96,48;48,96", "--checkpointing_steps", "2", "--ac_report", "json"]
+        flags += ["--train_data_dir", str(folder), "--lr_warmup_steps", "1"]
+        script = ["recipes/diffusion_unet.py", "--pretrained_model_name_or_path", pipelines["sdxl"], *flags, *more]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
+            + ["--output_dir", str(out)],
+            cwd=ROOT, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [line["loss"] for line in read_losses(str(out))]
+
+    whole = launch(tmp_path / "whole")
+    assert len(whole) == 6
+    ranks = json.loads((tmp_path / "whole" / "memory_report.json").read_text())["ranks"]
+    first, second = (rank["history"]["allocated"]["backward"] for rank in ranks)
+    assert first == second
+    assert len(first) == 3  # steps 1, 2 and 6, of which 2 and 6 are of two buckets
+    assert first[1] != first[2]
+    for rank in ranks:
+        measured = max(peak["allocated"] for peak in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", part / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "losses.jsonl", part)
+    assert launch(part, "--resume_from_checkpoint", "latest") == whole
 
 
 def test_sizes_that_a_model_cannot_take(folder: Path, pipelines: dict[str, str], tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""VAE and text encoders of a pipeline, by its own files or by those of published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.pipeline_parts import TEXT_ENCODERS, build_text_encoder, build_vae, inpaints, part_configs
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.text_and_unet import TextAndUNet
+
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+# As the files of weights on the Hub have them.
+VAE, VAE_16, CLIP_L, CLIP_H, CLIP_G, T5 = 83653863, 83819683, 123060480, 340387840, 694659840, 4762310656
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        ({"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}, [VAE, CLIP_L]),
+        ({"_class_name": "UNet2DConditionModel", "cross_attention_dim": 1024}, [VAE, CLIP_H]),
+        ({"_class_name": "UNet2DConditionModel", "cross_attention_dim": 2048}, [VAE, CLIP_L, CLIP_G]),
+        ({"_class_name": "FluxTransformer2DModel", "joint_attention_dim": 4096}, [VAE_16, CLIP_L, T5]),
+        (
+            {"_class_name": "SD3Transformer2DModel", "joint_attention_dim": 4096},
+            [VAE_16, CLIP_L + 768 * 768, CLIP_G, T5],
+        ),
+    ],
+)
+def test_published_parts(config: dict[str, Any], parameters: list[int]) -> None:
+    found = part_configs(SDXL, config)
+    built = [build_vae(SDXL, found["vae"])]
+    built += [build_text_encoder(SDXL, found[part], torch.float32) for part in TEXT_ENCODERS if part in found]
+    assert [sum(p.numel() for p in part.parameters()) for part in built] == parameters
+
+
+def test_text_encoders_and_vae_of_sdxl() -> None:
+    """All of the weights are there; SDXL reads the first text encoder before its last layer, which is not trained."""
+    workload = load(SDXL, Settings(lora_r=4, train_text_encoder=True, encode_each_step=True))
+    assert isinstance(workload.model, TextAndUNet)
+    trained = {name for name, p in workload.model.named_parameters() if p.requires_grad}
+    assert sum(name.startswith("text_encoder.") for name in trained) == 11 * 4 * 2
+    assert sum(name.startswith("text_encoder_2.") for name in trained) == 32 * 4 * 2
+    assert [sum(p.numel() for p in model.parameters()) for model in workload.beside] == [VAE]
+
+
+def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
+    config = {"_class_name": "UNet2DConditionModel", "in_channels": 9, "out_channels": 4, "cross_attention_dim": 768}
+    assert inpaints(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = load(str(tmp_path), Settings(dtype="bfloat16", lora_r=4))
+    vae, text = workload.beside
+    assert next(vae.parameters()).dtype == torch.float32
+    assert next(text.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "says"),
+    [
+        (
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+            {"encode_each_step": True},
+            "give the directory or Hub id of its pipeline",
+        ),
+        ("black-forest-labs/FLUX.1-dev", {"lora_r": 4, "train_text_encoder": True}, "is no U-Net"),
+        ("gpt2", {"encode_each_step": True}, "encode each step: gpt2, a language model, has no images to encode"),
+    ],
+)
+def test_what_has_no_such_parts(name: str, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load(name, Settings(**asked))
+    with pytest.raises(UserError, match="text encoders are trained by LoRA"):
+        Settings(train_text_encoder=True)
