@@ -87,6 +87,9 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
             made = dict(processor(text=[text], images=[images], return_tensors="pt"))
     except UserError:
         raise
+    except ImportError as error:
+        needs = one_line(error).partition(" but it was not found")[0]
+        raise UserError(f"{settings.images} images: {needs}: install it, or leave the images out") from error
     except Exception as error:
         reason = one_line(error, 160)
         raise UserError(f"{settings.images} images: no processor for {called} can be made here: {reason}") from error

@@ -34,7 +34,6 @@ def test_two_ranks_train_as_one_process(
     script = "tests/recipes/fsdp_on_cpu.py recipes/vlm.py" if sharded else "recipes/vlm.py"
     report = two_ranks(root, tmp_path / "two", *SMALL, *trained, *sharded, script=script)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    for rank in report["ranks"]:
-        # In the forward, Trainer holds a batch twice on CPU ranks, whose device is cpu:0 to it and cpu to its batches.
-        for phase in ("backward", "optimizer"):
-            assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=1e-3)
+    for rank in report["ranks"]:  # the fullest step's; a phase's own peak may be another's, where batches differ
+        measured = max(figures["allocated"] for figures in rank["peaks"].values())
+        assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=1e-3)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from seeing_models import SEEING
+from seeing_models import MISTRAL3, SEEING
+from transformers.utils import is_torchvision_available
 from versions import is_older
 
 from ckpt_ft.errors import UserError
@@ -152,3 +153,11 @@ def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
 def test_packed_images_of_a_model_that_mixes_them_up_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: a gemma3 is not known to keep packed rows apart"):
         load(written(tmp_path, "gemma3"), asked(rows="packed"), "cpu")
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="needs a machine without torchvision")
+def test_a_library_that_a_processor_needs_is_named(tmp_path: Path) -> None:
+    config = {**MISTRAL3, "architectures": ["Mistral3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="2 images: PixtralProcessor requires the Torchvision library: install it, or"):
+        load(str(tmp_path), asked(), "cpu")
