@@ -50,7 +50,9 @@ from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
+from ckpt_ft.training.text.packing import check_cache
 from ckpt_ft.training.text.sample import make_sample
+from ckpt_ft.workloads.packing import in_one_sequence
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -77,6 +79,7 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, AC
     )
     check_conflicts(training_args, ac_args.policy)
     check_best_metric(training_args, ("loss",))
+    check_cache(training_args, data_args.packing)
     return model_args, data_args, ac_args, training_args
 
 
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_model(model_args)
 
     # 3. What --ac_policy auto and --find_max_batch_size leave open
-    collator = PadCollator(tokenizer.pad_token_id)
+    collator = PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
 
     # 4. Training: the policy and the memory report are one callback

@@ -48,9 +48,10 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.text.packing import check_cache
 from ckpt_ft.training.vision_language.answers import Questions, check_answers
-from ckpt_ft.training.vision_language.encode import PixelCollator, encode_conversations
-from ckpt_ft.training.vision_language.models import kinds_of, load_model, load_processor, patch_of
+from ckpt_ft.training.vision_language.encode import encode_conversations
+from ckpt_ft.training.vision_language.models import collator_of, load_model, load_processor, patch_of
 from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
 from ckpt_ft.training.vision_language.sample import make_sample
 
@@ -84,6 +85,7 @@ def parse(
     )
     check_conflicts(training_args, ac_args.policy)
     check_best_metric(training_args, ("loss",))
+    check_cache(training_args, data_args.packing)
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's images are fetched with it
     return model_args, data_args, ac_args, training_args
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
     processor = load_processor(model_args, data_args)
     model = load_model(model_args)
+    collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
     # 2. Data: one process reads every image and its tokens, the others read its cache
     with training_args.main_process_first(desc="looking through the images"):
@@ -111,10 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         pictures = Pictures(folder, smallest=patch_of(model))
         train_dataset = encode_conversations(train_rows, processor, pictures, data_args)
-        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, data_args)
+        alone = replace(data_args, packing=False)  # questions are answered one by one
+        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, alone)
 
     # 3. What --ac_policy auto and --find_max_batch_size leave open
-    collator = PixelCollator(processor.tokenizer.pad_token_id, kinds_of(model))
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
 
     # 4. Training: the policy and the memory report are one callback

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.errors import UserError
 
-from .views import version_of
+from .views import is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = (torch.Tensor, bool, int, float, str, type(None))
@@ -145,11 +145,10 @@ class Input:
     def __str__(self) -> str:
         return f"argument {self.key!r}"
 
-    def shown(self, learning: bool) -> torch.Tensor | None:
-        """What a checkpoint around the region's sees of it: the same shape in each call, written to or not."""
-        if self.tensor.is_inference():
-            return None
-        return self.tensor.data if learning else self.copy
+    def shape(self) -> torch.Tensor | None:
+        """One element in the input's shape: what a checkpoint around the region's sees of it, written to or not."""
+        x = self.tensor
+        return None if x.is_inference() or is_wrapper(x) else x.new_empty(()).expand(x.shape)
 
     def again(self) -> torch.Tensor:
         """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
@@ -166,11 +165,24 @@ class Call:
     """One call of a region: the caller's own arguments in the first run, in the second what the first one found.
 
     Attributes:
-        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run; of those
-            that are kept here, something of their shape: a checkpoint around this one counts what is saved.
+        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run, and behind
+            them the `named` ones: what it saves, `offload` can park. Of those that are kept here, no more than their
+            shape: a checkpoint around this one counts what is saved.
     """
 
-    __slots__ = ("changeable", "first", "forward", "given", "inputs", "kept", "kwargs", "saved", "second", "tensors")
+    __slots__ = (
+        "changeable",
+        "first",
+        "forward",
+        "given",
+        "inputs",
+        "kept",
+        "kwargs",
+        "named",
+        "saved",
+        "second",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -187,12 +199,15 @@ class Call:
         self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
         self.kwargs: dict[str, Any]
         args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
-        self.kept = {x.key: x for x in self.tensors if x.copy is not None or isinstance(x.key, str)}
+        self.kept = {x.key: x for x in self.tensors if x.copy is not None}
         for key, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.is_inference():  # which autograd does not save
                 self.kept[key] = Input(key, value)
-        learning, kept = inputs.written is None, self.kept
-        self.saved = tuple(kept[key].shown(learning) if key in kept else value for key, value in enumerate(args))
+        named = {x.key: x.tensor for x in self.tensors if isinstance(x.key, str)}
+        self.kwargs = {key: value for key, value in self.kwargs.items() if key not in named}
+        self.named = tuple(named)
+        kept, given = self.kept, (*enumerate(args), *named.items())
+        self.saved = tuple(kept[key].shape() if key in kept else value for key, value in given)
 
     def __call__(self, *saved: Any) -> Any:
         if self.given is None:
@@ -206,16 +221,18 @@ class Call:
 
     def again(self, saved: tuple[Any, ...]) -> Any:
         """The second run."""
-        args: list[Any] = list(saved)
-        kwargs: dict[str, Any] = self.kwargs
+        behind = len(saved) - len(self.named)
+        args: list[Any] = list(saved[:behind])
+        kwargs: dict[str, Any] = {**self.kwargs, **dict(zip(self.named, saved[behind:], strict=True))}
         if self.changeable:  # once more: backward may run again (retain_graph)
             args, kwargs = rebuild((args, kwargs), _same)
-        named = {key: given.again() for key, given in self.kept.items() if isinstance(key, str)}
         for key, given in self.kept.items():
             if isinstance(key, int):
                 args[key] = given.again()
+            else:
+                kwargs[key] = given.again()
         with self.second:
-            return self.forward(*args, **{**kwargs, **named})
+            return self.forward(*args, **kwargs)
 
 
 def _same(value: Any) -> Any:

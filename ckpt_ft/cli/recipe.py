@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def recipe(
         print(script)
         return
     sys.argv = [str(script), *context.args]
+    gc.enable()  # a run lives for hours, and its cycles hold tensors
     runpy.run_path(str(script), run_name="__main__")
 
 

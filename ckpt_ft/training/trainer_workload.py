@@ -144,20 +144,19 @@ def _optimizer(args: TrainingArguments, model: nn.Module) -> Any:
 def by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int], list[Any]], Lengths | None]:
     """(samples, length) -> rows of which the first is the one of that length; and the lengths there are.
 
-    Where rows have images, those beside the longest are the row with most `pixels`. grouped: whether batches are of
-    rows of like length.
+    Where rows have images, it has most `pixels` of those as long, and beside the longest is the row with most of all.
+    grouped: whether batches are of rows of like length.
     """
     if not have_lengths(rows):
         return lambda samples, length: [rows[0]] * samples, None
     lengths = row_lengths(rows)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-
     pixels = list(rows.with_format(None)["pixels"]) if "pixels" in rows.column_names else []
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], -pixels[row] if pixels else 0))
 
     def of_length(samples: int, length: int) -> list[Any]:
         first = min(bisect_left(order, length, key=lengths.__getitem__), len(order) - 1)
         beside = order[first // 2]  # as in most batches, the others are padded
-        if pixels and first == len(order) - 1:
+        if pixels and lengths[order[first]] == lengths[order[-1]]:
             beside = pixels.index(max(pixels))
         return [rows[order[first]], *[rows[beside]] * (samples - 1)]
 

@@ -142,7 +142,13 @@ def _processor(config: Any, published: Mapping[str, Any]) -> Any:
         kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: type(value)}
     )
     with _without_videos(kind):
-        return unchecked(image_processor=images(**of_images), tokenizer=_tokenizer(), **rest)
+        return unchecked(image_processor=images(**of_images), tokenizer=_tokenizer(_own_tokens(kind)), **rest)
+
+
+def _own_tokens(kind: Any) -> list[str]:
+    """Tokens that a processor of this class writes by a name of its own."""
+    given = inspect.signature(kind.__init__).parameters.items()
+    return [word.default for name, word in given if name.endswith("_token") and isinstance(word.default, str)]
 
 
 def _classes(config: Any, published: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -194,25 +200,33 @@ def _of_images(config: Any, images: Any) -> dict[str, Any]:
 def _of_text(config: Any) -> dict[str, Any]:
     """Settings of a processor that follow from the model's configuration: of how many tokens an image is."""
     tower, strategy = config.vision_config, getattr(config, "vision_feature_select_strategy", None)
-    found = {
+    found: dict[str, Any] = {
         "patch_size": getattr(tower, "patch_size", None),
         "vision_feature_select_strategy": strategy,
         "num_additional_image_tokens": int(strategy == _WITHOUT_CLASS),
         "image_seq_length": getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None),
     }
+    side, patch = getattr(tower, "image_size", None), found["patch_size"]
+    if isinstance(side, int) and isinstance(patch, int):
+        found |= {"num_image_tokens": (side // patch) ** 2, "img_size": side}
+        found["downsample_factor"] = getattr(config, "downsample_factor", None)
+    if getattr(config, "perceiver_config", None):
+        found["image_seq_len"] = config.perceiver_config.resampler_n_latents
     if getattr(config, "scale_factor", None):
         found["image_seq_len"] = (tower.image_size // tower.patch_size // config.scale_factor) ** 2
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _tokenizer() -> Any:
+def _tokenizer(more: list[str]) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     places = {f"{place}_token": f"<{place}>" for place in _PLACES}
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
         extra_special_tokens=places,
     )  # fmt: skip
+    made.add_tokens(more, special_tokens=True)
+    return made

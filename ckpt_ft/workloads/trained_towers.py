@@ -57,8 +57,7 @@ class TrainedTowers:
         for tower in self.towers:
             inside = [item for root in tower.modules.values() for item in root.named_modules()]
             if linear:
-                layers = [(name, layer) for name, layer in inside if isinstance(layer, nn.Linear)]
-                names = {name.rpartition(".")[2] for name, layer in layers if layer is not head}
+                names = _endings(inside, head)
             else:
                 names = {end for end in asked or () if any(f".{name}".endswith(f".{end}") for name, _ in inside)}
             if names:
@@ -67,6 +66,20 @@ class TrainedTowers:
             where = " or ".join(tower.name for tower in self.towers)
             raise UserError(f"{by} {' '.join(asked or ())}: no layer of that name is {where}'s")
         return "|".join(patterns)
+
+
+def _endings(modules: list[tuple[str, nn.Module]], head: nn.Module | None) -> set[str]:
+    """What the paths of linear layers but the head end in, as short as no other module's path ends so: `q_proj`, and
+    of a layer without a name of its own `mlp.0`, since `0` would be a block as well."""
+    others = {end for name, module in modules if not isinstance(module, nn.Linear) for end in _ends(name)}
+    layers = [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
+    return {next((end for end in _ends(name) if end not in others), name) for name in layers}
+
+
+def _ends(path: str) -> list[str]:
+    """The path's last name, its last two, and so on."""
+    names = path.split(".")
+    return [".".join(names[first:]) for first in reversed(range(len(names)))]
 
 
 def _pattern(tower: Tower, names: set[str]) -> str:

@@ -157,7 +157,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    model.config.use_cache = False  # as Trainer sets it
+    model.config.use_cache = model.config.get_text_config().use_cache = False  # as the recipes train it
     return model.train()
 
 

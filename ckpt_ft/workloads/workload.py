@@ -124,6 +124,7 @@ class Workload:
         accumulation: micro-batches of a step.
         prefetched: whether they are all fetched before the first runs, as Trainer does; else one at a time.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
+        beside: models on the device that are not trained: what encodes images and prompts in each step.
         lengths: of the rows, where they differ: the longest sets the peak, usual batches the speed.
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
         launch: on how many processes it runs; None for one. Everything else is what one process does.
@@ -141,6 +142,7 @@ class Workload:
     accumulation: int = 1
     prefetched: bool = True
     max_grad_norm: float = 0.0
+    beside: tuple[nn.Module, ...] = ()
     lengths: Lengths | None = None
     loop: Callable[[int, int | None], Step] | None = None
     launch: Launch | None = None
@@ -229,6 +231,7 @@ class Workload:
                 device=self.device,
                 launch=self.launch,
                 alloc_conf=self.alloc_conf,
+                beside=self.beside,
             )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's words for a norm's statistics of one value

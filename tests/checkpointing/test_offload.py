@@ -75,6 +75,31 @@ def test_what_is_parked() -> None:
     assert (usage.host_bytes, usage.peak_host_bytes) == (0, 5 * NBYTES)
 
 
+class ByName(Stack):
+    """Its blocks are called as diffusers' transformers call theirs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(input=x)
+        return x.sum()
+
+
+def test_inputs_given_by_name_are_parked() -> None:
+    """Of checkpointed blocks those with a gradient, once it is known that no block writes into them."""
+    model, x = ByName(4), torch.randn(ROWS, WIDTH)
+    model(x).backward()
+    plain = gradients(model)
+    for block in model.blocks:
+        Checkpointed(block, None)
+    _, usage = treat(model, model.blocks, min_bytes=NBYTES)
+    for parked in (0, 3 * NBYTES):
+        model.zero_grad()
+        loss = model(x)
+        assert usage.host_bytes == parked
+        loss.backward()
+    assert all(plain[name].equal(gradient) for name, gradient in gradients(model).items())
+
+
 def test_fetched_a_block_ahead() -> None:
     """When backward opens what block n parked, block n - 1's comes back too, and nothing before it."""
     model = Stack(4)

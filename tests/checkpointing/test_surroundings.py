@@ -37,6 +37,15 @@ class InPlace(Block):
         return super().forward(x.relu_(), mask)
 
 
+class Named(Block):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x=x)
+
+
+class NamedInPlace(InPlace, Named):
+    pass
+
+
 class Net(nn.Module):
     def __init__(self, block: type[Block] = Block) -> None:
         super().__init__()
@@ -74,7 +83,7 @@ def assert_alike(found: Numbers, plain: Numbers, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("block", [Block, InPlace])
+@pytest.mark.parametrize("block", [Block, InPlace, Named, NamedInPlace])
 def test_a_checkpoint_around_the_model(policy: str, block: type[Block]) -> None:
     """In the first step, in which a region learns what it writes, and in those behind it."""
     plain, model = Net(block), Net(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def test_flags_are_the_recipes_own(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         typed(monkeypatch, "recipe", "llm", "--ac_policy", "save:atention")
     assert stopped.value.code == 2
     assert "no op group 'atention'; did you mean 'attention'?" in capsys.readouterr().err
+
+
+def test_cycles_are_collected_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "collects.py"
+    script.write_text("import gc, sys\nsys.exit(3 + gc.isenabled())")
+    monkeypatch.setattr("ckpt_ft.cli.recipe.find_recipe", lambda name: script)
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "recipe", "collects"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    gc.unfreeze()
+    assert stopped.value.code == 4
 
 
 def test_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,15 +157,14 @@ def test_stopped_and_resumed(
     [
         ("flux", ["--rank", "2", "--ac_policy", "full"]),
         ("sd3", []),
+        ("qwen", ["--rank", "2", "--random_flip"]),
         *(pytest.param(kind, [], marks=pytest.mark.slow) for kind in KINDS if kind != "sd3"),
-        *(pytest.param(kind, ["--rank", "2"], marks=pytest.mark.slow) for kind in KINDS if kind != "qwen"),
+        *(pytest.param(kind, ["--rank", "2"], marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, ["--random_flip"], marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
 def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: list[str]) -> None:
-    """Of the run's own step, within 0.5 % of what it took.
-
-    Left out is Qwen-Image's LoRA, 1.8 % short in forward: why is not known.
-    """
+    """Of the run's own step, within 0.5 % of what it took; where nothing is cached with what encodes in it."""
     make_tiny_transformer(kind, heads=4, layers=2).save_pretrained(tmp_path / "base")
     flags = [*flags, "--train_batch_size", "8", "--max_train_samples", "16", "--ac_report", "json"]
     train(recipe, str(tmp_path / "base"), tmp_path / "out", *flags)

@@ -92,6 +92,14 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
+def test_packed_rows_are_trained_and_their_peak_is_predicted(vlm: ModuleType, tmp_path: Path) -> None:
+    data = rows(tmp_path, *[row("good.png")] * 32)
+    train(vlm, tmp_path / "out", "--packing", dataset_name=data, max_length=128, per_device_train_batch_size=2)
+    (rank,) = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=0.005)
+
+
 @pytest.mark.slow  # three runs
 def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
     vlm: ModuleType, drawn: tuple[Path, Path], tmp_path: Path
@@ -171,6 +179,10 @@ def row(image: object, content: object = "<image>What is it?", **more: object) -
         (row("tiny.png"), "row 2: .*tiny.png has 3 x 2 pixels, less than the model's patch of 12"),
         (row("good.png", "<image><image>Which?"), "row 2: its messages speak of more images than the 1 of 'images'"),
         (row("good.png", "What?"), "row 2: 1 images, and its messages speak of 0"),
+        (
+            row("good.png", [{"type": "text", "text": "<image><image>?"}]),
+            "row 2: its messages speak of more images than",
+        ),
         (row("good.png", None), "row 2: a turn's 'content' is a text or a list of parts"),
         ({"messages": None, "images": []}, "row 2: expected 'messages', a list of turns"),
     ],
@@ -196,6 +208,7 @@ def test_what_is_wrong_with_a_row_is_one_line(
         (["--max_pixels", "4096"], "max pixels 4096: LlavaNextImageProcessorPil has no such budget"),
         (["--longest_side", "64"], "longest side 64: LlavaNextImageProcessorPil does not go by it"),
         (["--answered", "4"], "--answered 4: no rows are held out"),
+        (["--packing", "--use_cache"], "--packing with --use_cache: with a KV cache packed rows see one another"),
         (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
         ([*LORA, "--lora_target_modules", "qq"], "--lora_target_modules qq: no layer of that name"),
     ],

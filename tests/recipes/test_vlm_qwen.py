@@ -9,11 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from recipe_scripts import load_recipe
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.training.text.sample import make_tokenizer
 
 MARKS = {
@@ -26,10 +28,17 @@ TEMPLATE = (
     "{% endfor %}<|end|>\n{% endfor %}"
 )
 VISION = {
-    "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16, "patch_size": 8,
-    "window_size": 32, "fullatt_block_indexes": [0],
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8},
+    "qwen2_5_vl": {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16, "patch_size": 8,
+        "window_size": 32, "fullatt_block_indexes": [0],
+    },
+    "qwen3_vl": {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16, "patch_size": 8,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    },
 }  # fmt: skip
-PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +48,11 @@ def vlm() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_of("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+
+
+def made_of(kind: str, made: Path) -> Path:
     """A model's directory as the Hub has it, and in it rows with two images of unlike sizes."""
-    made = tmp_path_factory.mktemp("qwen")
     words = make_tokenizer(["What is it? red green"], extra=list(MARKS.values()))
     words.save_pretrained(made)
     text = {
@@ -50,11 +62,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     ids = {name: words.convert_tokens_to_ids(mark) for name, mark in MARKS.items()}
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=VISION, **ids)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION[kind], **ids)
     AutoModelForImageTextToText.from_config(config).save_pretrained(made)
     Qwen2VLImageProcessorPil(patch_size=8, min_pixels=256, max_pixels=4096).save_pretrained(made)
     settings = made / "preprocessor_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **PROCESSOR}))
+    named = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": PROCESSORS[kind]}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **named}))
     (made / "chat_template.jinja").write_text(TEMPLATE)
     lines = []
     for at in range(8):
@@ -99,3 +112,48 @@ def test_fewer_pixels_are_fewer_tokens(vlm: ModuleType, qwen: Path, tmp_path: Pa
     train(vlm, qwen, tmp_path, "--use_peft", "--max_steps", "1", "--max_pixels", "1024")
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["image_processor"]["size"] == {"longest_edge": 1024, "shortest_edge": 256}
+
+
+def test_packed_rows_have_their_images_positions(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    """Eight rows are one batch, or one sequence with the same loss."""
+    plain = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--eval_strategy", "no"]
+    alone = train(vlm, qwen, tmp_path / "alone", *plain)
+    packed = ["--max_steps", "1", "--per_device_train_batch_size", "1", "--eval_strategy", "no", "--packing"]
+    assert train(vlm, qwen, tmp_path / "packed", *packed) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
+def test_its_kin_are_trained_resumed_and_predicted(vlm: ModuleType, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "model").mkdir()
+    model, out = made_of(kind, tmp_path / "model"), tmp_path / "out"
+    flags = ["--use_peft", "--lora_r", "4", "--train_towers", "both", "--ac_policy", "full@language"]
+    flags += ["--ac_report", "json"]
+    losses = train(vlm, model, out, *flags)
+    (rank,) = json.loads((out / "memory_report.json").read_text())["ranks"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=0.005)
+    adapted = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), out).state_dict()
+    trained = [name for name, value in adapted.items() if "lora_B" in name and value.abs().max() > 0]
+    assert any("visual" in name for name in trained)
+    assert any("language_model" in name for name in trained)
+    shutil.rmtree(out / "checkpoint-2")
+    assert train(vlm, model, out, *flags, "--resume_from_checkpoint", "latest") == losses
+
+
+@pytest.mark.slow  # batch sizes are tried
+def test_the_largest_batch_fits(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
+    asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
+    train(vlm, qwen, tmp_path, *asked, "--ac_policy", "none")
+    report = json.loads((tmp_path / "memory_report.json").read_text())
+    assert report["max_batch"]["proved"] > 2
+    assert max(phase["allocated"] for phase in report["ranks"][0]["peaks"].values()) <= 12 << 20
+
+
+@pytest.mark.parametrize("image", ["", "<image>"])
+def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path, tmp_path: Path, image: str) -> None:
+    Image.new("RGB", (48, 48)).save(tmp_path / "0.png")
+    turns = [{"role": "user", "content": f"{image}What is <|image_pad|>?"}, {"role": "assistant", "content": "red"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "images": ["0.png"] if image else []}))
+    with pytest.raises(UserError, match="row 1: ") as refused:
+        train(vlm, qwen, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_strategy", "no")
+    assert "\n" not in str(refused.value)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from seeing_models import SEEING
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
@@ -18,62 +19,6 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config, read_processor
 from ckpt_ft.workloads.settings import Settings
 
-TEXT = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 512, "head_dim": 8,
-}  # fmt: skip
-ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
-SIGHT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-GRID = {"depth": 1, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
-QWEN2 = {
-    "model_type": "qwen2_vl", "image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9,
-    "text_config": {**TEXT, "rope_parameters": ROPE},
-    "vision_config": {**GRID, "embed_dim": 16, "hidden_size": 16, "mlp_ratio": 2},
-}  # fmt: skip
-QWEN25 = {
-    **QWEN2, "model_type": "qwen2_5_vl",
-    "vision_config": {**GRID, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "window_size": 56},
-}  # fmt: skip
-QWEN3 = {
-    **QWEN2, "model_type": "qwen3_vl",
-    "vision_config": {
-        **GRID, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 32, "patch_size": 16,
-        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
-    },
-}  # fmt: skip
-GEMMA = {
-    "model_type": "gemma3", "image_token_index": 7, "mm_tokens_per_image": 4,
-    "text_config": {"model_type": "gemma3_text", **TEXT},
-    "vision_config": {"model_type": "siglip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
-}  # fmt: skip
-LLAVA = {
-    "model_type": "llava", "image_token_index": 7, "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "default", "text_config": {"model_type": "llama", **TEXT},
-    "vision_config": {"model_type": "clip_vision_model", **SIGHT, "image_size": 32, "patch_size": 8},
-}  # fmt: skip
-IDEFICS3 = {
-    "model_type": "idefics3", "image_token_id": 7, "scale_factor": 2, "text_config": {"model_type": "llama", **TEXT},
-    "vision_config": {"model_type": "idefics3_vision", **SIGHT, "image_size": 32, "patch_size": 8},
-}  # fmt: skip
-INTERN = {
-    "model_type": "internvl", "image_token_id": 7, "image_seq_length": 4,
-    "text_config": {"model_type": "llama", **TEXT},
-    "vision_config": {
-        "model_type": "internvl_vision", **SIGHT, "image_size": [32, 32], "patch_size": [8, 8],
-    },
-}  # fmt: skip
-# Class, configuration, tokens of an image of 100 x 60 pixels by the processor's rules, worked out by hand.
-SEEING = {
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN2, 8),  # 56 x 112 pixels: 4 x 8 patches, merged 2 x 2
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN25, 8),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3, 6),  # 64 x 96: 4 x 6 patches
-    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA, 4),  # always
-    "llava": ("LlavaForConditionalGeneration", LLAVA, 16),  # 32 x 32 in patches of 8 x 8
-    # 128 x 77 pixels, in tiles of 32: 4 x 3 and the whole, of 2 x 2 tokens each
-    "idefics3": ("Idefics3ForConditionalGeneration", IDEFICS3, 13 * 4),
-    "smolvlm": ("SmolVLMForConditionalGeneration", {**IDEFICS3, "model_type": "smolvlm"}, 13 * 4),
-    "internvl": ("InternVLForConditionalGeneration", INTERN, 7 * 4),  # 3 x 2 tiles and the whole
-}
 FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
 
 
@@ -93,7 +38,7 @@ def asked(seq_length: int = 64, **more: Any) -> Settings:
 def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tmp_path: Path) -> None:
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
-    length = 64 if tokens < 30 else 256
+    length = 64 if tokens < 28 else 256
     workload = load(where, asked(length), "cpu")
     assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
@@ -173,3 +118,12 @@ def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str
 def test_images_for_a_model_that_sees_none_are_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(name, Settings(images=1))
+
+
+def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path: Path) -> None:
+    asked = Settings(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
+    model = load(written(tmp_path, "qwen2_5_vl", FEW_PIXELS), asked, "cpu").model
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    ends = {".".join(name.split(".")[-2:]) for name in adapted}
+    assert {"mlp.0", "mlp.2", "attn.qkv"} <= ends
+    assert not any("language_model" in name for name in adapted)

@@ -72,37 +72,51 @@ class Balanced:
             aten._ctc_loss.Tensor: self._ctc_loss,
         }
         self.answers = {func: partial(values.exactly, guess) for func, guess in guesses.items()}
+        self.observers: dict[Any, Callable[[tuple[Any, ...], Any], None]] = {
+            **dict.fromkeys(_CARRIERS, self._see_carried),
+            **{func: partial(self._see_indices, *dim) for func, dim in _INDEX_MAKERS.items()},
+            **dict.fromkeys((aten.scatter_.value, aten.scatter.value), self._see_scattered),
+            **dict.fromkeys((aten.eq.Scalar, aten.eq.Tensor), self._see_compared),
+            aten.sum.dim_IntList: self._see_counted,
+            aten.rand.default: self._see_random,
+            aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
+        }
 
-    def observe(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Learn where indices and masks come from."""
-        if func is aten.rand.default and out.numel() == 1:
+    # -- observers: (args, result), told where indices and masks come from -------------------------------------------
+
+    def _see_random(self, args: tuple[Any, ...], out: Any) -> None:
+        if out.numel() == 1:
             self.values.set(out, 0.5)
             self._note("a random number is taken as 0.5: no layer is left out at random")
-        elif (
-            func is aten._amp_foreach_non_finite_check_and_unscale_.default
-        ):  # GradScaler: (grads, found_inf, 1/scale)
-            self.values.set(args[1], 0.0)
-            self._note(_CLEAN)
-        elif func in _INDEX_MAKERS:
-            at, usual = _INDEX_MAKERS[func]
-            dim = args[at] if len(args) > at else usual
-            indices = out if isinstance(out, Tensor) else out[1]
-            self._learn(indices, classes=args[0].size(dim) if args[0].dim() and dim is not None else args[0].numel())
-        elif func in (aten.scatter_.value, aten.scatter.value):
-            self._learn(out, density=min(args[2].size(args[1]) / out.size(args[1]), 1.0))
-        elif func is aten.eq.Scalar or func is aten.eq.Tensor:
-            known = next((k for k in map(self._of, args) if k is not None and k.classes), None)
-            if known is not None:
-                compared = args[1].numel() if isinstance(args[1], Tensor) and args[1].dim() == 1 else known.classes
-                self._learn(out, density=1 / known.classes, hit=min(known.classes / compared, 1.0))
-        elif func is aten.sum.dim_IntList:
-            known = self._of(args[0])
-            if known is not None:
-                self._learn(out, density=known.hit, hit=known.hit, total=round(known.density * args[0].numel()))
-        elif func in _CARRIERS:
-            known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
-            if known is not None:
-                self._learn(out, known.classes, known.density, known.hit)
+
+    def _see_unscaled(self, args: tuple[Any, ...], out: Any) -> None:
+        """A GradScaler's (gradients, found_inf, 1 / scale)."""
+        self.values.set(args[1], 0.0)
+        self._note(_CLEAN)
+
+    def _see_indices(self, at: int, usual: int | None, args: tuple[Any, ...], out: Any) -> None:
+        dim = args[at] if len(args) > at else usual
+        indices = out if isinstance(out, Tensor) else out[1]
+        self._learn(indices, classes=args[0].size(dim) if args[0].dim() and dim is not None else args[0].numel())
+
+    def _see_scattered(self, args: tuple[Any, ...], out: Any) -> None:
+        self._learn(out, density=min(args[2].size(args[1]) / out.size(args[1]), 1.0))
+
+    def _see_compared(self, args: tuple[Any, ...], out: Any) -> None:
+        known = next((k for k in map(self._of, args) if k is not None and k.classes), None)
+        if known is not None:
+            compared = args[1].numel() if isinstance(args[1], Tensor) and args[1].dim() == 1 else known.classes
+            self._learn(out, density=1 / known.classes, hit=min(known.classes / compared, 1.0))
+
+    def _see_counted(self, args: tuple[Any, ...], out: Any) -> None:
+        known = self._of(args[0])
+        if known is not None:
+            self._learn(out, density=known.hit, hit=known.hit, total=round(known.density * args[0].numel()))
+
+    def _see_carried(self, args: tuple[Any, ...], out: Any) -> None:
+        known = self._of(args[0][0] if isinstance(args[0], (list, tuple)) else args[0])
+        if known is not None:
+            self._learn(out, known.classes, known.density, known.hit)
 
     def _of(self, tensor: Any) -> _Known | None:
         if not isinstance(tensor, Tensor):
@@ -123,8 +137,11 @@ class Balanced:
 
     def _item(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if type(tensor) is not FakeTensor or tensor.constant is not None:
+        if type(tensor) is not FakeTensor:
             return func(*args, **kwargs)
+        if tensor.constant is not None:  # an optimizer reads a step count for each parameter
+            with torch._C._DisableTorchDispatch():
+                return tensor.constant.item()
         if tensor.dtype == torch.bool:
             known = self._of(tensor)
             made_by = self.tracker.made_by(tensor)

@@ -23,7 +23,7 @@ _known: dict[Any, int] = {}  # bytes of scratch, by call
 
 def scratch(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Record what the kernel takes inside for arguments of these shapes, strides and dtypes."""
-    key = call_key(func, args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
+    key = func, call_key(args, kwargs), torch.get_num_threads(), torch.backends.mkldnn.enabled
     if key not in _known:
         with _disable_current_modes():
             real, named = tree_map_only(Tensor, _zeros, (args, kwargs))

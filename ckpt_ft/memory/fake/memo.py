@@ -8,6 +8,7 @@ dtypes and on the default dtype only: new tensors, views of an argument, or the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ class Uncacheable(Exception):
 
 
 _LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
-# By compute capability and whether fp32 may be rounded: a plan traces one model many times.
-_shared: dict[tuple[int, bool, bool], dict[Any, tuple[Any, Any]]] = {}
+_Calls = dict[Any, tuple[Any, Any]]  # key -> recipe, and what `keep` was told
+# By compute capability and whether fp32 may be rounded, for each op: a plan traces one model many times.
+_shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
 
 
 def forget() -> None:
@@ -39,33 +41,42 @@ class Memo:
     def __init__(self, fakes: Fakes, arch: int) -> None:
         self.fakes = fakes
         rounds = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        self._known = _shared.setdefault((arch, *rounds), {})  # key -> recipe, what `remember` was told
-        if len(self._known) > _LARGEST:
+        self._known = _shared.setdefault((arch, *rounds), {})
+        if sum(map(len, self._known.values())) > _LARGEST:
             self._known.clear()
 
+    def of(self, func: Any) -> Remembered | None:
+        """The calls of one op; None if what it does is more than shapes can tell."""
+        if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
+            return None
+        return Remembered(self.fakes, self._known.setdefault(func, {}))
+
+
+class Remembered:
+    """Results of one op."""
+
+    def __init__(self, fakes: Fakes, known: _Calls) -> None:
+        self._fakes, self._known = fakes, known
+
     def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-        """The result of a call met before, freshly made, and what was remembered with it."""
+        """The result of a call met before, freshly made, and what was kept with it."""
         known = self._known.get(key)
         if known is None:
             return None
         return self._make(known[0], args), known[1]
 
-    def remember(self, key: Any, func: Any, args: tuple[Any, ...], out: Any, more: Any) -> None:
+    def keep(self, key: Any, args: tuple[Any, ...], out: Any, more: Any) -> None:
         """Keep how to make `out` again; does nothing if that is more than shapes can tell."""
-        if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
-            return
-        try:
+        with suppress(Uncacheable):
             self._known[key] = _recipe(out, args, _homes(args)), more
-        except Uncacheable:
-            return
 
     def _make(self, recipe: Any, args: tuple[Any, ...]) -> Any:
         kind = recipe[0]
         if kind == "tensor":
             _, source, shape, stride, offset, dtype = recipe
             if source is None:
-                return self.fakes.new(shape, stride, dtype)
-            return self.fakes.view(args[source], shape, stride, offset, dtype)
+                return self._fakes.new(shape, stride, dtype)
+            return self._fakes.view(args[source], shape, stride, offset, dtype)
         if kind == "argument":
             return args[recipe[1]]
         if kind == "sequence":
@@ -73,9 +84,9 @@ class Memo:
         return recipe[1]
 
 
-def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hashable description of a call, or None where the result depends on more than that."""
-    parts: list[Any] = [func, torch.get_default_dtype()]
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hashable description of an op's arguments, or None where its result depends on more than that."""
+    parts: list[Any] = [torch.get_default_dtype()]
     try:
         _describe(args, parts)
         for name, value in kwargs.items():
@@ -83,12 +94,7 @@ def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _describe((value,), parts)
     except Uncacheable:
         return None
-    key = tuple(parts)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return tuple(parts)
 
 
 def _describe(values: Any, parts: list[Any]) -> None:
@@ -101,7 +107,7 @@ def _describe(values: Any, parts: list[Any]) -> None:
         elif kind is list or kind is tuple:
             parts.append(len(value))
             _describe(value, parts)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) or kind.__hash__ is None:
             raise Uncacheable
         else:
             parts += (kind, value)  # the type too: 1, 1.0 and True are equal

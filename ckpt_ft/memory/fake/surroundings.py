@@ -5,12 +5,14 @@ What stands for a GPU is not here but in rules/cuda.py.
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import logging
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +26,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
+
+_CACHE = type(functools.cache(lambda: None))
 
 
 def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
@@ -67,10 +71,32 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                         restore.append((table, key, value))
                         table[key] = new
         made.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
-        yield
+        with _fresh_caches(model):
+            yield
     finally:
         for table, key, value in restore:
             table[key] = value
+
+
+@contextmanager
+def _fresh_caches(model: nn.Module) -> Iterator[None]:
+    """Methods that remember their results (`functools.lru_cache`) begin with none, and forget those of the trace.
+
+    Qwen-Image's rotary frequencies are such: real ones from before are not the step's, and fakes would outlive it.
+    """
+    with ExitStack() as stack:
+        for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+            for name, method in list(vars(kind).items()):
+                if _remembers(method):
+                    stack.enter_context(patch.object(kind, name, functools.cache(inspect.unwrap(method))))
+        yield
+
+
+def _remembers(method: Any) -> bool:
+    """Whether `method` is a cache, or a function around one of its own, as `lru_cache_unless_export` of diffusers."""
+    around = inspect.isfunction(method) and hasattr(method, "__wrapped__")
+    held = [method, *(cell.cell_contents for cell in method.__closure__ or ())] if around else [method]
+    return any(isinstance(one, _CACHE) and one.__wrapped__ is inspect.unwrap(method) for one in held)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Both are opened for a step, told when a phase begins where they cannot see it, a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,16 +32,23 @@ class Meter(Protocol):
 class CpuMeter:
     """A Tracker for the length of a step; it sees the phases itself. Keeps the trace of the fullest step.
 
-    limit: bytes that the step may not pass (see Tracker).
+    limit: bytes that the step may not pass (see Tracker). beside: models on the device that are not trained.
     """
 
-    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, limit: int | None = None) -> None:
-        self.model, self.optimizer, self.limit = model, optimizer, limit
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        limit: int | None = None,
+        beside: Sequence[nn.Module] = (),
+    ) -> None:
+        self.model, self.optimizer, self.limit, self.beside = model, optimizer, limit, beside
         self.fullest: StepTrace | None = None
         self._tracker: Tracker | None = None
 
     def begin(self) -> None:
         self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
+        self._tracker.add_beside(self.beside)
         self._tracker.__enter__()
         self._tracker.start_step()
 

@@ -15,7 +15,7 @@ last if `total_steps` says which that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class MemoryProfiler:
         total_steps: how many steps there will be, where that is known.
         snapshot: on CUDA, where to dump the allocator's state if memory runs out.
         limit: on CPU, bytes; the step that would pass it raises torch.OutOfMemoryError. Every step is then measured.
+        beside: models on the device that are not trained.
 
     Attributes:
         batch: the largest batch that the model was given in the fullest of the measured steps.
@@ -67,6 +68,7 @@ class MemoryProfiler:
         total_steps: int | None = None,
         snapshot: str | Path | None = None,
         limit: int | None = None,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
         if sample < 1:
             raise UserError(f"memory profiler: sample={sample}: measure every step (1) or every so many")
@@ -75,7 +77,10 @@ class MemoryProfiler:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.sample, self.total_steps = 1 if limit else sample, total_steps
         self.device = _device(accelerator, model)
-        self.meter: Meter = CudaMeter(self.device) if self.device.type == "cuda" else CpuMeter(model, optimizer, limit)
+        self.meter: Meter = CpuMeter(model, optimizer, limit, beside)
+        if self.device.type == "cuda":
+            self.meter = CudaMeter(self.device)
+        self._beside = beside
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.history = History()
@@ -151,7 +156,7 @@ class MemoryProfiler:
             peaks = self.meter.end()
             self.sampled += 1
             if self.device.type == "cuda" and not self._resident and self.model is not None:
-                self._resident = resident_bytes(self.model, self.optimizer)
+                self._resident = resident_bytes(nn.ModuleList([self.model, *self._beside]), self.optimizer)
             if self._noted.elements and _allocated(peaks) > _allocated(self.peaks):
                 self.batch = self._noted
             merge_peaks(self.peaks, peaks)

@@ -43,6 +43,7 @@ _MISSES = {"softmax": (0.11, 0.28), "norm": (0.35, 0.95)}
 _NORM_STEP, _NORM_BYTES_PER_CYCLE = 4 * 128, 10
 _L1 = {(7, 5): 64, (8, 0): 192, (9, 0): 256, (10, 0): 256}  # KiB of an SM's own cache, elsewhere 128 (CUDA guide)
 _ROW_NORMS = ("aten.native_layer_norm.", "aten._fused_rms_norm.")
+_IN_PASSES = ("aten._fft", "aten.sort.")
 _L2_BYTES_PER_CYCLE = 20  # of each SM (T4, V100, A100, RTX 4090: 16 to 31, arXiv:1903.07486, chipsandcheese.com)
 _NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads goes over all rows (ATen/native/cuda/Loss.cu)
 
@@ -75,7 +76,7 @@ def _traffic(name: str, nbytes: int, shape: Shape, gpu: GPU) -> float:
     """Seconds of the memory traffic: from the L2 cache what fits there, from memory the rest."""
     if "softmax" in name or ("norm" in name and "linalg" not in name):
         nbytes += _reread(name, nbytes, shape, gpu)
-    elif "_fft" in name and shape:
+    elif name.startswith(_IN_PASSES) and shape:
         nbytes = nbytes * shape[0] // 2
     hit = min(max(1.5 - nbytes / gpu.l2, 0.0), 1.0) if gpu.l2 else 0.0
     rate = gpu.bandwidth * gpu.bandwidth_efficiency

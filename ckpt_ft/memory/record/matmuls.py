@@ -21,10 +21,11 @@ from .sizes import UNEVEN, WINOGRAD, Shape
 # memory gives each of its lanes in a cycle: 2 on V100 and A100, 1 on a T4 (arXiv:1903.07486: 108 and 59 bytes a cycle
 # for 64 lanes) and where an SM has 128 lanes (CUDA C++ programming guide).
 _LOADS, _LOADS_TENSOR = {2: 8.0, 1: 16.0}, 30.0
-# Tensor cores? -> seconds to fill a tile's pipeline from memory, and the share of the time to store the result that no
-# other tile's arithmetic hides (in the former where sums are long enough to use tensor cores well).
+# Tensor cores? -> seconds to fill a tile's pipeline from memory.
 _TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
-_STORES = {False: 0.35, True: 0.0}
+# Lanes of an SM -> share of the time to store the result that no other tile's arithmetic hides: twice the lanes are
+# through with a tile in half the time. Tensor cores (0) are used well where sums are long enough to hide it.
+_STORES = {64: 0.3, 128: 0.65, 0: 0.0}
 _ONE = 128, 128  # the only tile of cuBLAS's batched fp32 matmuls on Ampere and Ada (all 1,500 that were timed)
 _SPLITS = (1, 2, 4, 8, 16)
 _UNEVEN_SHARE = 0.6  # share of the rate where rows in memory are no multiple of 16 bytes
@@ -58,7 +59,7 @@ def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> f
             if split > 1:  # the parts are written and read in fp32
                 seconds += 2 * 4 * rows * columns * split / memory
             best = min(best, seconds)
-    return best + _STORES[tensor_cores] * 4 * batch * rows * columns / memory
+    return best + _STORES[0 if tensor_cores else gpu.lanes] * 4 * batch * rows * columns / memory
 
 
 def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from .shapes import shape_of
+from .shapes import EMBEDDING_KERNELS, shape_of, sort_passes, sorts_rows
 from .sizes import TF32
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ _NO_KERNEL = {
 # What ops read, where it is not all of their arguments.
 _MOVES = {
     # As much as they write: rows of their first argument.
-    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward"), "written"),
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "sparse_mask"), "written"),
     # Next to nothing: the loss' gradient is zero but at the labels.
     **dict.fromkeys(("nll_loss_backward", "embedding_dense_backward"), "none"),
     # What they are given twice: once more when it is copied to its place among zeros.
@@ -46,6 +47,9 @@ _MOVES = {
     # Their own part of a buffer for all ranks.
     "all_gather_copy_in": "own",
 }
+# To add sparse values of fp32 to a dense half, PyTorch makes an fp32 copy of it, a copy of that, adds to it by index,
+# and copies the result back: 6, 8 and 6 bytes of each element, in units of 4 (SparseCUDATensorMath.cu).
+_ADDED_SPARSE = 5
 # A multi-tensor kernel takes at most so many tensors, and 320 chunks of 65,536 elements
 # (ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
@@ -141,6 +145,20 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Handling:
+    """What a tracker does about an operator, worked out when it is first called.
+
+    Each call looks it up once: there are tens of thousands, and OpOverload's hash is Python.
+    """
+
+    name: str
+    rule: Rule | None = None  # to call in its place
+    after: After | None = None  # to call once its results are recorded
+    collective: bool = False
+    silent: bool = False  # record_function: no tensor, no work
+
+
 _ON_LISTS = ("aten::_foreach", "aten::_fused_ad")
 
 
@@ -167,17 +185,40 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         read = written = list(tensors(args[:1]))
     moved = {"written": written, "none": [], "zeros": read * 2}.get(moves, read)
     nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
+    if _adds_sparse(func, args):
+        nbytes = _ADDED_SPARSE * args[0].numel() * 4
     flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     if flops and causal_at(func) is not None and args[causal_at(func) :][:1] == (True,):
         flops //= 2  # what the mask hides is not computed, and the formula counts it
     if flops and main is not None and main.is_complex():
         flops *= 4
-    lists = args and isinstance(args[0], (tuple, list)) and func._schema.name.startswith(_ON_LISTS)
-    kernels = _launches(args[0]) if lists else 2 if moves == "zeros" else 1
     dtype = "" if main is None else str(main.dtype)[6:]
     if flops and dtype == "float32" and _rounds_to_tf32(func):
         dtype = TF32
-    return Work(flops, nbytes, dtype, kernels, shape_of(func, args, out))
+    return Work(flops, nbytes, dtype, _kernels(func, args), shape_of(func, args, out))
+
+
+def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """How many kernels one call launches."""
+    name = func._schema.name
+    if args and isinstance(args[0], (tuple, list)):
+        if name.startswith(_ON_LISTS):
+            return _launches(args[0])
+        if name == "aten::block_diag":  # zeros, and a copy for each block (ATen/native/TensorShape.cpp)
+            return 1 + len(args[0])
+    if name == "aten::embedding_dense_backward":
+        return EMBEDDING_KERNELS if sorts_rows(args[1]) else 2
+    if name == "aten::sort":
+        return sort_passes(args) + 2 if sort_passes(args) else 1
+    return 2 if describe(func)[2] == "zeros" else 1
+
+
+def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a sparse tensor is added to a dense one in half precision."""
+    if func._schema.name not in ("aten::add", "aten::add_"):
+        return False
+    dense, other = args[:2]
+    return isinstance(other, torch.Tensor) and other.is_sparse and dense.itemsize < other.itemsize
 
 
 def _rounds_to_tf32(func: OpOverload) -> bool:

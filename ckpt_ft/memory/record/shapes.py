@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
+from math import ceil, exp, prod
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ VECTOR = 16  # bytes that a thread loads at once
 # #18631: forward and backward of 3 x 3 windows, moving by 1 and by 2).
 OWN_INPUT, OWN_WEIGHT = 5, 9
 FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
+SORT_IN_ONE_PASS = 4096  # elements that one thread block sorts in shared memory (ATen/native/cuda/Sort.cpp)
+# Gradients of an embedding: from so many tokens on they are sorted by row, each row's summed in pieces of ten, and the
+# pieces summed (ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu). In units of what one element costs that is
+# fetched by index: half of one for a token's, two for a piece's (A100: embedding in hf_op_latencies.csv). 20 kernels
+# and fills sort 64 bits (CUB's onesweep: two for each of eight passes, four before them), 14 do the rest.
+EMBEDDING_SORTED, EMBEDDING_PIECE, EMBEDDING_KERNELS = 3072, 10, 34
 
 
 def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
@@ -142,6 +148,35 @@ def _indexed_from(at: int) -> Rule:
     return lambda args, out: (args[at].numel() if isinstance(args[at], Tensor) else 0, INDEXED)
 
 
+def sorts_rows(indices: Tensor) -> bool:
+    """Whether an embedding's backward sorts its tokens first."""
+    return indices.numel() > EMBEDDING_SORTED
+
+
+def _embedding_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    """Of tokens that are drawn evenly: how many rows they meet is not known in a trace."""
+    gradient, indices, rows = args[:3]
+    tokens, width = indices.numel(), gradient.shape[-1]
+    if not sorts_rows(indices):
+        return tokens * width, INDEXED
+    met = rows * (1 - exp(-tokens / rows))
+    pieces = met * ceil(tokens / met / EMBEDDING_PIECE)
+    return round(width * (tokens / 2 + 2 * pieces)), INDEXED
+
+
+def sort_passes(args: tuple[Any, ...]) -> int:
+    """Passes of a radix sort over its keys, 8 bits each (CUB); 0 where a thread block sorts a row by itself."""
+    given, rest = args[0], [value for value in args[1:] if isinstance(value, int) and not isinstance(value, bool)]
+    dim = rest[0] if rest else -1
+    return given.itemsize if given.dim() and given.shape[dim] > SORT_IN_ONE_PASS else 0
+
+
+def _sort(args: tuple[Any, ...], out: Any) -> Shape:
+    """Each pass reads and writes keys and places, half as much again as what the op is given and returns."""
+    passes = sort_passes(args)
+    return (3 * passes,) if passes else ()
+
+
 def _rows(at: int) -> Rule:
     return lambda args, out: (args[at].shape[0] if args[at].dim() > 1 else 1,)
 
@@ -222,7 +257,7 @@ _RULES: dict[str, Rule] = {
     "index_select": _indexed,
     "index": _indexed,
     "gather": _indexed,
-    "embedding_dense_backward": _indexed_from(0),
+    "embedding_dense_backward": _embedding_backward,
     "index_add": _indexed_from(3),
     "index_put": _indexed_from(2),
     "index_put_": _indexed_from(2),
@@ -232,6 +267,7 @@ _RULES: dict[str, Rule] = {
     "scatter_add_": _indexed_from(3),
     "nll_loss_forward": _rows(0),
     "nll_loss_backward": _rows(1),
+    "sort": _sort,
     "_fft_c2c": _fft,
     "_fft_r2c": _fft,
     "_fft_c2r": _fft,

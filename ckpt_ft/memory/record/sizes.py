@@ -6,7 +6,7 @@ convolutions: the same of the matmul that they are, groups as batch; WINOGRAD wh
 depthwise convolutions: (values under all windows, WINDOW), more than once where a kernel takes longer for each
 attention: (batch x heads, queries, keys, head size)
 norms and softmax: (rows, bytes of a row)
-transforms: (half passes over the data,)
+transforms and sorts: (half passes over the data,)
 elementwise: (elements, CAST) or (elements, STRIDED) where a thread takes its elements one by one, () where it loads
     16 bytes at once along memory; (elements, INDEXED) of what is fetched, or added to, by index
 nll loss: (rows,)

@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from ckpt_ft.units import format_bytes
 
 from .events import Storage
 from .opinfo import plain
 from .position import Position
+
+_NAMELESS = ("activations", "temporary")  # categories of what has no better one
 
 
 class _Seen(weakref.ref):
@@ -54,6 +57,12 @@ class Storages(Position):
                     self._storages[seen.index].category = category
                 else:
                     self._follow(tensor, category, "", resident=True)
+
+    def add_beside(self, models: Iterable[nn.Module]) -> None:
+        """Models on the device that are not trained (what encodes images and prompts in each step) are resident."""
+        for model in models:
+            self.add_resident(model.parameters(), "parameters")
+            self.add_resident(model.buffers(), "buffers")
 
     def restart(self) -> None:
         """Forget the past; what lives becomes resident. Keeps the record of a long run short."""
@@ -122,21 +131,30 @@ class Storages(Position):
         self._events: list[int] = []  # the index of a storage where it is made, its complement where it dies
         self._residents: list[int] = []
 
-    def _record(self, nbytes: int, category: str, op: str) -> int:
+    def _record(self, nbytes: int, category: str, op: str, module: str | None = None) -> int:
+        """`module`: that is running, where the caller has asked already."""
         if self.limit is not None and self.allocated + nbytes > self.limit:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
                 f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
             )
-        if self.stream and category in ("activations", "temporary"):
+        if self.stream and category in _NAMELESS:
             category = "communication"
-        module, phase = (self._module(), self._phase) if op else ("", "")
-        self._storages.append(Storage(nbytes, category, op, module, phase, self.stream if op else ""))
+        if op:
+            made = Storage(
+                nbytes, category, op, self._module() if module is None else module, self._phase, self.stream
+            )
+        else:
+            made = Storage(nbytes, category, "", "", "")
+        self._storages.append(made)
         self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
+        if self.allocated > self.peak:
+            self.peak = self.allocated
         return len(self._storages) - 1
 
-    def _follow(self, tensor: torch.Tensor, category: str, op: str, resident: bool = False) -> None:
+    def _follow(
+        self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False
+    ) -> None:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -148,7 +166,7 @@ class Storages(Position):
             self._freed(seen)  # resized: CUDA allocates anew and frees the old
         if not nbytes:
             return
-        index = self._record(nbytes, category, op)
+        index = self._record(nbytes, category, op, module)
         self._hold(storage, index, self._residents if resident else self._events)
 
     def _hold(self, storage: torch.UntypedStorage, index: int, events: list[int]) -> None:
@@ -212,3 +230,10 @@ class Storages(Position):
             seen = self._live.get(tensor.untyped_storage()._cdata)
             if seen is not None and seen.index >= 0:
                 self._storages[seen.index].owner = owner
+
+    def _mark_sent(self, given: Iterable[torch.Tensor]) -> None:
+        """What a collective is given is communication's: DDP's buckets, of which nothing else tells."""
+        for tensor in given:
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is not None and seen.index >= 0 and self._storages[seen.index].category in _NAMELESS:
+                self._storages[seen.index].category = "communication"

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
 from .events import EMPTIED, Op
-from .opinfo import After, Rule, Work, collective_bytes, describe, measure, tensors, wraps
+from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from ckpt_ft.memory.gpus import GPU
 
-_NAMELESS = ("activations", "temporary")  # categories of what has no better one
 _LIFT = torch.ops.aten.lift_fresh.default
 _CALL = OpOverload.__call__.__code__  # by which a Python dispatch hands an op on
 
@@ -82,6 +81,7 @@ class Tracker(Storages, TorchDispatchMode):
         self.rules = kernels if rules is None else rules
         self.after = scratch if after is None else after
         self.notes: list[str] = []
+        self._handled: dict[Any, Handling] = {}  # by overload
         self._model: nn.Module | None = None
         self._owners: dict[int, str] = {}  # of parameters, by id: the module that has it
         if model is not None:
@@ -193,13 +193,6 @@ class Tracker(Storages, TorchDispatchMode):
             for tensor in tensors((list(state.values()),)):
                 self._mark(tensor, "optimizer", self._owners.get(id(parameter), ""))
 
-    def _mark_sent(self, given: Iterable[torch.Tensor]) -> None:
-        """What a collective is given is communication's: DDP's buckets, of which nothing else tells."""
-        for tensor in given:
-            seen = self._live.get(tensor.untyped_storage()._cdata)
-            if seen is not None and seen.index >= 0 and self._storages[seen.index].category in _NAMELESS:
-                self._storages[seen.index].category = "communication"
-
     # -- the mode ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tracker:
@@ -225,7 +218,10 @@ class Tracker(Storages, TorchDispatchMode):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
-        if func.namespace == "profiler":  # record_function: no tensor, no work
+        op = self._handled.get(func)
+        if op is None:
+            op = self._handled[func] = self._handling(func)
+        if op.silent:
             return func(*args, **kwargs)
         self._locate()
         live = self._live
@@ -233,36 +229,40 @@ class Tracker(Storages, TorchDispatchMode):
         for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
-        if func.namespace == "c10d":
+        if op.collective:
             self._mark_sent(tensors(args))
         at = len(self._events)
-        out, work = self._call(func, args, kwargs)
+        out, work = self._call(op, func, args, kwargs)
         if func is ADD and self._phase == "backward" and adds_in_place(args):
             self._reuse(args[0], out)
-        name = describe(func)[0]
+        module = self._module()
         category = "activations" if self._phase == "forward" or self._recompute else "temporary"
         if isinstance(out, torch.Tensor):
-            self._follow(out, category, name)
+            self._follow(out, category, op.name, module)
         else:
             for tensor in tensors((out,)):
-                self._follow(tensor, category, name)
-        if func in self.after:
-            self.after[func](self, func, args, kwargs, out)
+                self._follow(tensor, category, op.name, module)
+        if op.after is not None:
+            op.after(self, func, args, kwargs, out)
         if self.record_ops:
-            here = self._phase, self._module()
+            here = self._phase, module
             stream, wire = self.stream, 0
-            if func.namespace == "c10d":
+            if op.collective:
                 wire = collective_bytes(func, args)
                 stream = self._collective_stream(func, args)
             flops, nbytes, dtype, kernels, shape = work
             around = "mode" if _handed_on() else "hooks" if self._recompute else ""
-            self._ops.append(Op(name, flops, nbytes, dtype, *here, at, kernels, stream, wire, shape, around))
+            self._ops.append(Op(op.name, flops, nbytes, dtype, *here, at, kernels, stream, wire, shape, around))
         return out
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
+    def _handling(self, func: Any) -> Handling:
+        """What to do about an operator."""
+        name, kind = describe(func)[0], func.namespace
+        return Handling(name, self.rules.get(func), self.after.get(func), kind == "c10d", kind == "profiler")
+
+    def _call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
         """The op's result and what it asks of a GPU."""
-        rule = self.rules.get(func)
-        out = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        out = func(*args, **kwargs) if op.rule is None else op.rule(func, args, kwargs)
         return out, measure(func, args, kwargs, out) if self.record_ops else Work()
 
     def _collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:

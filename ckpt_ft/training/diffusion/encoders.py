@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
+from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import DiffusionModelArguments
-from .inpainting import encode_masked, inpaints
+from .inpainting import MaskedImages, encode_masked, inpaints
 from .joint import IDS, TextAndUNet, encoded_text
 from .latents import FramedImages
 from .parts import given, load_part, load_vae, pipeline_index
@@ -100,6 +101,12 @@ class Encoders:
     def token(self) -> int:
         """A latent's pixels; images are in steps of eight whatever the VAE."""
         return max(8, self.vae_scale_factor)
+
+    def blank(self, images: int, size: Size) -> dict[str, Tensor]:
+        """What `encode` is given of so many black images of `size` (height, width) without captions."""
+        masks = {"mask": torch.ones(images, 1, *size)} if self.rows is MaskedImages else {}
+        ids, time_ids = self.tokenize([""] * images), torch.zeros(images, 6, dtype=torch.long)
+        return {"pixels": torch.zeros(images, 3, *size), "time_ids": time_ids, **masks, **ids}
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

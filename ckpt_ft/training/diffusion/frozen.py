@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ckpt_ft.workloads.buckets import Size
+
 
 class Frozen(Protocol):
     """A pipeline's VAE and text encoders, whichever they are.
@@ -32,6 +34,9 @@ class Frozen(Protocol):
     @property
     def modules(self) -> list[nn.Module]:
         """All that has weights."""
+
+    def blank(self, images: int, size: Size) -> dict[str, Any]:
+        """What `encode` is given of so many black images of `size` without captions."""
 
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """`moments` of the latents and the prompts' encodings of what `FramedImages` yields."""

@@ -11,19 +11,20 @@ from ckpt_ft.workloads.lengths import Lengths
 
 @dataclass(frozen=True)
 class LatentShapes:
-    """Shapes (C, h, w), and how many images have each.
+    """Shapes (C, h, w), how many images have each, and how many pixels of a side one latent is.
 
     A workload knows them as lengths: latents of an image, h * w.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
     images: tuple[int, ...]
+    scale: int
 
     @classmethod
     def of(cls, sizes: Sequence[Size], buckets: Sequence[Sequence[int]], channels: int, scale: int) -> LatentShapes:
         """Of images of `sizes` in pixels, `scale` of them for one of a latent's side."""
         shapes = tuple((channels, height // scale, width // scale) for height, width in sizes)
-        return cls(shapes, tuple(map(len, buckets)))
+        return cls(shapes, tuple(map(len, buckets)), scale)
 
     @property
     def lengths(self) -> Lengths | None:
@@ -38,6 +39,11 @@ class LatentShapes:
         if length is None:
             return max(self.shapes, key=_area)
         return min(self.shapes, key=lambda shape: abs(_area(shape) - length))
+
+    def size(self, length: int | None) -> Size:
+        """Height and width in pixels of images of `shape(length)`."""
+        _, height, width = self.shape(length)
+        return height * self.scale, width * self.scale
 
 
 def _area(shape: tuple[int, int, int]) -> int:

@@ -116,7 +116,7 @@ def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Ite
     """`micro_batches`; of images in buckets the largest of a measured step is noted, to predict it in the report."""
     for batch in micro_batches:
         if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
-            data.noisy.largest.note((), batch)
+            data.noisy.note(batch)
         yield batch
 
 

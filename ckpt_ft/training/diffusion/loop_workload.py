@@ -49,6 +49,7 @@ def unet_workload(
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
+        noisy.encode_blank(rows, latents.size(length))
         inputs = send_to_device(example_inputs(unet, rows, shape[1:], dtype), accelerator.device)
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
 
@@ -57,7 +58,7 @@ def unet_workload(
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
         return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, latents, noisy.beside)
 
 
 def flow_workload(
@@ -77,6 +78,7 @@ def flow_workload(
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows = samples if prior is None else 2 * samples
+        noisy.encode_blank(rows, latents.size(length))
         prompts = {
             name: torch.ones(rows, *shape, dtype=dtype, device=accelerator.device)
             for name, (shape, dtype) in shapes.items()
@@ -85,7 +87,7 @@ def flow_workload(
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
     compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents, noisy.notes)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents, noisy.beside)
 
 
 def _workload(
@@ -95,7 +97,7 @@ def _workload(
     args: LoopArguments,
     accelerator: Accelerator,
     latents: LatentShapes,
-    notes: tuple[str, ...],
+    beside: tuple[nn.Module, ...],
 ) -> Workload:
     return Workload(
         model,
@@ -108,7 +110,7 @@ def _workload(
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
         lengths=latents.lengths,
-        notes=notes,
+        beside=beside,
         name=type(without_adapters(model)).__name__,
     )
 

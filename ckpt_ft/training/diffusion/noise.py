@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class NoisyBatches:
         add_noise: likewise.
         last: what was made last.
         largest: of images in buckets, the largest that was measured.
+        beside: models that encode in each step, and so are on the device.
     """
 
     def __init__(self, encoders: Frozen, add_noise: Any, image_args: ImageArguments) -> None:
@@ -38,30 +39,41 @@ class NoisyBatches:
         self.largest = LargestBatch()
         self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
+        self.beside: tuple[nn.Module, ...] = () if self._encoders is None else tuple(encoders.modules)
         self._empty_prompt, self._share_of_it = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
+        self._shown = 0, (0, 0)  # images of `last` as the encoders were shown them, and their height and width
 
     @property
     def prompt(self) -> dict[str, Tensor]:
         """What prompts are like: the empty one's encoding."""
         return self._empty_prompt
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a prediction of the model's step leaves out: that which encodes in each step."""
-        if self._encoders is None:
-            return ()
-        weights = sum(p.numel() * p.element_size() for part in self._encoders.modules for p in part.parameters())
-        return (f"what encodes images and prompts in each step comes on top: {format_bytes(weights)} of weights",)
+    def encode_blank(self, images: int, size: Size) -> None:
+        """What a step encodes of so many images of `size`, for a trace; nothing where all is cached."""
+        if self._encoders is not None:
+            self._encoders.encode(self._encoders.blank(images, size))
+
+    def note(self, batch: Batch) -> None:
+        """`batch`, made last, is of a measured step."""
+        self.largest.note(self._shown, batch)
 
     def seen(self) -> Batch:
-        """The micro-batch that the measured peak is of."""
-        return self.largest.again()[1] if self.largest.elements else dict(self.last)
+        """The micro-batch that the measured peak is of, and in a trace what it took to make it."""
+        if self.last and not self.largest.elements:
+            self.note(self.last)
+        self.last = {}
+        images, size = self.largest.args
+        self.encode_blank(images, size)
+        return self.largest.again()[1]
 
     def __call__(self, rows: dict[str, Tensor]) -> Batch:
         """Draws from torch's global RNG: noise, times, and the captions that are left out."""
+        self.last = {}  # its memory is free while the next is made
         if self._encoders is None:
             encoded = {name: value.to(self._device) for name, value in rows.items()}
         else:
+            height, width = rows["pixels"].shape[2:]
+            self._shown = len(rows["pixels"]), (height, width)
             encoded = self._encoders.encode(rows)
         drop_prompts(encoded, self._empty_prompt, self._share_of_it)
         self.last = self.add_noise(encoded)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads, require_weights
+from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.model_config import check_sizes
 
 from .arguments import TransformerArguments
@@ -79,6 +80,10 @@ class TransformerEncoders:
     @property
     def modules(self) -> list[nn.Module]:
         return [self.vae, *self.text_encoders]
+
+    def blank(self, images: int, size: Size) -> dict[str, Any]:
+        """What `encode` is given of so many black images of `size` (height, width) without captions."""
+        return {"pixels": torch.zeros(images, 3, *size), "caption": [""] * images}
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -7,8 +7,7 @@ model is used, and whether a token carries loss is never a question. Loss is on 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +17,7 @@ from ckpt_ft.errors import UserError
 
 from .columns import known_columns
 from .data import DataArguments
+from .packing import pack
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -175,42 +175,19 @@ def _render(tokenizer: Renderer, messages: list[Any], index: int, **kwargs: bool
         raise UserError(f"row {index + 1}: the chat template refuses these messages: {error}") from error
 
 
-def pack(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
-    """Join rows into sequences of at most `max_length` tokens, longest first, each into the fullest one it fits in.
-
-    `position_ids` start again with every row; in transformers, attention that is given neither mask nor KV cache
-    (eager, SDPA and flash alike) reads the borders from them.
-    """
-    packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # free tokens -> packs that have as many
-    rooms: list[int] = []  # its keys in order
-    lengths = [len(ids) for ids in batch["input_ids"]]
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        slot = bisect_left(rooms, lengths[row])
-        if slot == len(rooms):
-            target, room = len(packs), max_length
-            packs.append([])
-        else:
-            room = rooms[slot]
-            target = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[slot]
-        packs[target].append(row)
-        room -= lengths[row]
-        if room not in with_room:
-            insort(rooms, room)
-        with_room.setdefault(room, []).append(target)
-    joined = {key: [[t for row in rows for t in batch[key][row]] for rows in packs] for key in ("input_ids", "labels")}
-    return {**joined, "position_ids": [[t for row in rows for t in range(lengths[row])] for rows in packs]}
-
-
 @dataclass
 class PadCollator:
-    """Rows to tensors `(batch, longest)`: with `attention_mask`, or for packed rows with `position_ids` and none."""
+    """Rows to tensors `(batch, longest)`: with `attention_mask`, or for packed rows with `position_ids` and none.
+
+    in_one: packed rows to one sequence of them all, as flash attention wants them; nothing is padded.
+    """
 
     pad_token_id: int
+    in_one: bool = False
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        if self.in_one and "position_ids" in rows[0]:
+            rows = [one_after_another(rows, ("input_ids", "labels", "position_ids"))]
         longest = max(len(row["input_ids"]) for row in rows)
         batch = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
@@ -220,6 +197,11 @@ class PadCollator:
             tails = [[*row["position_ids"], *range(longest - len(row["position_ids"]))] for row in rows]
             return {**batch, "position_ids": torch.tensor(tails)}
         return {**batch, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)}
+
+
+def one_after_another(rows: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """The columns `names` of all rows as one row."""
+    return {name: [value for row in rows for value in row[name]] for name in names}
 
 
 def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:

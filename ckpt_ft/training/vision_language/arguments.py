@@ -38,6 +38,7 @@ class VisionLanguageArguments(SplitArguments):
     image_folder: str | None = flag(None, "Folder of images that rows name by path; by default the dataset's own.")
     dataset_num_proc: int | None = flag(None, "Processes that look through the rows.")
     max_length: int = flag(2048, "Tokens per sequence, images included; what is longer is cut, behind the images.")
+    packing: bool = flag(False, "Several rows per sequence; attention and loss stay within each row.")
     max_pixels: int | None = flag(None, "Of an image; larger ones are scaled down (Qwen-VL and its kin).")
     longest_side: int | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
     answered: int = flag(0, "Held-out questions to answer before and after training: how many are right.")

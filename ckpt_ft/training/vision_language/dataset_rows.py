@@ -12,8 +12,8 @@ from ckpt_ft.training.trainer_workload import by_length
 from ckpt_ft.workloads.model_config import read_config
 
 from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
-from .encode import PixelCollator, encode_conversations
-from .models import kinds_of, load_processor
+from .encode import encode_conversations
+from .models import collator_of, load_processor
 from .rows import Pictures, load_conversations
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DatasetRows:
 
     def batches(self, model: nn.Module) -> MakeBatch:
         """(samples, length) -> a batch of these rows for `model`: the one of that length, and others."""
-        collate = PixelCollator(self.pad_token_id, kinds_of(model))
+        collate = collator_of(model, self.pad_token_id)
         of_length, lengths = by_length(self.encoded)
         assert lengths is not None, "encoded rows have tokens"
 

@@ -6,6 +6,7 @@ and end, as in text/encode.py; a piece with images goes through the processor, o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ import torch
 from torch.nn.functional import pad
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.text.encode import IGNORED, PadCollator, chat_segments
+from ckpt_ft.training.text.encode import IGNORED, PadCollator, chat_segments, one_after_another
+from ckpt_ft.training.text.packing import pack
+from ckpt_ft.workloads.packing import ImagePositions
 
 from .rows import Cell, Pictures, conversation
 
@@ -33,6 +36,7 @@ def encode_conversations(
     """`rows` as `input_ids`, `labels` and the number of `pixels`; in a row that is fetched, `images` are tensors.
 
     Every image is read once. Rows whose images do not fit in `max_length` or that have no answer in it are left out.
+    Packed rows have `position_ids` as well.
 
     Raises:
         UserError: a row is no conversation, an image cannot be used, or nothing is left to train on.
@@ -55,15 +59,25 @@ def encode_conversations(
     if len(encoded) < len(rows):
         left_out = len(rows) - len(encoded)
         print(f"{left_out} of {len(rows)} rows are left out: nothing to learn within --max_length {args.max_length}")
+    if args.packing:
+        encoded = encoded.map(
+            pack,
+            batched=True,
+            batch_size=1_000,  # with what they have of images
+            fn_kwargs={"max_length": args.max_length},
+            features=_features(packed=True),
+            desc="Packing",
+        )
     return encoded.with_transform(_WithPixels(processor, pictures))
 
 
-def _features() -> Features:
+def _features(packed: bool = False) -> Features:
     from datasets import Features, List, Value
 
-    tokens = {name: List(Value("int64")) for name in ("input_ids", "labels", *KINDS)}
-    images = List({"bytes": Value("binary"), "path": Value("string")})
-    return Features(**tokens, text=Value("string"), images=images, pixels=Value("int64"), length=Value("int64"))
+    along = ("input_ids", "labels", *KINDS, *(("position_ids",) if packed else ()))
+    tokens = {name: List(Value("int64")) for name in along}
+    images = List(List({"bytes": Value("binary"), "path": Value("string")}))
+    return Features(**tokens, text=List(Value("string")), images=images, pixels=Value("int64"), length=Value("int64"))
 
 
 @dataclass
@@ -99,11 +113,14 @@ class _Encoder:
             _extend(tokens, {name: value for name, value in made.items() if name in TOKENS}, trained)
             seen = len(tokens["input_ids"]) if count else seen
         labels = tokens["labels"][: self.max_length]
+        labels[:1] = [IGNORED]  # it is predicted from nothing, or in a packed sequence from another row
         if seen > self.max_length or all(label == IGNORED for label in labels):
             return None
         cut = {name: values[: self.max_length] for name, values in tokens.items()}
         whole = "".join(text for text, _ in segments)
-        return {**cut, "text": whole, "images": talk.images, "pixels": pixels, "length": len(labels)}
+        return {
+            **cut, "labels": labels, "text": [whole], "images": [talk.images], "pixels": pixels, "length": len(labels),
+        }  # fmt: skip
 
     def _beginning(self, text: str) -> list[int]:
         """What the tokenizer puts before every text, where the chat template has not."""
@@ -118,6 +135,9 @@ class _Encoder:
     def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
         if cells:
             return processed(self.processor, text, cells, self.pictures, place)
+        word = getattr(self.processor, "image_token", None)
+        if word and word in text:
+            raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
         tokenizer: Any = self.processor.tokenizer
         return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
 
@@ -167,8 +187,8 @@ class _WithPixels:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if "images" not in batch:
             return batch  # a column for itself
-        images = [self._tensors(text, cells) for text, cells in zip(batch["text"], batch["images"], strict=True)]
-        return {**batch, "images": images}
+        rows = [zip(*row, strict=True) for row in zip(batch["text"], batch["images"], strict=True)]
+        return {**batch, "images": [images_of(self._tensors(*part) for part in row) for row in rows]}
 
     def _tensors(self, text: str, cells: list[Cell]) -> dict[str, torch.Tensor]:
         if not cells:
@@ -181,19 +201,34 @@ class _WithPixels:
 class PixelCollator:
     """Rows to one batch: tokens padded to the longest, `(batch, longest)`, and all images after one another.
 
-    kinds: of `KINDS`, those that the model takes.
+    kinds: of `KINDS`, those that the model takes. beside: the positions that it takes of packed rows besides those
+    along the tokens. in_one: as `PadCollator`'s.
     """
 
     pad_token_id: int
     kinds: tuple[str, ...]
+    beside: ImagePositions | None = None
+    in_one: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        images = images_of(row["images"] for row in rows)
+        packed = "position_ids" in rows[0]
+        if packed and self.in_one:
+            rows = [one_after_another(rows, ("input_ids", "labels", "position_ids", *self.kinds))]
         batch = PadCollator(self.pad_token_id)(rows)
         longest = batch["input_ids"].shape[1]
         for name in self.kinds:
             batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
-        seen = [row["images"] for row in rows if row["images"]]
-        return {**batch, **{name: joined([images[name] for images in seen]) for name in (seen[0] if seen else ())}}
+        batch |= images
+        if packed and self.beside is not None:
+            batch["position_ids"] = self.beside.beside(batch)
+        return batch
+
+
+def images_of(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of several rows' images, those of rows that have some after one another."""
+    seen = [part for part in parts if part]
+    return {name: joined([part[name] for part in seen]) for name in (seen[0] if seen else ())}
 
 
 def joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -12,10 +12,11 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import load_pretrained, with_adapters
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.images import choose_size
+from ckpt_ft.workloads.packing import ImagePositions, check_packing, in_one_sequence
 from ckpt_ft.workloads.trained_towers import TrainedTowers
 
 from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
-from .encode import KINDS
+from .encode import KINDS, PixelCollator
 from .videos import without_videos
 
 if TYPE_CHECKING:
@@ -52,10 +53,19 @@ def patch_of(model: nn.Module) -> int:
     return patch if isinstance(patch, int) else min(patch)
 
 
-def kinds_of(model: Any) -> tuple[str, ...]:
-    """Which marks of image tokens the model's forward takes."""
-    forward = inspect.signature(without_adapters(model).forward)
-    return tuple(name for name in KINDS if name in forward.parameters)
+def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> PixelCollator:
+    """What makes batches of encoded rows for `model`, with the marks of image tokens that its forward takes.
+
+    Raises:
+        UserError: the rows are packed, and the model might not keep them apart.
+    """
+    model = without_adapters(model)
+    forward = inspect.signature(model.forward)
+    kinds = tuple(name for name in KINDS if name in forward.parameters)
+    if not packing:
+        return PixelCollator(pad_token_id, kinds)
+    check_packing(model)
+    return PixelCollator(pad_token_id, kinds, ImagePositions.of(model), in_one_sequence(model))
 
 
 def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
@@ -68,6 +78,7 @@ def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
     from transformers import AutoModelForImageTextToText
 
     model = load_pretrained(args, AutoModelForImageTextToText)
+    model.config.get_text_config().use_cache = False  # some ask this one, and a Trainer sets that of the whole
     trained = TrainedTowers(model, args.train_towers)
     if args.adapts:
         by = f"--peft_config {args.peft_config}:" if args.peft_config else "--lora_target_modules"

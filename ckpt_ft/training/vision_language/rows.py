@@ -112,24 +112,28 @@ def conversation(row: Mapping[str, Any], place: str) -> Conversation:
 def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:
     """The parts of a turn's content: {"type": "text", "text"} and {"type": "image"}, perhaps with its "image"."""
     if isinstance(content, str):
-        for at, text in enumerate(content.split(MARK)):
-            if at:
-                yield {"type": "image"}
-            if text:
-                yield {"type": "text", "text": text}
+        yield from _marked(content)
         return
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise UserError(f"{place}: a turn's 'content' is a text or a list of parts, not {content!r}")
     for part in content:
         named = next((part[key] for key in ("image", "path", "image_url", "url") if part.get(key)), None)
         if part.get("type") == "text" and isinstance(part.get("text"), str):
-            yield {"type": "text", "text": part["text"]}
+            yield from _marked(part["text"])
         elif part.get("type") in ("image", "image_url"):
             yield {"type": "image", **({} if named is None else {"image": named})}
         else:
             raise UserError(
                 f"{place}: a part of type {part.get('type')!r}; parts are of type 'text' (with it) or 'image'"
             )
+
+
+def _marked(text: str) -> Iterator[dict[str, Any]]:
+    for at, words in enumerate(text.split(MARK)):
+        if at:
+            yield {"type": "image"}
+        if words:
+            yield {"type": "text", "text": words}
 
 
 def _cell(image: Any, place: str) -> Cell:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import signal
@@ -15,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from trace_models import MODELS, adamw, language_model, real_trace, story, training_step
 
@@ -405,3 +407,27 @@ def assert_all_is_as_it_was(model: nn.Module) -> None:
     assert not torch.nn.modules.module._global_forward_hooks
     assert gc.isenabled()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Remembers(nn.Module):
+    """Makes a tensor once for each number that it is asked for, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 64)
+
+    @functools.cache  # noqa: B019  its own kind of leak
+    def places(self, rows: int) -> torch.Tensor:
+        return torch.arange(float(rows * 64)).view(rows, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x + self.places(len(x)))
+
+
+def test_what_a_method_remembers_is_the_traces_own() -> None:
+    """Before a real call and after it a trace counts what the method makes, and leaves nothing behind."""
+    model, step = Remembers(), lambda model, optimizer: model(torch.zeros(256, 64)).sum().backward()
+    before = trace_step(model, step, device="cpu").peak_allocated
+    assert not isinstance(model.places(256), FakeTensor)
+    assert trace_step(model, step, device="cpu").peak_allocated == before
+    assert model(torch.zeros(256, 64)).shape == (256, 64)

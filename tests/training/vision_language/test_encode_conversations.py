@@ -25,8 +25,8 @@ from transformers import (
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text.sample import make_tokenizer
 from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments
-from ckpt_ft.training.vision_language.encode import PixelCollator, encode_conversations, joined
-from ckpt_ft.training.vision_language.models import kinds_of
+from ckpt_ft.training.vision_language.encode import encode_conversations, joined
+from ckpt_ft.training.vision_language.models import collator_of
 from ckpt_ft.training.vision_language.rows import Pictures
 from ckpt_ft.training.vision_language.sample import CHAT_TEMPLATE
 
@@ -116,7 +116,7 @@ def test_each_familys_model_takes_what_its_processor_made(family: str, tmp_path:
     assert answers == ["red<|end|>\n", "red<|end|>\n" * 2, "red<|end|>\n"]
     pixels = rows.with_format(None)["pixels"]
     assert pixels[1] > pixels[0] > pixels[2] == 0
-    batch = PixelCollator(0, kinds_of(model))([rows[0], rows[1], rows[2]])
+    batch = collator_of(model, 0)([rows[0], rows[1], rows[2]])
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     loss = model(**batch).loss
     loss.backward()
