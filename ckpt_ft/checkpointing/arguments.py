@@ -12,6 +12,7 @@ import copy
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.errors import UserError
+
+from .views import is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = (torch.Tensor, bool, int, float, str, type(None))
@@ -135,18 +138,23 @@ class Input:
     __slots__ = ("copy", "fake", "key", "tensor", "version")
 
     def __init__(self, key: int | str, tensor: torch.Tensor) -> None:
-        self.key, self.tensor, self.version = key, tensor, tensor._version
+        self.key, self.tensor, self.version = key, tensor, version_of(tensor)
         self.fake = isinstance(tensor, FakeTensor)
         self.copy: torch.Tensor | None = None
 
     def __str__(self) -> str:
         return f"argument {self.key!r}"
 
+    def shape(self) -> torch.Tensor | None:
+        """One element in the input's shape: what a checkpoint around the region's sees of it, written to or not."""
+        x = self.tensor
+        return None if x.is_inference() or is_wrapper(x) else x.new_empty(()).expand(x.shape)
+
     def again(self) -> torch.Tensor:
         """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
         if self.copy is not None:
             return self.copy.clone()
-        if self.tensor._version != self.version and not self.fake:
+        if version_of(self.tensor) != self.version and not self.fake:
             raise RuntimeError(
                 f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
             )
@@ -157,32 +165,56 @@ class Call:
     """One call of a region: the caller's own arguments in the first run, in the second what the first one found.
 
     Attributes:
-        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run; None for
-            those that are kept here. Behind them the `named` ones: what it saves, `offload` can park.
+        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run, and behind
+            them the `named` ones: what it saves, `offload` can park. Of those that are kept here, no more than their
+            shape: a checkpoint around this one counts what is saved.
     """
 
-    __slots__ = ("changeable", "forward", "given", "inputs", "kept", "kwargs", "named", "saved", "tensors")
+    __slots__ = (
+        "changeable",
+        "first",
+        "forward",
+        "given",
+        "inputs",
+        "kept",
+        "kwargs",
+        "named",
+        "saved",
+        "second",
+        "tensors",
+    )
 
     def __init__(
-        self, forward: Callable[..., Any], inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        runs: tuple[AbstractContextManager[Any], AbstractContextManager[Any]],
+        inputs: Inputs,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.forward, self.inputs = forward, inputs
+        self.first, self.second = runs
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
         self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
         self.kwargs: dict[str, Any]
         args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
         self.kept = {x.key: x for x in self.tensors if x.copy is not None}
-        named = {x.key: x.tensor for x in self.tensors if x.copy is None and isinstance(x.key, str)}
+        for key, value in enumerate(args):
+            if isinstance(value, torch.Tensor) and value.is_inference():  # which autograd does not save
+                self.kept[key] = Input(key, value)
+        named = {x.key: x.tensor for x in self.tensors if isinstance(x.key, str)}
         self.kwargs = {key: value for key, value in self.kwargs.items() if key not in named}
         self.named = tuple(named)
-        self.saved = (*(None if key in self.kept else value for key, value in enumerate(args)), *named.values())
+        kept, given = self.kept, (*enumerate(args), *named.items())
+        self.saved = tuple(kept[key].shape() if key in kept else value for key, value in given)
 
     def __call__(self, *saved: Any) -> Any:
         if self.given is None:
             return self.again(saved)
         (args, kwargs), self.given = self.given, None
-        out = self.forward(*args, **kwargs)
+        with self.first:
+            out = self.forward(*args, **kwargs)
         self.inputs.after(self.tensors)
         self.tensors, self.saved = [], ()
         return out
@@ -199,7 +231,8 @@ class Call:
                 args[key] = given.again()
             else:
                 kwargs[key] = given.again()
-        return self.forward(*args, **kwargs)
+        with self.second:
+            return self.forward(*args, **kwargs)
 
 
 def _same(value: Any) -> Any:

@@ -4,7 +4,8 @@ A module may carry a tensor from one call to the next in an attribute that is no
 keep the last frames of the chunk before (EasyAnimate's autoencoder). The second run gets the attributes as they were
 before the first, and afterwards what was there is put back. Which attributes those are is learned in the region's
 first call in train and in eval mode; one that is first written later is not seen. What is no tensor is left alone: a
-wrapper's counters (DeepSpeed's) count either run.
+wrapper's counters (DeepSpeed's) count either run. The tensor of the call before is held until backward, read or not:
+nothing tells a module that reads it from one that overwrites it (attention maps kept for a look).
 """
 
 from __future__ import annotations

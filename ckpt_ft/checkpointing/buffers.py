@@ -31,6 +31,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
+from .views import version_of
+
 
 class _Watched:
     """What is known of a buffer across calls."""
@@ -58,7 +60,7 @@ class _Buffer:
 
     def __init__(self, owner: nn.Module, name: str, value: torch.Tensor | None, watched: _Watched) -> None:
         self.owner, self.name, self.value, self.watched = owner, name, value, watched
-        self.version = -1 if value is None else value._version
+        self.version = -1 if value is None else version_of(value)
         self.written = False
         self.copy = None if value is None else self._copied(value)
 
@@ -88,7 +90,7 @@ class _Buffer:
         if value is None:
             self.written = self.now is not None
             return
-        counted = self.now is not value or value._version != self.version
+        counted = self.now is not value or version_of(value) != self.version
         self.written = counted or self._is_statistic() or watched.written.get(training, False)
         if not _without_values(value) and training not in watched.written:
             self.written = self.written or not torch.equal(value, self.copy)  # type: ignore[arg-type]
@@ -116,7 +118,7 @@ class _Buffer:
     def swap_in(self) -> bool:
         """Before the second run: put in place what the first one found; False where that is there."""
         value = self.value
-        if not self.written and self.now is value and (value is None or value._version == self.version):
+        if not self.written and self.now is value and (value is None or version_of(value) == self.version):
             return False
         if self.copy is not None:
             self.now = self.copy.clone()

@@ -1,4 +1,4 @@
-"""What must not come together with a policy: the library's own checkpointing, switched on once the policy stands."""
+"""What a policy does not go with: the library's own checkpointing, and places where autograd takes no hooks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ckpt_ft.policy import Policy
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")
+_hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None where they are on
 
 
 class Guard(StandIn):
-    """The model's forward. With gradients it refuses to run where transformers or diffusers would checkpoint as well.
+    """The model's forward. With gradients it refuses to run where transformers or diffusers would checkpoint as well,
+    and where nothing can be kept from being saved (inside of `torch.func.grad`).
 
     Their switches set a flag on every block, and nothing is called that could tell; so the flags are looked at,
     eighty in three microseconds.
@@ -31,8 +33,14 @@ class Guard(StandIn):
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(map(_flag, self.flagged)):
-            self._refuse(next(filter(_flag, self.flagged)))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if any(map(_flag, self.flagged)):
+                self._refuse(next(filter(_flag, self.flagged)))
+            if (message := _hooks_are_off()) is not None:
+                raise UserError(
+                    f"policy '{self.policy}' on {type(self.module).__name__} needs autograd's saved-tensor hooks, and "
+                    f"they are off here ({message.partition('. ')[0]}); remove the policy for this call"
+                )
         return self.forward(*args, **kwargs)
 
     def _refuse(self, module: nn.Module) -> None:

@@ -30,8 +30,7 @@ from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Whose hooks bring the weights and take them away; the last stands for DeepSpeed in a trace.
-_SHARDING = ("torch.distributed.fsdp", "deepspeed", "ckpt_ft.memory.distributed.")
+_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # whose hooks bring the weights and take them away
 
 
 class _Local(threading.local):
@@ -235,7 +234,8 @@ def _hooked(layer: nn.Module) -> str:
     for module in layer.modules():
         for kind in _HOOKS:
             for hook in module.__dict__[kind].values():
-                if not (getattr(hook, "__module__", "") or "").startswith(_SHARDING):
+                home = getattr(hook, "stands_for", None) or getattr(hook, "__module__", None) or ""
+                if not home.startswith(_SHARDING):
                     return f"it has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
     return ""
 

@@ -49,9 +49,10 @@ class Offloading(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _local.running is not None:
             return self.forward(*args, **kwargs)
-        _local.running = running = Parking(self.usage, self.min_bytes, _storages(self.module))
+        _local.running = running = Parking(self.usage, self.min_bytes)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
+                running.resident = _storages(self.module)
                 return self.forward(*args, **kwargs)
         finally:
             _local.running = None

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_ft.errors import UserError
 
+from .views import version_of
+
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:
     """`module` and all below it, each once (`module.modules()` takes four times as long)."""
@@ -107,10 +109,17 @@ def _state(values: list[nn.Parameter | None]) -> tuple[list[int], list[bool], li
     The memory is the storage, not its address: FSDP frees and gathers it in place. 0 of other kinds of tensors.
     """
     return (
-        [0 if value is None else value._version for value in values],
+        _versions(values),
         [False if value is None else value.requires_grad for value in values],
         [value.untyped_storage()._cdata if type(value) is nn.Parameter else 0 for value in values],
     )
+
+
+def _versions(values: list[nn.Parameter | None]) -> list[int]:
+    try:
+        return [0 if value is None else value._version for value in values]
+    except RuntimeError:  # one was made under torch.inference_mode
+        return [0 if value is None else version_of(value) for value in values]
 
 
 def _managed(value: Any) -> bool:

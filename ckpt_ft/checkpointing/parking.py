@@ -136,8 +136,9 @@ class Saved:
 class Parking:
     """One forward pass: what it parked, by block."""
 
-    def __init__(self, usage: Usage, min_bytes: int, resident: set[int]) -> None:
-        self.usage, self.min_bytes, self.resident = usage, min_bytes, resident
+    def __init__(self, usage: Usage, min_bytes: int) -> None:
+        self.usage, self.min_bytes = usage, min_bytes
+        self.resident: set[int] = set()  # storages that stay where they are
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
         self.side: torch.cuda.Stream | None = None

@@ -57,14 +57,9 @@ class Checkpointed(StandIn):
                 return checkpoint(forward, *args, use_reentrant=False)
             context_fn = functools.partial(compiled_contexts, self.selection)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn)
-        call = Call(self.forward, self.inputs, args, kwargs)
-        return checkpoint(
-            call,
-            *call.saved,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=functools.partial(runs, self, args, kwargs),
-        )
+        # the runs' contexts are entered by the call: torch's own are left to `set_checkpoint_debug_enabled`
+        call = Call(self.forward, runs(self, args, kwargs), self.inputs, args, kwargs)
+        return checkpoint(call, *call.saved, use_reentrant=False, preserve_rng_state=False)
 
 
 def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun]:

@@ -24,7 +24,7 @@ from torch import nn
 from .arguments import Arguments, changeable, leaves, rebuild
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
-from .views import view_of
+from .views import version_of, view_of
 
 
 class Segment:
@@ -91,11 +91,11 @@ class _Held:
         self.hold(tensor, tensor.requires_grad, written=False)
 
     def hold(self, tensor: torch.Tensor, requires_grad: bool, written: bool) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor.detach(), version_of(tensor)
         self.requires_grad, self.written = requires_grad, written
 
     def again(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "an input of a checkpointed segment was changed in place after its forward; clone it before"
             )

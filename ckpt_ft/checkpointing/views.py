@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # dtype, size, stride, storage offset, and whether it reads the storage conjugated or negated. A plain tuple: one is
 # made for every tensor that is saved.
@@ -65,12 +66,22 @@ def emptied(alias: Any) -> torch.Tensor:
     return alias
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor that is put together of others (a DTensor, a jagged one), its own storage being empty."""
+    return type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor (tensor parallelism), whose own storage is empty: a local tensor holds the bytes."""
     if type(tensor) is torch.Tensor or type(tensor) is Parameter:
         return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its count of writes; -1 of a tensor made under `torch.inference_mode`, which counts none and is never saved."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:

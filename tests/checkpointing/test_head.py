@@ -477,3 +477,14 @@ def test_remove_and_describe() -> None:
     assert installed.rows == [standin.Treated("LlamaForCausalLM", 1, "logits", "the output layer's input")]
     installed.pause()
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -> None:
+    from ckpt_ft.checkpointing.head import _hooked
+    from ckpt_ft.memory.distributed.module_hooks import Around
+
+    layer = nn.Linear(4, 4)
+    Around(layer, watcher=object())  # type: ignore[arg-type]
+    assert _hooked(layer) == ""
+    layer.register_forward_hook(lambda module, args, output: None)
+    assert _hooked(layer).startswith("it has a hook (test_hooks_that_stand_for")

@@ -332,7 +332,7 @@ def test_a_fetched_buffer_is_recorded_on_the_side_stream(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
-    parking = Parking(Usage(), 1, set())
+    parking = Parking(Usage(), 1)
     side = parking.side_stream = Mock()
     parked = Parked(torch.randn(4), 0, parking)
     recorded.clear()

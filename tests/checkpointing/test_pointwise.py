@@ -310,6 +310,29 @@ def test_mode_of_the_first_run_counts() -> None:
     assert results[0].equal(results[1])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_and_buffers_of_a_functional_call(training: bool) -> None:
+    """They are gone from the model when backward rebuilds what was computed with them; BatchNorm reads its own."""
+    plain, treated = pair(
+        lambda m, x: m.last(m.bn(m.norm(m.first(x)))),
+        first=nn.Linear(8, 8), norm=nn.LayerNorm(8), bn=nn.BatchNorm1d(8), last=nn.Linear(8, 8),
+    )  # fmt: skip
+    results = []
+    for model in (plain.train(training), treated.train(training)):
+        own = copy.deepcopy(model.state_dict())
+        others = {name: (p.detach() + 0.5).requires_grad_() for name, p in model.named_parameters()}
+        others |= {name: b + 1 for name, b in model.named_buffers()}
+        torch.func.functional_call(model, others, (torch.randn(4, 8, generator=_seeded()),)).square().sum().backward()
+        assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+        results.append([value.grad if value.requires_grad else value for value in others.values()])
+    for a, b in zip(*results, strict=True):
+        assert a.equal(b)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
 def test_without_gradients_inside_of_a_step() -> None:
     """A frozen front that the model itself runs under no_grad (Xcodec2): what reads its norm's output keeps it."""
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
-from ckpt_ft.checkpointing.views import is_dtensor
+from ckpt_ft.checkpointing.views import is_dtensor, version_of
 
 from .discard import Pass
 from .rebuild import Saved, claim_on
@@ -31,7 +31,8 @@ from .rebuild import Saved, claim_on
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
 _ZERO3 = "ds_id"  # what DeepSpeed ZeRO-3 puts on every parameter that it partitions
 
-State = tuple[bool, list[Saved], dict[str, nn.Parameter | None] | None]
+# the mode, the tensors that the output depends on with their versions, parameters and buffers
+State = tuple[bool, list[Saved], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
 
 
 class _Local(threading.local):
@@ -73,36 +74,37 @@ class ModuleCall(StandIn):
         return bool(args) and running.is_free(args[0])
 
     def state(self) -> State:
-        """The mode, the tensors that the output depends on with their versions, and what ZeRO-3 is about to free."""
+        """What the module computes with; parameters that ZeRO-3 is about to free are copied."""
         module = self.module
-        tensors: list[Saved] = [(p, p._version) for p in module._parameters.values() if p is not None]
-        if module._buffers and not module.training:  # in training BatchNorm's output does not read its statistics
-            tensors += [(b, b._version) for b in module._buffers.values() if b is not None]
-        gathered = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else None
-        return module.training, tensors, gathered
+        parameters, buffers = module._parameters, dict(module._buffers)
+        tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
+        found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
+        if buffers and not module.training:  # in training BatchNorm's output does not read its statistics
+            tensors += [(b, version_of(b)) for b in buffers.values() if b is not None]
+        return module.training, tensors, found, buffers
 
     def again(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The module's forward in its first mode, on copies of its buffers: statistics are updated once."""
-        module, (training, tensors, gathered) = self.module, state
+        """The module's forward with its first mode and parameters, on copies of its buffers: they are updated once."""
+        module, (training, tensors, found, buffers) = self.module, state
         if tensors:
             self._check(tensors)
-        if module.training is training and not module._buffers and gathered is None:
+        stands = all(module._parameters.get(name) is p for name, p in found.items())
+        if module.training is training and not buffers and stands:
             return self.forward(*args, **kwargs)
-        mode, buffers, parameters = module.training, module._buffers, module._parameters
-        module.training = training
+        there = module.training, module._buffers, module._parameters
+        module.training, module._parameters = training, found
         module._buffers = {k: v if v is None else v.clone() for k, v in buffers.items()}
-        module._parameters = parameters if gathered is None else gathered
         try:
             return self.forward(*args, **kwargs)
         finally:
-            module.training, module._buffers, module._parameters = mode, buffers, parameters
+            module.training, module._buffers, module._parameters = there
 
     def _check(self, tensors: list[Saved]) -> None:
         parameters = self.module._parameters
         for tensor, version in tensors:
             if type(tensor) is nn.Parameter and not any(tensor is parameter for parameter in parameters.values()):
                 _gather(self.module, self.root)
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of {type(self.module).__name__} was modified in place between forward and backward "
                     f"(version {tensor._version}, expected {version}); 'pointwise' cannot recompute its output"

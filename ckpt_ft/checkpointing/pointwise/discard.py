@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ckpt_ft.checkpointing.views import is_dtensor, view_of
+from ckpt_ft.checkpointing.views import is_wrapper, version_of, view_of
 
 from .rebuild import CLAIM, CheapCall, Claim, Discarded, Frame, Handed, Input, Saved, claim_on
 
@@ -90,7 +90,7 @@ class Pass:
                 return call.forward(*args, **kwargs)
             else:
                 alias = value.detach()
-                kept = (alias, alias._version) if self.outer is None else self._hand_on(alias)
+                kept = (alias, version_of(alias)) if self.outer is None else self._hand_on(alias)
                 held.append(Input(kept, value.requires_grad))
         if device is None:
             return call.forward(*args, **kwargs)
@@ -104,8 +104,8 @@ class Pass:
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 # one that aliases an input (Identity, a conversion to the same dtype) is not this call's to rebuild;
-                # a view of a DTensor cannot be made again from its storage
-                if (call.inplace or not any(storage is other for other in storages)) and not is_dtensor(value):
+                # a view of a DTensor or a jagged tensor cannot be made again from its storage
+                if (call.inplace or not any(storage is other for other in storages)) and not is_wrapper(value):
                     setattr(storage, CLAIM, Claim(frame, index, value))
         return output
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.views import View, looked_at, view_of, written_to
+from ckpt_ft.checkpointing.views import View, looked_at, version_of, view_of, written_to
 
 CLAIM = "_ckpt_ft_claim"
 _rebuilding = threading.RLock()  # backward has one thread per device
@@ -196,7 +196,7 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
             return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise written_to(tensor, version, view_of(tensor))
     return tensor
 

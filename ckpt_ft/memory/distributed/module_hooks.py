@@ -22,6 +22,12 @@ class Watcher(Protocol):
     def after_backward(self) -> None: ...
 
 
+def _deepspeeds(hook: Any) -> Any:
+    """Mark a hook as one of DeepSpeed's, for code that asks whose hooks a module has."""
+    hook.stands_for = "deepspeed"
+    return hook
+
+
 class Around:
     """The hooks of one module."""
 
@@ -32,11 +38,13 @@ class Around:
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
 
+    @_deepspeeds
     def _before_forward(self, module: nn.Module, args: Any) -> Any:
         self.watcher.before_forward()
         self.to_end = 0
         return _on_tensors(lambda x: _Input.apply(x, self), args)
 
+    @_deepspeeds
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.watcher.after_forward()
         return _on_tensors(lambda x: _Output.apply(x, self), output)

@@ -1,0 +1,165 @@
+"""A policy inside of what PyTorch can put around a model: another checkpoint, debugging, inference mode, no hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+from ckpt_ft import apply_policy
+from ckpt_ft.errors import UserError
+
+POLICIES = ["full", "every:2", "segments:2", "save:matmul", "modules:mlp", "pointwise", "first:2,pointwise"]
+Numbers = dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(8), nn.Dropout(0.2)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.register_buffer("offset", None, persistent=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if self.offset is None:
+            self.offset = torch.linspace(0, 1, 8)
+        x = x + self.dropout(self.mlp(self.norm(x))) + self.offset
+        return x if mask is None else x + mask
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x.relu_(), mask)
+
+
+class Named(Block):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x=x)
+
+
+class NamedInPlace(InPlace, Named):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+        self.head = nn.Linear(8, 8)
+        self.mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.mask is None else block(x, self.mask)
+        return self.head(x)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def numbers(model: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = nn.Module.__call__) -> Numbers:
+    torch.manual_seed(1)
+    x = inputs()
+    out = call(model, x * 1)
+    out.square().mean().backward()
+    found = {"out": out.detach(), "grad x": x.grad, "random": torch.get_rng_state().float()}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def assert_alike(found: Numbers, plain: Numbers, policy: str) -> None:
+    """To the bit, under `pointwise` to rounding."""
+    bound = 1e-6 if "pointwise" in policy else 0
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=bound, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", [Block, InPlace, Named, NamedInPlace])
+def test_a_checkpoint_around_the_model(policy: str, block: type[Block]) -> None:
+    """In the first step, in which a region learns what it writes, and in those behind it."""
+    plain, model = Net(block), Net(block)
+    apply_policy(model, policy)
+    for _ in range(2):
+        around = numbers(model, lambda net, x: checkpoint(lambda x: net(x * 1), x, use_reentrant=False))
+        assert_alike(around, numbers(plain), policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pytorchs_debug_mode_and_no_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The debug mode is what PyTorch's own errors advise; it has contexts of its own around either run."""
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)  # its records are no text for pytest
+    plain, model = Net(), Net()
+    apply_policy(model, policy)
+    with set_checkpoint_debug_enabled(True), set_checkpoint_early_stop(False):
+        assert_alike(numbers(model), numbers(plain), policy)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "full,offload"])
+def test_where_autograd_takes_no_hooks_is_one_line(policy: str) -> None:
+    model = Net()
+    apply_policy(model, policy)
+    parameters, x = {name: p.detach() for name, p in model.named_parameters()}, inputs().detach()
+    with pytest.raises(UserError, match=r"saved-tensor hooks, and they are off here \(torch.func.*hooks\); remove"):
+        grad(lambda given: functional_call(model, given, (x,)).sum())(parameters)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not in here"),
+        pytest.raises(UserError, match=r"they are off here \(not in here\); remove the policy"),
+    ):
+        model(inputs())
+    with torch.autograd.graph.disable_saved_tensors_hooks("not in here"), torch.no_grad():
+        model(inputs())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_that_inference_mode_made(policy: str) -> None:
+    """A buffer that validation filled, and a mask: autograd adds them, but does not save them nor count writes."""
+    plain, model = Net(), Net()
+    apply_policy(model, policy)
+    for net in (plain, model):
+        with torch.inference_mode():
+            net(inputs())
+            net.mask = torch.linspace(-1, 1, 8)
+        assert net.mask.is_inference()
+        assert net.blocks[0].offset.is_inference()
+    for _ in range(2):
+        assert_alike(numbers(model), numbers(plain), policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*no block was given the output")  # it keeps nothing that could be one segment
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_parameters_that_inference_mode_made(policy: str) -> None:
+    found = []
+    for name in ("none", policy):
+        with torch.inference_mode():
+            net = Net()
+        net.blocks.requires_grad_(False)
+        net.head = nn.utils.skip_init(nn.Linear, 8, 8)
+        nn.init.eye_(net.head.weight)
+        nn.init.zeros_(net.head.bias)
+        apply_policy(net, name)
+        torch.manual_seed(1)
+        net(inputs().detach()).square().mean().backward()
+        found.append(net.head.weight.grad)
+    assert torch.equal(found[1], found[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*no block was given the output")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_jagged_tensor(policy: str) -> None:
+    plain, model = Net(), Net()
+    apply_policy(model, policy)
+
+    def call(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(x.reshape(15, 8), torch.tensor([0, 4, 9, 15]))
+        return net(rows).values()
+
+    assert_alike(numbers(model, call), numbers(plain, call), policy)
