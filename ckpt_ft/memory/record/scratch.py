@@ -3,7 +3,8 @@
 oneDNN copies its operands into blocked layouts, result included, and works in a scratchpad besides. How much depends
 on the algorithm that it takes for this CPU's instructions and threads [aten/src/ATen/native/mkldnn/Conv.cpp; oneDNN,
 "Memory format propagation", "Primitive attributes: scratchpad"]; attention takes a block of scores for each thread
-[native/cpu/FlashAttentionKernel.cpp]. No table of formulas holds on two machines, so the kernels are asked, by
+[native/cpu/FlashAttentionKernel.cpp]. Matmuls in half precision are converted where the CPU has no instructions for
+them. No table of formulas holds on two machines, so the kernels are asked, by
 PyTorch's own record of allocations on this thread.
 """
 
@@ -21,7 +22,9 @@ from .opinfo import After, Rule
 
 aten = torch.ops.aten
 
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)  # those in half precision
 KERNELS = (
+    *MATMULS,
     aten.convolution.default,
     aten.convolution_backward.default,
     aten.mkldnn_rnn_layer.default,
@@ -31,6 +34,11 @@ KERNELS = (
 )
 # Of the CPU, allocations alone. The profiler behind torch.profiler sees the same, and takes milliseconds to start.
 _MEMORY = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+
+
+def takes_scratch(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of one of KERNELS is worth asking."""
+    return func not in MATMULS or args[-1].dtype in (torch.bfloat16, torch.float16)
 
 
 def observed(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -53,6 +61,9 @@ def measured() -> tuple[dict[Any, Rule], dict[Any, After]]:
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal taken
+        if not takes_scratch(func, args):
+            taken = 0
+            return func(*args, **kwargs)
         out, taken = observed(lambda: func(*args, **kwargs))
         return out
 
