@@ -50,7 +50,7 @@ from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
-from ckpt_ft.training.text.packing import check_cache
+from ckpt_ft.training.text.packing import check_cache, check_rows_apart
 from ckpt_ft.training.text.sample import make_sample
 from ckpt_ft.workloads.packing import in_one_sequence
 
@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
     model = load_model(model_args)
+    if data_args.packing:
+        check_rows_apart(model)
 
     # 3. What --ac_policy auto and --find_max_batch_size leave open
     collator = PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))

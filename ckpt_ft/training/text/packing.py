@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_left, insort
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ckpt_ft.errors import UserError
+from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.packing import READING, in_one_sequence
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+_PROBED = 8  # tokens of each row
+_ROUNDING = {torch.float32: 1e-4}  # of the largest logit, where an expert is given other rows besides
+_ROUNDING_IN_HALF = 5e-2
 
 
 def check_cache(args: TrainingArguments, packing: bool) -> None:
@@ -18,6 +27,40 @@ def check_cache(args: TrainingArguments, packing: bool) -> None:
         raise UserError(
             "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
         )
+
+
+def check_rows_apart(model: Any) -> None:
+    """Raises UserError where a packed row sees the one before it: a mask goes by no positions, a state runs through.
+
+    A model of a type that no test holds is asked: whether its logits of a row change with the row before.
+    """
+    model = without_adapters(model)
+    kind = model.config.model_type
+    if kind in READING:
+        return
+    if "position_ids" not in inspect.signature(model.forward).parameters or _sees_the_row_before(model):
+        raise UserError(f"--packing: in a {kind} packed rows see one another; leave --packing out")
+
+
+@torch.no_grad()
+def _sees_the_row_before(model: Any) -> bool:
+    if in_one_sequence(model):
+        return False  # flash attention goes by positions, and runs on no CPU
+    training, device = model.training, next(model.parameters()).device
+    along = torch.arange(_PROBED, device=device)
+    rows = [torch.cat([along + first, along + 2 * _PROBED])[None] for first in (0, _PROBED)]
+    model.eval()
+    try:
+        positions = along.repeat(2)[None]
+        one, other = (
+            model(input_ids=row, position_ids=positions, use_cache=False).logits[:, _PROBED:] for row in rows
+        )
+    except RuntimeError:
+        return False  # it does not run outside of its engine (ZeRO-3)
+    finally:
+        model.train(training)
+    rounding = _ROUNDING.get(one.dtype, _ROUNDING_IN_HALF) * one.abs().max()
+    return bool((one - other).abs().max() > rounding)
 
 
 def pack(batch: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
