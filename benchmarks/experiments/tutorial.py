@@ -42,7 +42,7 @@ def strategies(images: Path, quick: bool) -> Section:
         'tutorial names neither model nor sizes nor what its memory is; "kept" is what forward leaves for backward,',
         '"peak" the whole step\'s.',
     )
-    workload = load(name, Settings(**_LORA, seq_length=length))
+    workload = load(name, Settings(**_LORA, seq_length=length), GPU)
     job = Case(lambda: workload.model, workload.step(batch), workload.make_optimizer)
     base = predict(job, "none", GPU)
     rows = [["none", *_sizes(base), "", "", "", "", ""]]
@@ -85,7 +85,7 @@ def largest_batches(images: Path, quick: bool) -> Section:
     for name, (model, settings, *published) in list(BATCHES.items())[: 1 if quick else None]:
         if quick:
             model, settings = "HuggingFaceTB/SmolLM2-135M", {"lora_r": 4, "seq_length": 64}
-        none, full, saved = _found(load(model, Settings(**settings)), SEARCHED if not quick else 64)
+        none, full, saved = _found(load(model, Settings(**settings), GPU), SEARCHED if not quick else 64)
         without, with_, less = published
         pairs = [(without, none), (with_, full), (f"{with_ / without:.1f}", f"{full / max(none, 1):.1f}")]
         pairs.append((f"{less} %", f"{saved:.0f} %"))
