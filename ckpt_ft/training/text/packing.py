@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _PROBED = 8  # tokens of each row
-_ROUNDING = {torch.float32: 1e-4}  # of the largest logit, where an expert is given other rows besides
-_ROUNDING_IN_HALF = 5e-2
+_ROUNDING, _IN_HALF = 1e-4, 5e-2  # of the largest logit, where an expert is given other rows besides
 
 
 def check_cache(args: TrainingArguments, packing: bool) -> None:
@@ -59,8 +58,8 @@ def _sees_the_row_before(model: Any) -> bool:
         return False  # it does not run outside of its engine (ZeRO-3)
     finally:
         model.train(training)
-    rounding = _ROUNDING.get(one.dtype, _ROUNDING_IN_HALF) * one.abs().max()
-    return bool((one - other).abs().max() > rounding)
+    rounding = _ROUNDING if one.dtype == torch.float32 else _IN_HALF
+    return bool((one - other).abs().max() > rounding * one.abs().max())
 
 
 def pack(batch: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
