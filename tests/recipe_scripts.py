@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -33,4 +35,15 @@ def losses_of(recipe: ModuleType, base: str, out: Path, *flags: str) -> list[flo
     """The losses of a diffusion recipe's run on the pipeline in `base` that writes to `out`."""
     forget_process()
     recipe.main(["--pretrained_model_name_or_path", base, "--output_dir", str(out), *flags])
+    return [line["loss"] for line in read_losses(str(out))]
+
+
+def losses_on_two_ranks(recipe: str, base: str, out: Path, *flags: str) -> list[float]:
+    """The same of a script that is launched on two ranks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", recipe]
+        + ["--pretrained_model_name_or_path", base, "--output_dir", str(out), *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     return [line["loss"] for line in read_losses(str(out))]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
-from recipe_scripts import losses_of
+from recipe_scripts import losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
@@ -435,14 +435,8 @@ def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: l
     """They train one model on different rows with different noise, report both ranks' memory, and resume."""
 
     def launch(out: Path, *more: str) -> list[float]:
-        script = [SCRIPT, "--pretrained_model_name_or_path", tiny[kind], *SMALL, "--output_dir", str(out)]
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-            + ["--checkpointing_steps", "2", "--ac_policy", "full", *flags, *more],
-            cwd=ROOT, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [line["loss"] for line in read_losses(str(out))]
+        common = [*SMALL, "--checkpointing_steps", "2", "--ac_policy", "full"]
+        return losses_on_two_ranks(SCRIPT, tiny[kind], out, *common, *flags, *more)
 
     whole = launch(tmp_path / "whole")
     assert len(whole) == 4

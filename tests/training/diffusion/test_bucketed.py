@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from recipe_scripts import ROOT, forget_process, load_recipe
+from recipe_scripts import forget_process, load_recipe, losses_on_two_ranks
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
@@ -180,14 +178,7 @@ def test_two_ranks_in_buckets(folder: Path, pipelines: dict[str, str], tmp_path:
         flags = ["--train_batch_size", "1", "--max_train_steps", "6", "--resolution", "64", "--rank", "2"]
         flags += ["--aspect_ratio_buckets", "64,64;96,48;48,96", "--checkpointing_steps", "2", "--ac_report", "json"]
         flags += ["--train_data_dir", str(folder), "--lr_warmup_steps", "1"]
-        script = ["recipes/diffusion_unet.py", "--pretrained_model_name_or_path", pipelines["sdxl"], *flags, *more]
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
-            + ["--output_dir", str(out)],
-            cwd=ROOT, capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [line["loss"] for line in read_losses(str(out))]
+        return losses_on_two_ranks("recipes/diffusion_unet.py", pipelines["sdxl"], out, *flags, *more)
 
     whole = launch(tmp_path / "whole")
     assert len(whole) == 6
