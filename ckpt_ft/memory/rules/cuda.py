@@ -97,7 +97,20 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
+RESERVE = (
+    "an LSTM is taken to keep four gates and its cell's state for backward (cuDNN's reserve is not published); "
+    "its seconds are those of its memory traffic"
+)
+
+
+def lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN keeps a reserve for backward, whose layout is not published: four gates and the cell's state (RESERVE)."""
+    output, *states, workspace = func(*args, **kwargs)
+    return output, *states, workspace.new_empty(5 * output.nbytes)
+
+
 RULES: dict[Any, Rule] = {
+    aten.mkldnn_rnn_layer.default: lstm,
     aten.native_layer_norm.default: layer_norm,
     aten.native_batch_norm.default: batch_norm,
     aten._fused_rms_norm.default: fused_rms_norm,
@@ -190,6 +203,12 @@ def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     tracker.scratch(copies * data.numel() * data.itemsize, str(func))
 
 
+def lstm_reserve(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Say what `lstm` took."""
+    if RESERVE not in tracker.notes:
+        tracker.notes.append(RESERVE)
+
+
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -201,6 +220,7 @@ def after(arch: int) -> dict[Any, After]:
     convolution = cudnn.workspace(arch)
     return {
         **{op.default: workspace for op in matmuls},
+        aten.mkldnn_rnn_layer.default: lstm_reserve,
         aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
