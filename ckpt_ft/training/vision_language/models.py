@@ -62,8 +62,9 @@ def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> PixelCo
     model = without_adapters(model)
     forward = inspect.signature(model.forward)
     kinds = tuple(name for name in KINDS if name in forward.parameters)
+    image_token = getattr(model.config, "image_token_index", -1)
     if not packing:
-        return PixelCollator(pad_token_id, kinds)
+        return PixelCollator(pad_token_id, kinds, image_token=image_token)
     check_packing(model)
     return PixelCollator(pad_token_id, kinds, ImagePositions.of(model), in_one_sequence(model))
 
