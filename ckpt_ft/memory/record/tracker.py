@@ -137,9 +137,13 @@ class Tracker(Storages, TorchDispatchMode):
         return Growing(self._ops, self._storages, self._events, self._marks)
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""
+        """Record what happens about event `number`: "record" in `stream`, or a "wait" of `stream` for it."""
         if self.record_ops:
             self._ops.append(Op(f"event.{what}", 0, 0, "", self._phase, str(number), len(self._events), 0, stream))
+
+    def await_device(self, device: Any = None) -> None:
+        """Record that the host waits until the device has done all that it was given."""
+        self.synchronise("await", 0, "")
 
     # -- where the step moves on (see Position) ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from . import autocast, cudnn, sdpa
 from .fake_kernels import as_dtype
 
 aten = torch.ops.aten
+_CAPTURABLE = "_get_capturable_supported_devices"  # in each optimizer's own file
 
 
 # -- composite: above autograd ----------------------------------------------------------------------------------------
@@ -251,6 +253,9 @@ def behave_like(arch: int) -> Iterator[None]:
         stack.enter_context(autocast.cuda_means_cpu())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
+        for module in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
+            if hasattr(module, _CAPTURABLE):
+                stack.enter_context(patch.object(module, _CAPTURABLE, lambda *args, **kwargs: ["cpu", "cuda"]))
         yield
 
 
