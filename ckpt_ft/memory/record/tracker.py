@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
+from .composite import in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
 from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
@@ -218,6 +219,8 @@ class Tracker(Storages, TorchDispatchMode):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            return in_parts(self, func, args, kwargs)
         op = self._handled.get(func)
         if op is None:
             op = self._handled[func] = self._handling(func)

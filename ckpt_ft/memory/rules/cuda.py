@@ -4,8 +4,8 @@ Three tables, one comment and one source per row (paths are PyTorch's):
   composite: ops that choose their kernel, and with it what autograd saves, by device; replaced above autograd;
   rules:     ops whose results differ on CUDA; replaced below autograd;
   after:     memory that an op takes besides its results: scratch that it frees again, and workspaces that stay.
-Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py; rounding to
-512-byte blocks is the allocator's.
+Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py,
+save_on_cpu in save_on_cpu.py; rounding to 512-byte blocks is the allocator's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 from ckpt_ft.memory.record.opinfo import After, Rule
 from ckpt_ft.memory.record.tracker import Tracker
 
-from . import autocast, cudnn, sdpa
+from . import autocast, cudnn, save_on_cpu, sdpa
 from .fake_kernels import as_dtype
 
 aten = torch.ops.aten
@@ -251,6 +251,7 @@ def behave_like(arch: int) -> Iterator[None]:
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
         stack.enter_context(autocast.cuda_means_cpu())
+        stack.enter_context(save_on_cpu.leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
         for module in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
