@@ -143,11 +143,11 @@ class _Encoder:
         )
 
     def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
+        word = getattr(self.processor, "image_token", None)
+        if word and text.count(word) > len(cells):
+            raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
         if cells:
             return self._as_written(text, processed(self.processor, text, cells, self.pictures, place))
-        word = getattr(self.processor, "image_token", None)
-        if word and word in text:
-            raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
         tokenizer: Any = self.processor.tokenizer
         return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
 
