@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 
 _LONGEST = 580  # characters of a line that is read: what was given may be a book, and is cut in its middle
@@ -63,6 +64,8 @@ def is_oom(error: BaseException) -> bool:
 
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a stream in ASCII must not cost what was trained
@@ -77,9 +80,17 @@ def run(main: Callable[[], int | None]) -> None:
         ours = isinstance(error, (UserError, WorkFailed, KeyboardInterrupt))
         said = str(error) if ours else one_line(error, _LONGEST)
         if said or not isinstance(error, Interrupted):  # of several ranks one says it
+            _end_progress_bars()
             print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
         code = _exit_code(error)
     sys.exit(code)
+
+
+def _end_progress_bars() -> None:
+    """What comes next on stderr begins a line of its own."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(tqdm.tqdm._instances) if tqdm else ():
+        bar.close()
 
 
 def _is_foreseen(error: BaseException) -> bool:

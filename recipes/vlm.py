@@ -51,7 +51,7 @@ from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.text.packing import check_cache
 from ckpt_ft.training.vision_language.answers import Questions, check_answers
 from ckpt_ft.training.vision_language.encode import encode_conversations
-from ckpt_ft.training.vision_language.models import collator_of, load_model, load_processor, patch_of
+from ckpt_ft.training.vision_language.models import check_seen, collator_of, load_model, load_processor, patch_of
 from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
 from ckpt_ft.training.vision_language.sample import make_sample
 
@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         pictures = Pictures(folder, smallest=patch_of(model))
         train_dataset = encode_conversations(train_rows, processor, pictures, data_args)
+        check_seen(train_dataset, model_args.train_towers)
         alone = replace(data_args, packing=False)  # questions are answered one by one
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, alone)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 
@@ -39,6 +40,30 @@ def test_codes(error: BaseException, code: int, said: str, capsys: pytest.Captur
         run(main)
     assert stopped.value.code == code
     assert capsys.readouterr().err == said
+
+
+def test_a_progress_bar_ends_its_line_first(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        bar = tqdm(total=3)
+        bar.update()
+        raise UserError("wrong")
+
+    with pytest.raises(SystemExit):
+        run(main)
+    *_, shown, last = capsys.readouterr().err.splitlines()
+    assert "1/3" in shown
+    assert last == "error: wrong"
+
+
+def test_what_libraries_say_of_each_other_is_not_shown() -> None:
+    """Unless it is asked for."""
+    lines = "import warnings; from ckpt_ft.errors import run; run(lambda: warnings.warn('old name', FutureWarning))"
+    said = [
+        subprocess.run([sys.executable, *asked, "-c", lines], capture_output=True, text=True, check=True).stderr
+        for asked in ([], ["-W", "default"])
+    ]
+    assert said[0] == ""
+    assert "FutureWarning: old name" in said[1]
 
 
 def test_what_nobody_foresaw_keeps_its_traceback() -> None:

@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -66,7 +65,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or the copy of clic
 
 def main() -> None:
     """The console script."""
-    warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     for library in ("transformers", "diffusers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # the error that follows is one line of ours

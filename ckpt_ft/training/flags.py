@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ class Range:
     """
 
     least: int
-    most: int | None = None
+    most: float | None = None
     end: float = float("inf")
     open: bool = False
 
@@ -108,11 +109,16 @@ class SplitArguments:
         """`rows` to train on, and `test_split_size` of them to evaluate on.
 
         Raises:
-            UserError: there is one row.
+            UserError: there is one row, or the share leaves none to train on.
         """
         if len(rows) < 2:
             raise UserError(
                 f"--test_split_size {self.test_split_size}: {self.dataset_name} has one row, nothing can be held out"
+            )
+        if math.ceil(len(rows) * (self.test_split_size or 0)) == len(rows):
+            raise UserError(
+                f"--test_split_size {self.test_split_size}: of the {len(rows)} rows of {self.dataset_name} none is "
+                "left to train on; hold out less"
             )
         split = rows.train_test_split(test_size=self.test_split_size, seed=seed)
         return split["train"], split["test"]

@@ -19,7 +19,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
 from ckpt_ft.reading import library_reads
 
-from .merge import UNET_LORA
+from .run.resume import PIPELINE_LORA
 
 _COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
 _METADATA = "lora_adapter_metadata"  # where diffusers keeps a file's configurations
@@ -36,9 +36,9 @@ def to_kohya(adapter: str, output: str) -> Path:
     from safetensors.torch import save_file
 
     source, target = Path(adapter), Path(output)
-    source = source / UNET_LORA if source.is_dir() else source
+    source = source / PIPELINE_LORA if source.is_dir() else source
     if not source.is_file():
-        raise UserError(f"{adapter} holds no {UNET_LORA}; give the output_dir of a U-Net's LoRA run")
+        raise UserError(f"{adapter} holds no {PIPELINE_LORA}; give the output_dir of a U-Net's LoRA run")
     if target.suffix != ".safetensors" or target.exists():
         raise UserError(f"--output {output}: give a new file, NAME.safetensors")
     weights, settings = _read(source)

@@ -14,7 +14,8 @@ from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.peft_file import NAME
 
-UNET_LORA = "pytorch_lora_weights.safetensors"
+from .run.resume import PIPELINE_LORA
+
 _ADAPTED = ("base_model_class", "parent_library")  # as peft notes what an adapter stands on
 
 
@@ -36,13 +37,13 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
     source, target = Path(adapter), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--output {output} is there already; give a directory that is not")
-    if (source / UNET_LORA).is_file():
+    if (source / PIPELINE_LORA).is_file():
         merged = _merged_pipeline(source, base, dtype)
     elif (source / NAME).is_file():
         merged = _merged_adapter(source, base, dtype)
     else:
         raise UserError(
-            f"{adapter} holds no adapter: neither adapter_config.json nor {UNET_LORA}; give a LoRA run's output_dir"
+            f"{adapter} holds no adapter: neither {NAME} nor {PIPELINE_LORA}; give a LoRA run's output_dir"
         )
     if target.is_dir():
         target.rmdir()
@@ -142,7 +143,7 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
     with library_reads(_what(source, base)):
         pipeline = _pipeline(base, dtype)
-        pipeline.load_lora_weights(str(source))
+        pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
         if not pipeline.get_list_adapters():
             raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
         pipeline.fuse_lora()

@@ -27,7 +27,7 @@ def read_peft(given: str, asked: str) -> dict[str, Any]:
     """
     path = Path(given) / NAME if Path(given).is_dir() else Path(given)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise UserError(f"{asked}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -35,6 +35,10 @@ def read_peft(given: str, asked: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
     return content
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:

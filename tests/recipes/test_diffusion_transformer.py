@@ -90,7 +90,7 @@ def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: P
     assert len(train(recipe, tiny[kind], tmp_path, *flags)) == 3
     pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
     plain = draw(pipeline)
-    pipeline.load_lora_weights(tmp_path)
+    pipeline.load_lora_weights(tmp_path, weight_name=ADAPTERS)
     config = pipeline.transformer.peft_config["default_0"]
     assert (config.r, config.lora_alpha) == (2, 8)
     saved = load_file(tmp_path / ADAPTERS)

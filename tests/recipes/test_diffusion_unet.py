@@ -34,6 +34,7 @@ from ckpt_ft.training.images.dreambooth import DreamBoothArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.resume import PIPELINE_LORA
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.workload import Workload
 
@@ -111,7 +112,7 @@ def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: P
     train(recipe, tiny[kind], tmp_path / "out", *flags)
     pipeline = DiffusionPipeline.from_pretrained(tiny[kind])
     plain = draw(pipeline)
-    pipeline.load_lora_weights(tmp_path / "out")
+    pipeline.load_lora_weights(tmp_path / "out", weight_name=PIPELINE_LORA)
     config = pipeline.unet.peft_config["default_0"]
     assert (config.r, config.lora_alpha) == (2, 8)
     assert (draw(pipeline) != plain).any()

@@ -111,7 +111,7 @@ def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: P
         return np.asarray(made.images[0])
 
     plain = draw()
-    pipeline.load_lora_weights(tmp_path / "out")
+    pipeline.load_lora_weights(tmp_path / "out", weight_name=ADAPTERS)
     assert np.abs(draw() - plain).max() > 1e-3
 
 

@@ -22,6 +22,7 @@ from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.merge import merge
 from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.run.resume import PIPELINE_LORA
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -142,7 +143,7 @@ def test_diffusion(tmp_path: Path, base: str, kind: str) -> None:
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
     plain = drawn(pipeline)
     if kind in ("dora", "rslora"):  # kinds of LoRA that a pipeline reads itself
-        pipeline.load_lora_weights(out)
+        pipeline.load_lora_weights(out, weight_name=PIPELINE_LORA)
         merge(str(out), str(tmp_path / "merged"), base=str(tmp_path / "base"))
     else:
         card = (out / "README.md").read_text()

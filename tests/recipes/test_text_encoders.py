@@ -91,7 +91,7 @@ def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: P
     def loaded(only: str = "") -> Any:
         pipeline = DiffusionPipeline.from_pretrained(bases[kind])
         kept = {key: value for key, value in saved.items() if key.startswith(only)}
-        pipeline.load_lora_weights(kept if only else tmp_path)
+        pipeline.load_lora_weights(kept if only else tmp_path, weight_name=ADAPTERS)
         return pipeline
 
     whole = loaded()

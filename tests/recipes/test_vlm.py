@@ -203,10 +203,14 @@ def test_what_is_wrong_with_a_row_is_one_line(
     [
         (["--image_column", "pictures"], "--image_column pictures: .* has no such column"),
         (["--messages_column", "chat"], "--messages_column chat: .* has no such column"),
+        (["--image_column", "messages"], "--messages_column and --image_column both name the column messages"),
+        (["--dataloader_drop_last"], "--dataloader_drop_last: the 1 rows make no whole batch of 4"),
         (["--image_folder", "nowhere"], "--image_folder nowhere: no such folder"),
         (["--max_length", "20"], "none of the 1 rows has its images and a token to learn within --max_length 20"),
         (["--max_pixels", "4096"], "max pixels 4096: LlavaNextImageProcessorPil has no such budget"),
         (["--longest_side", "64"], "longest side 64: LlavaNextImageProcessorPil does not go by it"),
+        (["--dataset_num_proc", "-1"], "--dataset_num_proc -1: give a number from 0 on"),
+        (["--answered", "-4"], "--answered -4: give a number from 0 on"),
         (["--answered", "4"], "--answered 4: no rows are held out"),
         (["--packing", "--use_cache"], "--packing with --use_cache: with a KV cache packed rows see one another"),
         (["--ac_policy", "full@audio"], "has no audio tower; it has language, vision"),
@@ -216,6 +220,12 @@ def test_what_is_wrong_with_a_row_is_one_line(
 def test_flags_that_do_not_fit_are_one_line(vlm: ModuleType, tmp_path: Path, flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train(vlm, tmp_path / "out", *flags, dataset_name=rows(tmp_path, row("good.png")))
+
+
+def test_a_vision_tower_alone_learns_nothing_of_text(vlm: ModuleType, tmp_path: Path) -> None:
+    file = rows(tmp_path, row("good.png"), {**row("good.png", "What is it?"), "images": []})
+    with pytest.raises(UserError, match="--train_towers vision: 1 of 2 rows have no image, of which that tower"):
+        train(vlm, tmp_path / "out", dataset_name=file, train_towers="vision")
 
 
 def test_an_error_is_exit_code_2(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

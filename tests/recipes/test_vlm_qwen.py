@@ -154,9 +154,8 @@ def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path
     Image.new("RGB", (48, 48)).save(tmp_path / "0.png")
     turns = [{"role": "user", "content": f"{image}What is <|image_pad|>?"}, {"role": "assistant", "content": "red"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "images": ["0.png"] if image else []}))
-    with pytest.raises(UserError, match="row 1: ") as refused:
+    with pytest.raises(UserError, match=r"^row 1: its text holds <\|image_pad\|>, [^\n]*$"):
         train(vlm, qwen, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_strategy", "no")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_plan_knows_the_positions_of_packed_rows(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.joint import text_to_file
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.kohya import to_kohya
+from ckpt_ft.training.run.resume import PIPELINE_LORA
 
 KINDS = {"sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
 
@@ -43,7 +44,7 @@ def noise(base: Path, lora: Path | None = None) -> torch.Tensor:
     """What the U-Net makes of zeros, under a LoRA."""
     pipeline = DiffusionPipeline.from_pretrained(base)
     if lora is not None:
-        pipeline.load_lora_weights(lora)
+        pipeline.load_lora_weights(lora, weight_name=PIPELINE_LORA)
     unet = pipeline.unet
     width = unet.config.cross_attention_dim
     added = {}

@@ -12,7 +12,7 @@ import torch
 import transformers
 from seeing_models import MISTRAL3, SEEING
 from transformers.utils import is_torchvision_available
-from versions import is_older
+from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
@@ -25,8 +25,7 @@ FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
 
 
 def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> str:
-    if name in ("idefics3", "smolvlm") and is_older("transformers", "5.23"):
-        pytest.importorskip("torchvision")  # which their processors took for Pillow's images too
+    needs_processor(name)
     kind, config, _ = SEEING[name]
     (path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
     if processor is not None:

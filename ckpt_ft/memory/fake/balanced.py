@@ -119,7 +119,7 @@ class Balanced:
             self._learn(out, known.classes, known.density, known.hit)
 
     def _of(self, tensor: Any) -> _Known | None:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)

@@ -64,7 +64,7 @@ class FakeTracker(Tracker):
         self.gpu, self.interrupts, self.streams = gpu, interrupts, streams
         self.values = Values()
         self.balanced = Balanced(self, self.values)
-        self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else {})}
+        self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else cpu_scratch.RULES)}
         self._memo = Memo(fakes, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 

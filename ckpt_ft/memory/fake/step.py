@@ -40,7 +40,7 @@ from .fake_tracker import FakeTracker, sm
 from .fakes import Fakes
 from .interrupts import Interrupts
 from .skipping import Skipping, Whole
-from .surroundings import cache_of, faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import device_calls, faked_model, quiet, tensors_of_fakes, unnoticed
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -156,7 +156,7 @@ def _traced(
         tracker.add_beside(beside)
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
-        stack.enter_context(cache_of(tracker))
+        stack.enter_context(device_calls(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())

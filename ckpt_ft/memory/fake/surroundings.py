@@ -193,12 +193,21 @@ def tensors_of_fakes() -> Iterator[None]:
 
 
 @contextmanager
-def cache_of(tracker: Tracker) -> Iterator[None]:
-    """Whoever empties the caching allocator's cache empties that of the step that is traced."""
-    with (
-        patch.object(torch.cuda, "empty_cache", tracker.empty_cache),
-        patch.object(torch.accelerator, "empty_cache", tracker.empty_cache),
-    ):
+def device_calls(tracker: Tracker) -> Iterator[None]:
+    """What a step asks of its device by Python's functions is told to the tracker, also where there is no device."""
+
+    def forget_peaks(device: Any = None) -> None:
+        """The record has the whole step."""
+
+    answers = {
+        "empty_cache": tracker.empty_cache,
+        "synchronize": tracker.await_device,
+        "reset_peak_memory_stats": forget_peaks,
+    }
+    with ExitStack() as stack:
+        for module in (torch.cuda, torch.accelerator):
+            for name, answer in answers.items():
+                stack.enter_context(patch.object(module, name, answer, create=True))
         yield
 
 

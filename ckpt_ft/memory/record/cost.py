@@ -182,6 +182,9 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
         if op.name == "event.wait":
             free[op.stream] = max(free[op.stream], events.get(op.module, 0.0))
             continue
+        if op.name == "event.await":
+            issued = max([issued, *free.values()]) + READ_BACK * host.slower
+            continue
         issued += host.issue(op)
         start = max(free[op.stream], issued)
         if op.wire and launch is not None:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import ADD, adds_in_place, owners_of_a_sum
+from .composite import in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
 from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
@@ -137,9 +138,13 @@ class Tracker(Storages, TorchDispatchMode):
         return Growing(self._ops, self._storages, self._events, self._marks)
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Record that event `number` is recorded in `stream`, or that `stream` waits for it."""
+        """Record what happens about event `number`: "record" in `stream`, or a "wait" of `stream` for it."""
         if self.record_ops:
             self._ops.append(Op(f"event.{what}", 0, 0, "", self._phase, str(number), len(self._events), 0, stream))
+
+    def await_device(self, device: Any = None) -> None:
+        """Record that the host waits until the device has done all that it was given."""
+        self.synchronise("await", 0, "")
 
     # -- where the step moves on (see Position) ----------------------------------------------------------------------
 
@@ -214,6 +219,8 @@ class Tracker(Storages, TorchDispatchMode):
             return NotImplemented  # what a DTensor does to its shard comes by here in its turn
         if self.fake_mode is None and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            return in_parts(self, func, args, kwargs)
         op = self._handled.get(func)
         if op is None:
             op = self._handled[func] = self._handling(func)

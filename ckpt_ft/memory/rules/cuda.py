@@ -4,12 +4,13 @@ Three tables, one comment and one source per row (paths are PyTorch's):
   composite: ops that choose their kernel, and with it what autograd saves, by device; replaced above autograd;
   rules:     ops whose results differ on CUDA; replaced below autograd;
   after:     memory that an op takes besides its results: scratch that it frees again, and workspaces that stay.
-Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py; rounding to
-512-byte blocks is the allocator's.
+Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py,
+save_on_cpu in save_on_cpu.py; rounding to 512-byte blocks is the allocator's.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,10 +27,11 @@ from torch.utils._foreach_utils import _has_foreach_support
 from ckpt_ft.memory.record.opinfo import After, Rule
 from ckpt_ft.memory.record.tracker import Tracker
 
-from . import autocast, cudnn, sdpa
+from . import autocast, cudnn, save_on_cpu, sdpa
 from .fake_kernels import as_dtype
 
 aten = torch.ops.aten
+_CAPTURABLE = "_get_capturable_supported_devices"  # in each optimizer's own file
 
 
 # -- composite: above autograd ----------------------------------------------------------------------------------------
@@ -97,7 +99,20 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
+RESERVE = (
+    "an LSTM is taken to keep four gates and its cell's state for backward (cuDNN's reserve is not published); "
+    "its seconds are those of its memory traffic"
+)
+
+
+def lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """cuDNN keeps a reserve for backward, whose layout is not published: four gates and the cell's state (RESERVE)."""
+    output, *states, workspace = func(*args, **kwargs)
+    return output, *states, workspace.new_empty(5 * output.nbytes)
+
+
 RULES: dict[Any, Rule] = {
+    aten.mkldnn_rnn_layer.default: lstm,
     aten.native_layer_norm.default: layer_norm,
     aten.native_batch_norm.default: batch_norm,
     aten._fused_rms_norm.default: fused_rms_norm,
@@ -190,6 +205,12 @@ def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     tracker.scratch(copies * data.numel() * data.itemsize, str(func))
 
 
+def lstm_reserve(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Say what `lstm` took."""
+    if RESERVE not in tracker.notes:
+        tracker.notes.append(RESERVE)
+
+
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -201,6 +222,7 @@ def after(arch: int) -> dict[Any, After]:
     convolution = cudnn.workspace(arch)
     return {
         **{op.default: workspace for op in matmuls},
+        aten.mkldnn_rnn_layer.default: lstm_reserve,
         aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
@@ -229,8 +251,12 @@ def behave_like(arch: int) -> Iterator[None]:
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
         stack.enter_context(autocast.cuda_means_cpu())
+        stack.enter_context(save_on_cpu.leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
+        for module in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
+            if hasattr(module, _CAPTURABLE):
+                stack.enter_context(patch.object(module, _CAPTURABLE, lambda *args, **kwargs: ["cpu", "cuda"]))
         yield
 
 

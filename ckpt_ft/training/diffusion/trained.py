@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.peft_flag import kind_of
+from ckpt_ft.training.run.resume import PIPELINE_LORA
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.text_and_unet import TextAndUNet, add_text_adapters
 
@@ -137,7 +138,7 @@ def load_trained(model: Any, part: Trained, input_dir: str | Path, lora: bool) -
     if isinstance(model, PeftModel):
         _put(model, load_peft_weights(str(input_dir), device="cpu"))
         return
-    weights = part.pipeline_class.lora_state_dict(input_dir)
+    weights = part.pipeline_class.lora_state_dict(input_dir, weight_name=PIPELINE_LORA)
     weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
     for name, component in components_of(model, part.component).items():
         ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}

@@ -10,7 +10,8 @@ from ckpt_ft.errors import UserError, one_line
 from .manifest import read_manifest, what_is_wrong
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
-ADAPTER = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # by which PEFT and diffusers know one
+PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # of a U-Net or transformer, and text encoders
+ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # by which PEFT and diffusers know one
 WHOLE = ("config.json", "model_index.json")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import SplitArguments, flag
+from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
 from ckpt_ft.workloads.defaults import SEQ_LENGTH
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class DataArguments(SplitArguments):
             raise UserError(
                 f"--max_length {self.max_length}: a sequence needs at least 2 tokens to have anything to predict"
             )
+        check_numbers(self, {"dataset_num_proc": NOT_NEGATIVE})
 
 
 def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:

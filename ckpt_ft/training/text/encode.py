@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 IGNORED = -100
+_LAYOUT = 1  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
 Segments = list[tuple[str, bool]]
 Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
@@ -87,6 +88,7 @@ class _Encoder:
     layout: str
     text_field: str
     max_length: int
+    made: int = _LAYOUT
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
         encoded: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import SplitArguments, flag
+from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.workloads.defaults import TRAINED_TOWERS
 
@@ -50,5 +50,4 @@ class VisionLanguageArguments(SplitArguments):
         for name in ("max_pixels", "longest_side"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise UserError(f"--{name} {size}: give a number of pixels")
-        if self.answered < 0:
-            raise UserError(f"--answered {self.answered}: give a number of questions, or 0 for none")
+        check_numbers(self, {"answered": NOT_NEGATIVE, "dataset_num_proc": NOT_NEGATIVE})

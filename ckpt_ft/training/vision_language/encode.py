@@ -18,7 +18,9 @@ from ckpt_ft.training.text.encode import IGNORED, PadCollator, chat_segments, on
 from ckpt_ft.training.text.packing import pack
 from ckpt_ft.workloads.packing import ImagePositions
 
+from .beside_text import MASK, check_all_see, seen_tiles
 from .rows import Cell, Pictures, conversation
+from .stamp import stamp_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one for each token
 KINDS = TOKENS[3:]  # which tokens are an image's, as some models ask
+_LAYOUT = 2  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
 
 
 def encode_conversations(
@@ -39,10 +42,11 @@ def encode_conversations(
     Packed rows have `position_ids` as well.
 
     Raises:
-        UserError: a row is no conversation, an image cannot be used, or nothing is left to train on.
+        UserError: a row is no conversation, an image cannot be used, nothing is left to train on, or some rows have no
+            image and the model takes none of those beside the others.
     """
     encoded = rows.map(
-        _Encoder(processor, pictures, args.max_length),
+        _Encoder(processor, pictures, args.max_length, stamp_of(rows, pictures.folder)),
         with_indices=True,
         batched=True,
         batch_size=16,  # pictures at a time
@@ -59,6 +63,7 @@ def encode_conversations(
     if len(encoded) < len(rows):
         left_out = len(rows) - len(encoded)
         print(f"{left_out} of {len(rows)} rows are left out: nothing to learn within --max_length {args.max_length}")
+    check_all_see(processor, encoded["pixels"])
     if args.packing:
         encoded = encoded.map(
             pack,
@@ -82,11 +87,16 @@ def _features(packed: bool = False) -> Features:
 
 @dataclass
 class _Encoder:
-    """Picklable, so that `datasets` can run it in other processes and recognise it in its cache."""
+    """Picklable, so that `datasets` can run it in other processes and recognise it in its cache.
+
+    files: what those of the images were when this was made.
+    """
 
     processor: ProcessorMixin
     pictures: Pictures
     max_length: int
+    files: str
+    made: int = _LAYOUT
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         encoded: dict[str, list[Any]] = {name: [] for name in _features()}
@@ -133,13 +143,22 @@ class _Encoder:
         )
 
     def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
-        if cells:
-            return processed(self.processor, text, cells, self.pictures, place)
         word = getattr(self.processor, "image_token", None)
-        if word and word in text:
+        if word and text.count(word) > len(cells):
             raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
+        if cells:
+            return self._as_written(text, processed(self.processor, text, cells, self.pictures, place))
         tokenizer: Any = self.processor.tokenizer
         return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
+
+    def _as_written(self, text: str, made: dict[str, Any]) -> dict[str, Any]:
+        """`made` without the token that begins a text, where the processor (Llama 3.2 Vision's) has put one in."""
+        tokenizer: Any = self.processor.tokenizer
+        bos = tokenizer.bos_token
+        if bos is None or bos in text:
+            return made
+        kept = [at for at, token in enumerate(made["input_ids"]) if token != tokenizer.bos_token_id]
+        return {name: [value[at] for at in kept] if name in TOKENS else value for name, value in made.items()}
 
 
 def processed(
@@ -202,13 +221,14 @@ class PixelCollator:
     """Rows to one batch: tokens padded to the longest, `(batch, longest)`, and all images after one another.
 
     kinds: of `KINDS`, those that the model takes. beside: the positions that it takes of packed rows besides those
-    along the tokens. in_one: as `PadCollator`'s.
+    along the tokens. in_one: as `PadCollator`'s. image_token: stands for an image, where models see beside their text.
     """
 
     pad_token_id: int
     kinds: tuple[str, ...]
     beside: ImagePositions | None = None
     in_one: bool = False
+    image_token: int = -1
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         images = images_of(row["images"] for row in rows)
@@ -220,6 +240,8 @@ class PixelCollator:
         for name in self.kinds:
             batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
         batch |= images
+        if MASK in batch:
+            batch[MASK] = seen_tiles(batch["input_ids"], batch["aspect_ratio_mask"], self.image_token)
         if packed and self.beside is not None:
             batch["position_ids"] = self.beside.beside(batch)
         return batch

@@ -20,6 +20,7 @@ from .encode import KINDS, PixelCollator
 from .videos import without_videos
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel, ProcessorMixin
 
 
@@ -62,10 +63,21 @@ def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> PixelCo
     model = without_adapters(model)
     forward = inspect.signature(model.forward)
     kinds = tuple(name for name in KINDS if name in forward.parameters)
+    image_token = getattr(model.config, "image_token_index", -1)
     if not packing:
-        return PixelCollator(pad_token_id, kinds)
+        return PixelCollator(pad_token_id, kinds, image_token=image_token)
     check_packing(model)
     return PixelCollator(pad_token_id, kinds, ImagePositions.of(model), in_one_sequence(model))
+
+
+def check_seen(rows: Dataset, train_towers: str) -> None:
+    """Raises UserError where the vision tower alone is trained, and a batch might have nothing that it saw."""
+    blind = sum(not count for count in rows.with_format(None)["pixels"])
+    if train_towers == "vision" and blind:
+        raise UserError(
+            f"--train_towers vision: {blind} of {len(rows)} rows have no image, of which that tower learns nothing; "
+            "leave them out, or train both towers"
+        )
 
 
 def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:

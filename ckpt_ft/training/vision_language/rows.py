@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .arguments import VisionLanguageArguments
 
 MARK = "<image>"  # in a text, where an image stands
+NAMING = ("image", "path", "image_url", "url")  # of a part, where it names its own file
 Cell = Mapping[str, Any]  # of an image column, undecoded: `bytes` or `path`
 
 
@@ -117,7 +118,7 @@ def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise UserError(f"{place}: a turn's 'content' is a text or a list of parts, not {content!r}")
     for part in content:
-        named = next((part[key] for key in ("image", "path", "image_url", "url") if part.get(key)), None)
+        named = next((part[key] for key in NAMING if part.get(key)), None)
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             yield from _marked(part["text"])
         elif part.get("type") in ("image", "image_url"):

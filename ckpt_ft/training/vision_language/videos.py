@@ -12,18 +12,19 @@ from unittest.mock import patch
 
 from transformers import ProcessorMixin
 from transformers.utils import is_torchvision_available
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers.video_processing_utils import BaseVideoProcessor
 
 
-class VideoSettings(VideoProcessorMixin):
+class VideoSettings(BaseVideoProcessor):
     """What a model's own processor of videos is made from; where none is named, its kind follows from the model's."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.settings = settings
 
     def to_dict(self) -> dict[str, Any]:
         """As they were read."""
-        settings: dict[str, Any] = super().to_dict()
-        named = settings.pop("named", None)
-        settings.pop("video_processor_type", None)
-        return {**settings, **({"video_processor_type": named} if named else {})}
+        return dict(self.settings)
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def without_videos() -> Iterator[None]:
         yield
         return
     with (
-        patch.object(AutoVideoProcessor, "from_pretrained", _read),
+        patch.object(AutoVideoProcessor, "from_pretrained", VideoSettings.from_pretrained),
         patch.object(ProcessorMixin, "check_argument_for_proper_class", _checked),
     ):
         yield
@@ -47,9 +48,3 @@ _check = ProcessorMixin.check_argument_for_proper_class
 def _checked(processor: ProcessorMixin, name: str, part: Any) -> Any:
     """As transformers checks a processor's parts; it would look for the class of these among torchvision's."""
     return VideoSettings if isinstance(part, VideoSettings) else _check(processor, name, part)
-
-
-def _read(name: str, **source: Any) -> VideoSettings:
-    settings = VideoSettings.from_pretrained(name, **source)
-    settings.named = VideoSettings.get_video_processor_dict(name, **source)[0].get("video_processor_type")
-    return settings

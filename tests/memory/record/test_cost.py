@@ -213,3 +213,37 @@ def test_adams_step_counts_are_the_hosts():
     assert [op.kernels for op in read] == [0, 0, 0, 0, 1]
     counts = next(op for op in trace.ops if op.name.startswith("aten._foreach_add_.") and op.at >= trace.start)
     assert (counts.kernels, counts.nbytes) == (0, 0)
+
+
+def test_a_step_waits_where_it_synchronises():
+    """The host runs ahead of eight large matmuls on the device, unless it waits for each of them."""
+
+    def step(waits):
+        def stepped(model, optimizer):
+            for _ in range(8):
+                model(torch.ones(4096, 4096, dtype=torch.bfloat16))
+                if waits:
+                    torch.cuda.reset_peak_memory_stats()
+                    torch.cuda.synchronize()
+
+        return stepped
+
+    with torch.device("meta"):
+        model = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    ahead, waiting = (trace_step(model, step(waits), device="a100-80gb") for waits in (False, True))
+    assert [op.name for op in waiting.ops].count("event.await") == 16
+    assert waiting.seconds > ahead.seconds + 7 * cost.READ_BACK
+    assert waiting.seconds_parts.compute == pytest.approx(ahead.seconds_parts.compute)
+    assert waiting.peak_reserved == ahead.peak_reserved
+
+
+def test_a_capturable_adam_has_no_host_in_it():
+    def step(model, optimizer):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), capturable=True)
+
+    trace = trace_step(torch.nn.Linear(8, 8), step, make_optimizer=make, device="a100-80gb")
+    assert not any("_local_scalar_dense" in op.name for op in trace.ops)

@@ -141,6 +141,26 @@ def test_a_fake_step_has_the_same_scratch(make: Callable[[], tuple[nn.Module, Lo
     assert any(s.nbytes > 10_000 and s.op == "aten.convolution.default" for s in real.storages)
 
 
+def test_an_lstm_keeps_a_workspace() -> None:
+    """Two layers in both directions. PyTorch's fake kernel makes a workspace without bytes, and backward reads it."""
+    model, sound = nn.LSTM(48, 32, num_layers=2, bidirectional=True, batch_first=True), torch.randn(2, 40, 48)
+    step = training_step(lambda model: model(sound)[0].pow(2).mean())
+    fake, real = trace_step(model, step, make_optimizer=adamw, device="cpu"), real_trace(model, step)
+    assert story(fake) == story(real)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    measured = profiled_peak(lambda: step(model, optimizer))
+    assert fake.peak_allocated - fake.replay.allocated[fake.start - 1] == pytest.approx(measured, rel=5e-3)
+
+
+def test_an_lstm_on_a_gpu_keeps_its_gates() -> None:
+    model, sound = nn.LSTM(48, 32), torch.randn(40, 2, 48)
+    step = training_step(lambda model: model(sound)[0].pow(2).mean())
+    trace = trace_step(model, step, make_optimizer=adamw, device="a100-40gb")
+    assert any("cuDNN's reserve" in note for note in trace.notes)
+    assert any(s.nbytes == 5 * 40 * 2 * 32 * 4 and s.op == "aten.mkldnn_rnn_layer.default" for s in trace.storages)
+
+
 def test_what_a_kernel_takes_beside_its_result() -> None:
     def call() -> Tensor:
         scratch = torch.empty(1000)

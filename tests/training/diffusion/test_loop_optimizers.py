@@ -107,3 +107,5 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         LoopArguments(optimizer="adafactor", use_8bit_adam=True)
     with pytest.raises(UserError, match="--learning_rate 0: Prodigy has no such rate"):
         LoopArguments(optimizer="prodigy", learning_rate=0.0)
+    with pytest.raises(UserError, match="--adam_epsilon 0: Prodigy divides by what begins at 0"):
+        LoopArguments(optimizer="prodigy", learning_rate=1.0, adam_epsilon=0.0)

@@ -78,6 +78,15 @@ def test_lengths_and_shares_are_checked() -> None:
         DataArguments(max_length=0)
     with pytest.raises(UserError, match="--test_split_size 1.5"):
         DataArguments(test_split_size=1.5)
+    with pytest.raises(UserError, match="--dataset_num_proc -1: give a number from 0 on"):
+        DataArguments(dataset_num_proc=-1)
+
+
+def test_something_is_left_to_train_on(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.txt", "one\ntwo\nthree\n")
+    assert [len(rows) for rows in load(name, evaluate=True, test_split_size=0.6)] == [1, 2]
+    with pytest.raises(UserError, match="--test_split_size 0.7: of the 3 rows of .* none is left to train on"):
+        load(name, evaluate=True, test_split_size=0.7)
 
 
 def test_the_sample_is_made_once_and_is_the_same_each_time(sample: tuple[Path, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from versions import is_older
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text import data
@@ -52,5 +53,7 @@ def test_what_is_wrong_is_one_line(
     ],
 )
 def test_good_rows_pass(tmp_path: Path, name: str, content: bytes) -> None:
+    if content.startswith(b"\xef\xbb\xbf") and is_older("datasets", "5.2"):
+        pytest.skip("an older datasets, which takes no byte order mark")
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name) == ["a", "a"]

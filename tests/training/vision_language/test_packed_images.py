@@ -8,6 +8,7 @@ import pytest
 import torch
 from seeing_models import GEMMA, LLAVA, MLLAMA, PACKED, TEXT
 from transformers import AutoConfig, AutoModelForImageTextToText
+from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text.packing import pack
@@ -66,6 +67,7 @@ def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torc
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", PACKED)
 def test_loss_and_gradients_are_those_of_the_rows_alone(family: str, attention: str) -> None:
+    needs_processor(family)
     model = made(PACKED[family], attention)
     rows = [row(model, 1, 5), row(model, 2, 7), row(model, 0, 9), row(model, 1, 4)]
     sequences = packed(rows, sum(len(one["input_ids"]) for one in rows) // 2 + 20)

@@ -1,0 +1,74 @@
+"""Rows are encoded anew where a file of theirs has changed, although they name the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from datasets import List as ListFeature
+from PIL import Image
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
+from ckpt_ft.training.vision_language.encode import encode_conversations
+from ckpt_ft.training.vision_language.models import load_processor
+from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
+from ckpt_ft.training.vision_language.sample import make_sample
+from ckpt_ft.training.vision_language.stamp import stamp_of
+
+ANSWER = {"role": "assistant", "content": "red"}
+
+
+def draw(path: Path, width: int) -> None:
+    Image.new("RGB", (width, 48), "red").save(path)
+
+
+def test_an_image_that_has_changed_or_gone_is_read_anew(tmp_path: Path) -> None:
+    for at in range(2):
+        draw(tmp_path / f"{at}.png", 48)
+    turns = [{"role": "user", "content": "<image>Which colour is it?"}, ANSWER]
+    lines = [json.dumps({"messages": turns, "images": [f"{at}.png"]}) for at in range(2)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    data = VisionLanguageArguments(dataset_name=str(tmp_path / "rows.jsonl"))
+    processor = load_processor(VisionLanguageModelArguments(model_name_or_path=make_sample()[0]), data)
+
+    def lengths() -> list[int]:
+        rows, _, folder = load_conversations(data, evaluate=False, seed=0)
+        return list(encode_conversations(rows, processor, Pictures(folder, 12), data).with_format(None)["length"])
+
+    first = lengths()
+    assert first == lengths()
+    draw(tmp_path / "1.png", 96)
+    again = lengths()
+    assert again[0] == first[0]
+    assert again[1] > first[1]  # of two tiles
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(UserError, match="row 1: image .*0.png does not exist"):
+        lengths()
+
+
+def rows_of(*cells: Any, part: dict[str, Any] | None = None) -> Dataset:
+    content = [part] if part else "<image>Which colour is it?"
+    talk = [{"role": "user", "content": content}, {**ANSWER, "content": [{"type": "text", "text": "red"}]}]
+    turns = talk if part else [talk[0], ANSWER]
+    return Dataset.from_dict({"messages": [turns], "images": [list(cells)]})
+
+
+@pytest.mark.parametrize("kind", ["paths", "images", "parts"])
+def test_it_is_another_with_each_file_that_is_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "é 画.png"
+    draw(path, 48)
+    rows = {
+        "paths": rows_of(path.name),
+        "images": rows_of(str(path)).cast_column("images", ListFeature(ImageFeature(decode=False))),
+        "parts": rows_of(part={"type": "image", "image": path.name, "text": None}),
+    }[kind]
+    before = stamp_of(rows, tmp_path)
+    assert stamp_of(rows, tmp_path) == before
+    draw(path, 49)
+    assert stamp_of(rows, tmp_path) != before
+    assert stamp_of(rows_of("none.png"), tmp_path) == stamp_of(rows_of("a\0b.png"), None)  # said when it is read
