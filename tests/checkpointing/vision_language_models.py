@@ -65,7 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {**_IDEFICS, "text_config": _LLAMA},
     "smolvlm": {**_IDEFICS, "text_config": _LLAMA},
 }  # fmt: skip
-_TOKENS = {"llava": 16, "paligemma": 16, "pixtral": 16}  # that stand for an image of 16 patches; merged by fours in the others
+# Tokens that stand for an image of 16 patches; merged by fours in the others.
+_TOKENS = {"llava": 16, "paligemma": 16, "pixtral": 16}
 
 
 def make(name: str, lora: bool = False) -> nn.Module:
