@@ -41,7 +41,8 @@ STARTING = 5.0  # seconds: data, a model, a checkpoint that is read
 FORKED = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     "ckpt_ft.training.fit",
-    "ckpt_ft.training.diffusion.unet",
+    "ckpt_ft.training.diffusion.loop",
+    "ckpt_ft.training.diffusion.encoders",
     "ckpt_ft.training.diffusion.transformer_encoders",
     "ckpt_ft.training.vision_language.encode",
     "datasets",

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
 from ckpt_ft.planning.plan_file import cache_path
-from ckpt_ft.workloads.model_config import read_config, read_processor
+from ckpt_ft.workloads.model_config import read_config, read_parts, read_processor
 from ckpt_ft.workloads.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 def asked_of(model: str, settings: Settings) -> dict[str, Any]:
     """What every answer depends on that is of a model and how it is trained; raises UserError for an unknown model."""
-    seen = read_processor(model) if settings.images else {}
-    return {"model": model, "config": read_config(model), "processor": seen, "settings": asdict(settings)}
+    seen, config = read_processor(model) if settings.images else {}, read_config(model)
+    parts = read_parts(model) if config.get("_class_name") else {}
+    return {"model": model, "config": config, "processor": seen, "parts": parts, "settings": asdict(settings)}
 
 
 class Kept(Generic[T]):

@@ -96,10 +96,13 @@ def fit_to_memory(
     Of several processes the main one plans, for the launch that they are.
 
     Raises:
-        UserError: nothing fits, a plan for another model, no budget on a CPU, or what needs a single process.
+        UserError: nothing fits, a plan for another model, no budget on a CPU, what needs a single process, or too few
+            rows for a batch.
     """
     workload = trainer_workload(model, args, rows, collate, compute_loss)
-    return fit(workload, args, settings, args.device, lambda: launch_ahead(args))
+    fitted = fit(workload, args, settings, args.device, lambda: launch_ahead(args))
+    _refuse_no_batch(fitted.args, rows)
+    return fitted
 
 
 def fit(
@@ -138,6 +141,16 @@ def fit(
         fitted = replace(fitted, plan=made)
         say(f"--ac_policy auto: {made.why}\n{made.table()}")
     return _with_largest_batch(fitted, device, batch_name) if settings.find_max_batch_size else fitted
+
+
+def _refuse_no_batch(args: TrainingArguments, rows: Any) -> None:
+    """A Trainer without a batch ends at once, and saves what has not been trained."""
+    batch = args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(rows) < batch:
+        raise UserError(
+            f"--dataloader_drop_last: the {len(rows)} rows make no whole batch of {batch}, and nothing would be "
+            "trained; drop it, or make the batch smaller"
+        )
 
 
 def make_plan(workload: Workload, budget: str | int | None, batch_size: int | None) -> Plan:

@@ -24,7 +24,7 @@ class Range:
     """
 
     least: int
-    most: int | None = None
+    most: float | None = None
     end: float = float("inf")
     open: bool = False
 

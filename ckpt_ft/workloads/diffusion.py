@@ -14,11 +14,20 @@ from ckpt_ft.errors import UserError, one_line
 
 from .adapters import adapt, without_adapters
 from .buckets import sizes_of
-from .diffusion_inputs import KINDS, Kind, Latents
+from .diffusion_inputs import CLIP_TOKENS, KINDS, Kind, Latents
 from .dtypes import DTYPES, MIXED_PRECISION
 from .lengths import Lengths
 from .peft_file import takes
-from .pipeline_parts import TEXT_ENCODERS, Encoding, build_text_encoder, build_vae, inpaints, part_configs
+from .pipeline_parts import (
+    TEXT_ENCODERS,
+    UNET,
+    Encoding,
+    build_text_encoder,
+    build_vae,
+    inpaints,
+    part_configs,
+    unet_sizes,
+)
 from .settings import Settings
 from .text_and_unet import TextAndUNet, add_text_adapters, text_inputs
 from .valueless import Valueless
@@ -54,7 +63,9 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
             model.train()
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
-    scale, own = called.pixels(model.config), model.config.get("sample_size") or called.own_side
+    sized = unet_sizes(name) if kind == UNET else None
+    scale, prompt_tokens = sized or (called.pixels(model.config), CLIP_TOKENS)
+    own = model.config.get("sample_size") or called.own_side
     side = settings.resolution // scale if settings.resolution else int(own)
     if settings.resolution % max(scale, _LEAST):
         raise UserError(
@@ -73,13 +84,13 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     sizes = sizes_of(settings.buckets, side * scale, max(scale, _LEAST)) if settings.buckets else []
     sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
 
-    inputs = partial(_inputs, called, model.config, latent_frames, dtype)
-    masked = kind == "UNet2DConditionModel" and inpaints(model.config)
+    inputs = partial(_inputs, called, model.config, latent_frames, dtype, prompt_tokens)
+    masked = kind == UNET and inpaints(model.config)
     whole = {**model.config, "_class_name": kind}
     model, encoding = adapt(model, settings), None
     if settings.train_text_encoder or settings.encode_each_step or masked:
         prompt = inputs(1, (side, side)).get("encoder_hidden_states")
-        tokens = None if kind == "UNet2DConditionModel" else 0 if prompt is None else prompt.shape[1]
+        tokens = None if kind == UNET else 0 if prompt is None else prompt.shape[1]
         model, encoding = _with_parts(name, part_configs(name, whole), settings, model, tokens, masked)
 
     def make_batch(samples: int, length: int | None) -> Batch:
@@ -109,8 +120,16 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     )
 
 
-def _inputs(called: Kind, config: Any, frames: int, dtype: torch.dtype, samples: int, shape: tuple[int, int]) -> Batch:
-    return called.inputs(Latents(config, samples, *shape, frames, dtype))
+def _inputs(
+    called: Kind,
+    config: Any,
+    frames: int,
+    dtype: torch.dtype,
+    prompt_tokens: int,
+    samples: int,
+    shape: tuple[int, int],
+) -> Batch:
+    return called.inputs(Latents(config, samples, *shape, frames, dtype, prompt_tokens))
 
 
 def _with_parts(
@@ -135,11 +154,16 @@ def _with_parts(
     return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens, masked)
 
 
-def unet_batch(model: Any, size: int, shape: tuple[int, int], dtype: torch.dtype) -> Batch:
-    """What a U-Net, alone or with its text encoders, is called with, as zeros, of latents `shape` (h, w)."""
+def unet_batch(
+    model: Any, size: int, shape: tuple[int, int], dtype: torch.dtype, prompt_tokens: int = CLIP_TOKENS
+) -> Batch:
+    """What a U-Net, alone or with its text encoders, is called with, as zeros, of latents `shape` (h, w).
+
+    prompt_tokens: of a prompt that is encoded already.
+    """
     joint = isinstance(model, TextAndUNet)
     unet = without_adapters(model.unet if joint else model)
-    inputs = KINDS[type(unet).__name__].inputs(Latents(unet.config, size, *shape, 0, dtype))
+    inputs = KINDS[type(unet).__name__].inputs(Latents(unet.config, size, *shape, 0, dtype, prompt_tokens))
     return text_inputs(inputs, list(model.text_encoders.values())) if joint else inputs
 
 

@@ -15,12 +15,16 @@ import torch
 
 from .workload import Batch
 
+CLIP_TOKENS = 77  # of a prompt, as CLIP's text encoders have it
 _META_SIZES = 6  # original size, crop and target size of an image
 
 
 @dataclass(frozen=True)
 class Latents:
-    """A micro-batch of noisy latents: `size` samples of `height` x `width`, `frames` of them where they are videos."""
+    """A micro-batch of noisy latents: `size` samples of `height` x `width`, `frames` of them where they are videos.
+
+    prompt_tokens: of a U-Net's prompts.
+    """
 
     config: Any
     size: int
@@ -28,6 +32,7 @@ class Latents:
     width: int
     frames: int
     dtype: torch.dtype
+    prompt_tokens: int = CLIP_TOKENS
 
     def zeros(self, *shape: int) -> torch.Tensor:
         """One for every sample, in the latents' dtype."""
@@ -76,7 +81,7 @@ def _unet(x: Latents) -> Batch:
 
 def _conditional_unet(x: Latents) -> Batch:
     config = x.config
-    batch = {**_unet(x), "encoder_hidden_states": x.prompt(77, config.cross_attention_dim)}
+    batch = {**_unet(x), "encoder_hidden_states": x.prompt(x.prompt_tokens, config.cross_attention_dim)}
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - _META_SIZES * config.addition_time_embed_dim
         batch["added_cond_kwargs"] = {"text_embeds": x.zeros(pooled), "time_ids": x.zeros(_META_SIZES)}

@@ -19,6 +19,7 @@ from .known_models import find_model, names
 _OF_A_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MOST = 2**40
 _MOST_LAYERS = 10_000
+_PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")  # of a pipeline
 _REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of what is built so many times
 
 
@@ -47,14 +48,15 @@ def read_processor(name: str) -> dict[str, Any]:
     return {key: value for file in files if file.is_file() for key, value in _read_json(file).items()}
 
 
-def read_part(name: str, part: str) -> dict[str, Any] | None:
-    """The configuration of a pipeline's part; None where it has none, or where its model's alone is at hand."""
+def read_parts(name: str) -> dict[str, dict[str, Any]]:
+    """The pipeline's own configurations of VAE and text encoders, of those that it has; {} of a known model, and of a
+    file of the model's alone."""
     path = Path(name)
     if path.exists() or find_model(name):
-        files = [path / part / "config.json"]
+        files = [path / part / "config.json" for part in _PARTS]
     else:
-        files = _hub_files(name, [f"{part}/config.json"])
-    return next((_read_json(file) for file in files if file.is_file()), None)
+        files = _hub_files(name, [f"{part}/config.json" for part in _PARTS])
+    return {file.parent.name: _read_json(file) for file in files if file.is_file()}
 
 
 def _hub_files(name: str, places: Sequence[str]) -> list[Path]:

@@ -15,10 +15,12 @@ from torch import nn
 from ckpt_ft.errors import UserError, one_line
 
 from .buckets import Size
-from .model_config import read_part
+from .model_config import read_parts
 from .text_and_unet import NAMES, blank_ids, encoded_text
 
 TEXT_ENCODERS = (*NAMES, "text_encoder_3")
+UNET = "UNet2DConditionModel"
+_MOST_LEVELS = 8  # of a VAE, each half the side of the one before
 _VIDEO = ("AutoencoderKLQwenImage",)  # an image is a video of one frame to these
 
 _CLIP_L = {
@@ -45,9 +47,9 @@ _VAE = {
 _VAE_16 = {**_VAE, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
 # Class and width of prompts -> the VAE and the text encoders, by the published pipelines' files.
 _PUBLISHED: dict[tuple[str, int], tuple[dict[str, Any], ...]] = {
-    ("UNet2DConditionModel", 768): (_VAE, _CLIP_L),
-    ("UNet2DConditionModel", 1024): (_VAE, _CLIP_H),
-    ("UNet2DConditionModel", 2048): (_VAE, _CLIP_L, _CLIP_G),
+    (UNET, 768): (_VAE, _CLIP_L),
+    (UNET, 1024): (_VAE, _CLIP_H),
+    (UNET, 2048): (_VAE, _CLIP_L, _CLIP_G),
     ("FluxTransformer2DModel", 4096): (_VAE_16, _CLIP_L, _T5_XXL),
     ("SD3Transformer2DModel", 4096): (_VAE_16, {**_CLIP_L, **_PROJECTED}, _CLIP_G, _T5_XXL),
 }
@@ -58,13 +60,24 @@ def inpaints(config: Any) -> bool:
     return bool(config["in_channels"] == 2 * config["out_channels"] + 1)
 
 
+def unet_sizes(name: str) -> tuple[int, int] | None:
+    """(pixels of an image's side for one of a latent, tokens of a prompt) in the U-Net pipeline `name`, by its VAE's
+    and text encoder's own configurations; None where they are not at hand, as of known models."""
+    parts = read_parts(name)
+    vae, text = (parts.get(part, {}) for part in ("vae", NAMES[0]))
+    widths, tokens = vae.get("block_out_channels"), text.get("max_position_embeddings")
+    if not (isinstance(widths, list) and 0 < len(widths) <= _MOST_LEVELS and isinstance(tokens, int) and tokens > 0):
+        return None
+    return 2 ** (len(widths) - 1), tokens
+
+
 def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Configurations of VAE and text encoders of the pipeline `name`, whose model has `config`, by the parts' names.
 
     Raises:
         UserError: they are not known.
     """
-    found = {part: read for part in ("vae", *TEXT_ENCODERS) if (read := read_part(name, part)) is not None}
+    found = read_parts(name)
     if "vae" in found and len(found) > 1:
         return found
     width = config.get("cross_attention_dim") or config.get("joint_attention_dim")

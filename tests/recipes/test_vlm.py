@@ -203,6 +203,8 @@ def test_what_is_wrong_with_a_row_is_one_line(
     [
         (["--image_column", "pictures"], "--image_column pictures: .* has no such column"),
         (["--messages_column", "chat"], "--messages_column chat: .* has no such column"),
+        (["--image_column", "messages"], "--messages_column and --image_column both name the column messages"),
+        (["--dataloader_drop_last"], "--dataloader_drop_last: the 1 rows make no whole batch of 4"),
         (["--image_folder", "nowhere"], "--image_folder nowhere: no such folder"),
         (["--max_length", "20"], "none of the 1 rows has its images and a token to learn within --max_length 20"),
         (["--max_pixels", "4096"], "max pixels 4096: LlavaNextImageProcessorPil has no such budget"),

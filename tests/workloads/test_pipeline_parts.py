@@ -60,6 +60,31 @@ def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
     assert next(text.parameters()).dtype == torch.bfloat16
 
 
+def write(folder: Path, **config: Any) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path) -> None:
+    """Three levels of a VAE make 4 x 4 pixels of a latent; without its files they are 8 x 8, and prompts have 77."""
+    tiny = {"block_out_channels": [32, 32], "sample_size": 8, "cross_attention_dim": 16}
+    down, up = ["CrossAttnDownBlock2D", "DownBlock2D"], ["UpBlock2D", "CrossAttnUpBlock2D"]
+    write(tmp_path / "unet", _class_name="UNet2DConditionModel", down_block_types=down, up_block_types=up, **tiny)
+
+    def sizes(**asked: Any) -> tuple[Any, ...]:
+        workload = load(str(tmp_path), Settings(**asked))
+        batch = workload.make_batch(1, None)
+        return workload.shape["resolution"], batch["sample"].shape[-1], batch["encoder_hidden_states"].shape[1]
+
+    assert (sizes(), sizes(resolution=64)) == ((64, 8, 77), (64, 8, 77))
+    write(tmp_path / "vae", block_out_channels=[8, 8, 8])
+    assert sizes() == (64, 8, 77)  # where one is at hand without the other
+    write(tmp_path / "text_encoder", max_position_embeddings=12)
+    assert (sizes(), sizes(resolution=64)) == ((32, 8, 12), (64, 16, 12))
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [8] * 999}))
+    assert sizes() == (64, 8, 77)
+
+
 @pytest.mark.parametrize(
     ("name", "asked", "says"),
     [

@@ -105,7 +105,7 @@ STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt",
 # and of each series how many units it has, of how many blocks
 PERIODIC: dict[str, tuple[dict[str, Any], Settings, tuple[str, ...], list[tuple[int, int]]]] = {
     "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
-    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), POLICIES, [(6, 2)]),
+    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), ("save:matmul", *POLICIES), [(6, 2)]),
     "qwen2.5-vl": (QWEN25_VL, replace(_LORA, seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
     "sdxl": (SDXL, _LORA, STAGED, [(7, 1)] * 4),
 }

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from ckpt_ft.memory.fake.surroundings import tensors_held
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
@@ -49,6 +50,8 @@ class CpuMeter:
     def begin(self) -> None:
         self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
         self._tracker.add_beside(self.beside)
+        for module in self.model.modules() if self.model is not None else ():  # also what this step does not touch
+            self._tracker.add_resident(tensors_held(module).values(), "activations")
         self._tracker.__enter__()
         self._tracker.start_step()
 

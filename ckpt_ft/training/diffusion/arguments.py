@@ -14,6 +14,7 @@ from ckpt_ft.training.flags import (
     POSITIVE,
     SEED,
     SHARE,
+    Range,
     check_numbers,
     check_trackers,
     flag,
@@ -48,6 +49,15 @@ _NUMBERS = {
     "validation_steps": AT_LEAST_ONE,
     "validation_inference_steps": AT_LEAST_ONE,
     "validation_guidance_scale": NOT_NEGATIVE,
+}
+
+
+_OF_TIMES = {
+    "max_sequence_length": AT_LEAST_ONE,
+    "logit_mean": Range(-100, 100),
+    "logit_std": POSITIVE,
+    "mode_scale": Range(-1, 1.75),  # times are outside of 0 to 1 beyond it: Esser et al., 2024, section 3.1
+    "guidance_scale": NOT_NEGATIVE,
 }
 
 
@@ -149,9 +159,7 @@ class TransformerArguments(PipelineArguments):
             raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
         if self.load_in_4bit:
             require_package("bitsandbytes", "--load_in_4bit")
-        check_numbers(
-            self, {"max_sequence_length": AT_LEAST_ONE, "logit_std": POSITIVE, "guidance_scale": NOT_NEGATIVE}
-        )
+        check_numbers(self, _OF_TIMES)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.files import check_writable, write
+from ckpt_ft.reading import library_reads
 from ckpt_ft.training.images.dreambooth import Prior, missing_class_images, save_class_image
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 
@@ -89,14 +90,15 @@ def _drawn(
         model.to(device)
         for start in range(0, len(numbers), prior.batch):
             part = numbers[start : start + prior.batch]
-            images = sampler.images(
-                model,
-                {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
-                device,
-                partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-                generator=[torch.Generator().manual_seed(seed + number) for number in part],
-                **more,
-            )
+            with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
+                images = sampler.images(
+                    model,
+                    {name: value[[0] * len(part) + [1]] for name, value in embeds.items()},
+                    device,
+                    partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+                    generator=[torch.Generator().manual_seed(seed + number) for number in part],
+                    **more,
+                )
             yield dict(zip(part, images, strict=True))
 
 

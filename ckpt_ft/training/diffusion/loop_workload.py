@@ -46,11 +46,12 @@ def unet_workload(
     A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
     """
     scheduler = noisy.add_noise.scheduler
+    tokens = next(iter(noisy.prompt.values())).shape[1]
 
     def make_batch(samples: int, length: int | None) -> Batch:
         rows, shape = samples if prior is None else 2 * samples, latents.shape(length)
         noisy.encode_blank(rows, latents.size(length))
-        inputs = send_to_device(unet_batch(unet, rows, shape[1:], dtype), accelerator.device)
+        inputs = send_to_device(unet_batch(unet, rows, shape[1:], dtype, tokens), accelerator.device)
         return {"inputs": inputs, "target": torch.zeros_like(inputs["sample"][:, : shape[0]])}
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:

@@ -29,9 +29,12 @@ def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) ->
     """Those columns of `rows` alone, each (the flag that names it, its name, ours) under our name.
 
     Raises:
-        UserError: there is no such column.
+        UserError: there is no such column, or two are the same.
     """
+    flags: dict[str, str] = {}
     for flag, column, _ in columns:
+        if (other := flags.setdefault(column, flag)) != flag:
+            raise UserError(f"--{other} and --{flag} both name the column {column}; give each its own")
         if column not in rows.column_names:
             likely, there = meant(column, rows.column_names), ", ".join(rows.column_names)
             raise UserError(f"--{flag} {column}: {source} has no such column{likely}; it has {there}")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.measure import meters
 from ckpt_ft.memory.measure import profiler as profiler_module
-from ckpt_ft.memory.measure.meters import CudaMeter
+from ckpt_ft.memory.measure.meters import CpuMeter, CudaMeter
 from ckpt_ft.memory.measure.profiler import MemoryProfiler, resident_bytes
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.tracker import Tracker
@@ -159,6 +159,32 @@ def test_a_failed_steps_holders_are_known_after_measuring_has_stopped():
     assert "activations" in {holder.category for holder in while_open}
     with profiler:
         assert profiler.holders() != while_open
+
+
+def test_a_tensor_in_an_attribute_counts_in_every_step():
+    """Also in one that does not touch it, because what was made of it is remembered."""
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.made = torch.ones(1 << 14), {}
+
+        def forward(self, x):
+            if not self.made:
+                self.made["first"] = self.table[:WIDTH] * 2
+            return x * self.made["first"]
+
+    model, optimizer = small()
+    model.append(Remembers())
+    train_step(model, optimizer)
+    peaks = []
+    for table in (torch.ones(1 << 14), None):
+        model[-1].table = table
+        meter = CpuMeter(model, optimizer)
+        meter.begin()
+        train_step(model, optimizer)
+        peaks.append(meter.end()["forward"]["allocated"])
+    assert peaks[0] - peaks[1] == 4 << 14
 
 
 def test_what_happens_between_steps_can_be_left_out():
