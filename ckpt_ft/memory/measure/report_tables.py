@@ -137,7 +137,7 @@ def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str
             continue
         form = _seconds if name == "s/step" else _bytes
         compared = found if same else None
-        error = f"{expected / compared - 1:+.1%}" if compared else DASH
+        error = f"{round(expected / compared - 1, 3) + 0.0:+.1%}" if compared else DASH  # + 0.0: none is -0.0%
         yield name, form(expected), form(compared), error
     for part, seconds in predicted.seconds_parts.items():
         yield f"  {part}", _seconds(seconds), DASH, DASH

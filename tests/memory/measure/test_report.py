@@ -161,6 +161,12 @@ def test_predict_brings_the_timeline():
     assert report.timeline.source == "measured"
 
 
+def test_an_error_of_nothing_has_no_minus():
+    report = cpu_report()
+    report.ranks[0].predicted = Prediction("cpu", 14 * MIB - 1, {})
+    assert "| peak allocated | 14.0 MiB | 14.0 MiB | +0.0% |" in report.to_markdown()
+
+
 def test_timeline_of_a_trace():
     timeline = Timeline.from_trace(small_trace())
     assert timeline.moments == [0, 1, 2, 3, 4, 5]
