@@ -83,8 +83,8 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _other_half(name: str) -> str:
-    halves = (".lora_A.", ".lora_B.")
-    return name.replace(*halves) if halves[0] in name else name.replace(*reversed(halves))
+    down, up = ".lora_A.", ".lora_B."
+    return name.replace(down, up) if down in name else name.replace(up, down)
 
 
 def _is_peft(weights: Mapping[str, Tensor]) -> bool:
