@@ -83,8 +83,8 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _other_half(name: str) -> str:
-    down, up = ".lora_A.", ".lora_B."
-    return name.replace(down, up) if down in name else name.replace(up, down)
+    a, b = ".lora_A.", ".lora_B."
+    return name.replace(a, b) if a in name else name.replace(b, a)
 
 
 def _is_peft(weights: Mapping[str, Tensor]) -> bool:
