@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ckpt_ft.errors import UserError
+
 from . import parameters, rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
 from .attributes import Attributes, put
@@ -76,6 +78,7 @@ class FirstRun:
 
     def __init__(self, region: Checkpointed, modules: dict[nn.Module, None], devices: set[torch.device]) -> None:
         self.region, self.modules, self.devices = region, modules, devices
+        self.found: Found | None = None  # as it ended, once it has
         self.keeping: AbstractContextManager[Any] = nullcontext()
         self.replaying: AbstractContextManager[Any] = nullcontext()
         if region.selection is not None:
@@ -112,6 +115,12 @@ class SecondRun:
 
     def __enter__(self) -> None:
         first = self.first
+        if first.found is None:
+            kind = type(first.region.module).__name__
+            raise UserError(
+                f"{kind}: its forward runs a backward of its own (torch.autograd.grad) over what a checkpoint has "
+                f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
+            )
         self.swapped = first.found.swap_in()
         self.buffers = swap_in(first.buffers)
         self.attributes = put(first.attributes)

@@ -1,7 +1,8 @@
 """AdamW with 8-bit moments in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
 
 Each moment of a tensor of at least 4096 elements is one byte an element with one float32 scale (absmax) for every 256
-of them; smaller tensors keep float32 moments. Two maps of 256 float32 levels are shared by all tensors of a device
+of them; smaller tensors keep float32 moments, and so do embeddings under transformers' Trainer (trainer.py,
+create_optimizer). Two maps of 256 float32 levels are shared by all tensors of a device
 (bitsandbytes, optim/optimizer.py, Optimizer2State; Dettmers et al. 2022, arXiv:2110.02861). The update is one kernel
 for a tensor and makes no temporaries.
 """
@@ -22,10 +23,12 @@ class AdamW8bit(torch.optim.Optimizer):
     Args:
         params: parameters or groups of them.
         lr: kept in the groups.
+        whole: parameters whose moments are float32 whatever their size.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, whole: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(params, {"lr": lr})
+        self.whole = {id(p) for p in whole}
         self.maps: dict[torch.device, list[torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -42,7 +45,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def _make(self, p: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        small = p.numel() < MINIMUM
+        small = p.numel() < MINIMUM or id(p) in self.whole
         if not small and p.device not in self.maps:
             self.maps[p.device] = [torch.zeros(256, device=p.device) for _ in range(2)]
         for i in range(2):

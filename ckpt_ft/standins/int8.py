@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from .linears import replace_linears
+
 OUTLIER = 6.0  # transformers' llm_int8_threshold
 
 
@@ -68,11 +70,10 @@ class _Matmul(torch.autograd.Function):
         del half
         product = int8_matmul(whole, layer.weight)
         out = dequantize_product(product, rows, layer.scales)
-        del product, whole
         if bias is not None:
             out.add_(bias)
         ctx.layer, ctx.x = layer, flat  # held as an attribute, where no saved-tensor hook finds it
-        return out.to(x.dtype).view(*x.shape[:-1], -1)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)  # beside the product, which lives as long
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -109,13 +110,10 @@ class Int8Linear(nn.Linear):
         return out
 
 
-def to_int8(model: nn.Module, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """Hold every linear layer of `model` in 8 bits, but for modules named in `skip`, and freeze all of it.
+def to_int8(model: nn.Module, skip: tuple[str, ...] | None = None) -> nn.Module:
+    """Hold the linear layers of `model` in 8 bits, but for those that `replace_linears` leaves, and freeze all of it.
 
     The rest stays in its dtype, as transformers loads a model in 8 bits. Works on "meta" too.
     """
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Int8Linear(module))
+    replace_linears(model, Int8Linear, skip)
     return model.requires_grad_(False)

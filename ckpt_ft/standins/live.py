@@ -46,7 +46,7 @@ def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
             if state is None or state.blocksize != BLOCK:
                 return None
             compute = layer.compute_dtype or state.dtype
-            made = NF4Linear(_linear(layer), compute, bool(state.nested), layer.weight.dtype)
+            made = NF4Linear(_linear(layer, state.dtype), compute, bool(state.nested), layer.weight.dtype)
             made.clones = False  # PEFT's own layer for it does
         elif isinstance(layer, bitsandbytes.nn.Linear8bitLt) and layer.weight.dtype is torch.int8:
             made = Int8Linear(_linear(layer))
@@ -56,5 +56,5 @@ def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
     return made.train(layer.training)
 
 
-def _linear(layer: nn.Linear) -> nn.Linear:
-    return nn.Linear(layer.in_features, layer.out_features, bias=False)
+def _linear(layer: nn.Linear, dtype: torch.dtype | None = None) -> nn.Linear:
+    return nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=dtype)

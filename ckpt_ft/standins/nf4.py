@@ -2,7 +2,8 @@
 
 Two weights in a byte, one float32 scale (absmax) for every 64 of them. Under double quantisation the scale is a byte,
 with a float32 scale for every 256 of those, a table of 256 levels and an offset of its own. Forward and backward each
-make the whole weight in the compute type, use it and drop it (bitsandbytes, autograd/_functions.py, MatMul4Bit).
+make the whole weight, use it and drop it: forward in the compute type, backward in the type that it was packed from,
+cast to the gradient's (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit, and backends/cuda/ops.py).
 The sixteen levels are QLoRA's (Dettmers et al. 2023, appendix E).
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .linears import replace_linears
 
 BLOCK, NESTED_BLOCK = 64, 256
 LEVELS = (
@@ -25,11 +28,13 @@ LEVELS = (
 def dequantize(packed: Tensor, absmax: Tensor, levels: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
     """The (out_features, in_features) weight in `dtype`.
 
-    packed: n / 2 bytes, as (n / 2, 1) of uint8 or fewer elements of another dtype; absmax: (n / 64,) float32.
+    packed: n / 2 bytes, as (n / 2, 1) of uint8 or fewer elements of another dtype; absmax: (n / 64,) float32; either
+    rounded up.
     """
     packed = packed.view(torch.uint8).view(-1)
-    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1, BLOCK)
-    return (levels[codes.long()] * absmax[:, None]).to(dtype).view(out_features, -1)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)
+    values = levels[codes.long()] * absmax.repeat_interleave(BLOCK)[: codes.numel()]
+    return values[: codes.numel() // out_features * out_features].to(dtype).view(out_features, -1)
 
 
 @dequantize.register_fake
@@ -58,13 +63,14 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return torch.matmul(grad, ctx.layer.dequantized(grad.dtype)), None, None
+        return torch.matmul(grad, ctx.layer.dequantize().to(grad.dtype)), None, None
 
 
 class NF4Linear(nn.Linear):
-    """`nn.Linear` with a frozen 4-bit weight, whose size must divide by 64.
+    """`nn.Linear` with a frozen 4-bit weight.
 
-    nested: under double quantisation. storage: the dtype that the packed bytes are held as.
+    nested: under double quantisation. storage: the dtype that the packed bytes are held as. packed_from: that of the
+    weight before.
     """
 
     clones = True  # what it returns, as PEFT's layer around bitsandbytes' does (peft/tuners/lora/bnb.py)
@@ -83,13 +89,14 @@ class NF4Linear(nn.Linear):
             compute_dtype,
         )
         weight, device = linear.weight, linear.weight.device
-        blocks = weight.detach().float().view(-1, BLOCK)
+        self.packed_from = weight.dtype
+        blocks = F.pad(weight.detach().float().view(-1), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
         levels = torch.tensor(LEVELS, device=device)
         absmax = blocks.abs().amax(1)
         middles = (levels[1:] + levels[:-1]) / 2
         codes = torch.bucketize(blocks / absmax[:, None], middles).to(torch.uint8).view(-1, 2)
-        packed = ((codes[:, :1] << 4) | codes[:, 1:]).view(-1).view(storage).view(-1, 1)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        packed = ((codes[:, :1] << 4) | codes[:, 1:]).view(-1)[: -(-weight.numel() // 2)].clone().view(storage)
+        self.weight = nn.Parameter(packed.view(-1, 1), requires_grad=False)
         self.bias = linear.bias
         self.nested = nested
         if nested:
@@ -104,8 +111,8 @@ class NF4Linear(nn.Linear):
         return self.weight
 
     def dequantize(self) -> Tensor:
-        """The weight in the compute type."""
-        return self.dequantized(self.compute_dtype)
+        """The weight in the type that it was packed from."""
+        return self.dequantized(self.packed_from)
 
     def _nest(self, absmax: Tensor) -> None:
         """Hold the scales in 8 bits, between equally many levels on both sides of their mean."""
@@ -137,24 +144,22 @@ class NF4Linear(nn.Linear):
 def to_nf4(
     model: nn.Module,
     compute_dtype: torch.dtype = torch.float16,
-    skip: tuple[str, ...] = ("lm_head",),
+    skip: tuple[str, ...] | None = None,
     nested: bool = False,
     storage: torch.dtype = torch.uint8,
 ) -> nn.Module:
-    """Hold every linear layer of `model` in NF4, but for modules named in `skip`, and freeze all of it.
+    """Hold the linear layers of `model` in NF4, but for those that `replace_linears` leaves, and freeze all of it.
 
     The rest stays in its dtype, as transformers loads a model in 4 bits. Works on "meta" too.
     """
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, NF4Linear(module, compute_dtype, nested, storage))
+    replace_linears(model, lambda linear: NF4Linear(linear, compute_dtype, nested, storage), skip)
     return model.requires_grad_(False)
 
 
 def prepare_kbit(model: nn.Module) -> nn.Module:
     """What of `model` is not packed (embeddings, norms, head) to float32: peft.prepare_model_for_kbit_training."""
+    packed = {id(layer.weight) for layer in model.modules() if isinstance(layer, NF4Linear)}
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and id(parameter) not in packed:
             parameter.data = parameter.data.float()
     return model

@@ -21,7 +21,6 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
@@ -29,7 +28,7 @@ from ckpt_ft.policy import Policy
 from .arguments import ACArguments
 from .fit import Fitted, fit_to_memory
 from .reporting import add_prediction, holder_lines, never_fatal, refuse_fsdp, require_parity, show_and_write
-from .trainer_workload import has_own_loss, loss_of, measured_workload
+from .trainer_workload import has_own_loss, loss_of, measured_workload, models_beside, require_batches
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,7 +66,7 @@ class ACCallback(TrainerCallback):
         self.report: MemoryReport | None = None
         self._accelerator: Accelerator | None = None
         self._loss: Callable[..., torch.Tensor] | None = None  # of a trainer that computes more than its model's
-        self._given = LargestBatch()  # that it was given
+        self._beside: tuple[torch.nn.Module, ...] = ()  # the trainer's other models
         self._scalars: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> ACCallback:
@@ -79,14 +78,18 @@ class ACCallback(TrainerCallback):
         error: a script that goes on after one then calls `close()`. Everything else works the same.
 
         Raises:
-            UserError: (under "auto") nothing fits, no budget on a CPU, or a streaming dataset.
+            UserError: (under "auto") nothing fits, no budget on a CPU, a streaming dataset, or batches that are made
+                while training.
         """
         self._accelerator = trainer.accelerator
+        self._beside = models_beside(trainer)
         if has_own_loss(trainer):
             self._loss = loss_of(trainer)
-        if (self.policy is not None and self.policy.auto) or (
-            self.fitted is None and self.settings.find_max_batch_size
-        ):
+        auto = self.policy is not None and self.policy.auto
+        plans = auto or (self.fitted is None and self.settings.find_max_batch_size)
+        if plans or self.settings.ac_check:
+            require_batches(trainer)
+        if plans:
             self._plan(trainer)
         if self._loss is not None:
             trainer.compute_loss = self._noting(trainer.compute_loss)
@@ -195,12 +198,12 @@ class ACCallback(TrainerCallback):
         return watched
 
     def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute_loss`, of whose largest batch in training the outlines are kept."""
+        """`compute_loss`, of whose batches in training the profiler is told."""
 
         @functools.wraps(compute_loss)
         def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if model.training and self.profiler is not None and self.profiler.measuring:
-                self._given.note(args, kwargs)
+            if model.training and self.profiler is not None:
+                self.profiler.note_loss(args, kwargs)
             return compute_loss(model, *args, **kwargs)
 
         return noting
@@ -231,8 +234,8 @@ class ACCallback(TrainerCallback):
             if self._loss is None:
                 workload = measured_workload(model, optimizer, profiler.batch, args, device)
             else:
-                workload = measured_workload(model, optimizer, self._given, args, device, self._loss)
-            return replace(workload, launch=launch).trace()
+                workload = measured_workload(model, optimizer, profiler.loss_batch, args, device, self._loss)
+            return replace(workload, launch=launch, beside=self._beside).trace()
 
         add_prediction(report, profiler.accelerator, trace)
 

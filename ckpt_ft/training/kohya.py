@@ -31,7 +31,8 @@ def to_kohya(adapter: str, output: str) -> Path:
     adapter: the run's output_dir, or its file.
 
     Raises:
-        UserError: there is no LoRA, it is no U-Net's or more than LoRA, or `output` is there or cannot be written.
+        UserError: there is no LoRA, half of one, one that is no U-Net's or more than LoRA, or `output` is there or
+            cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -75,7 +76,15 @@ def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     other = next((name for name in weights if not name.endswith((".lora_A.weight", ".lora_B.weight"))), None)
     if other is not None:
         raise UserError(f"{source}: {other} is more than LoRA (DoRA?), for which diffusers has no name of kohya's")
+    lone = next((name for name in weights if _other_half(name) not in weights), None)
+    if lone is not None or not weights:
+        raise UserError(f"{source} is no whole LoRA: it lacks {_other_half(lone) if lone else 'all of it'}")
     return weights, settings
+
+
+def _other_half(name: str) -> str:
+    a, b = ".lora_A.", ".lora_B."
+    return name.replace(a, b) if a in name else name.replace(b, a)
 
 
 def _is_peft(weights: Mapping[str, Tensor]) -> bool:
@@ -89,7 +98,7 @@ def _named(weights: dict[str, Tensor], settings: Mapping[str, Any], source: Path
     for name, down in weights.items():
         if not name.endswith(".lora_A.weight"):
             continue
-        pair = {other: weights[other] for other in (name, name.replace(".lora_A.", ".lora_B.")) if other in weights}
+        pair = {half: weights[half] for half in (name, _other_half(name))}
         with library_reads(f"{source}: {name}"):
             renamed = convert_state_dict_to_kohya(pair)
         alpha = next(key for key in renamed if key.endswith(".alpha"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,36 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
     with library_reads(_what(source, base)):
         pipeline = _pipeline(base, dtype)
-        pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
+        with warnings.catch_warnings():  # PEFT warns of modules that the adapter was trained on and the file lacks
+            warnings.filterwarnings("error", "While injecting the PEFT adapters", RuntimeWarning)
+            pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
         if not pipeline.get_list_adapters():
             raise UserError(f"{source} holds no LoRA for a part of {base}; give the pipeline that it was trained on")
+        _check_loaded(pipeline, source, base)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     return [pipeline]
+
+
+def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
+    """Raises UserError where the file has more or fewer tensors than the adapters that were made of it: diffusers
+    leaves what is missing as it was made, and passes over what is too much. Files under others' names are not told."""
+    from peft.utils import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    with safe_open(source / PIPELINE_LORA, framework="pt") as file:
+        given = [name for name in file.keys() if not name.endswith(".alpha")]  # noqa: SIM118  not a dict
+    loaded = [
+        name
+        for component, adapters in pipeline.get_list_adapters().items()
+        for adapter in adapters
+        for name in get_peft_model_state_dict(getattr(pipeline, component), adapter_name=adapter)
+    ]
+    if all(name.partition(".")[0] in pipeline.components for name in given) and len(given) != len(loaded):
+        raise UserError(
+            f"{source} has {len(given)} tensors, and its LoRA for {base} has {len(loaded)}; give the pipeline that it "
+            "was trained on, or the whole file"
+        )
 
 
 def _pipeline(base: str, dtype: str) -> Any:

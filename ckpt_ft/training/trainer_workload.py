@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.sharded import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
@@ -69,15 +70,46 @@ def trainer_workload(
 
 def loss_of(trainer: Trainer) -> Callable[..., torch.Tensor]:
     """The loss that `trainer` computes, a subclass's own included; the trainer stays as it is."""
-    twin: Any = copy.copy(trainer)
-    if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
-        twin._metrics = copy.deepcopy(trainer._metrics)
-    return partial(type(trainer).compute_loss, twin)
+
+    def compute_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        twin: Any = copy.copy(trainer)
+        if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
+            twin._metrics = copy.deepcopy(trainer._metrics)
+        loss: torch.Tensor = type(trainer).compute_loss(twin, *args, **kwargs)
+        return loss
+
+    return compute_loss
 
 
 def has_own_loss(trainer: Trainer) -> bool:
     """Whether it computes more than the model's loss, as a DPOTrainer does with its reference model."""
     return type(trainer).compute_loss is not Trainer.compute_loss
+
+
+def models_beside(trainer: Trainer) -> tuple[nn.Module, ...]:
+    """The models that it has on the device beside the one it trains: TRL's references, and models that reward.
+
+    Not those of which every process holds a part.
+    """
+    trained = {id(p) for p in trainer.model.parameters()}
+    found: dict[nn.Module, None] = {}
+    for held in vars(trainer).values():
+        for module in held if isinstance(held, (list, tuple)) else [held]:
+            weights = list(module.parameters()) if isinstance(module, nn.Module) else []
+            here = bool(weights) and weights[0].device == trainer.args.device
+            if here and not any(id(p) in trained or isinstance(p, DTensor) for p in weights):
+                found[module] = None
+    return tuple(found)
+
+
+def require_batches(trainer: Trainer) -> None:
+    """Raises UserError where batches are made while training, of what the model says to rows (TRL's GRPO, RLOO)."""
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        kind = type(trainer).__name__
+        raise UserError(
+            f"a {kind} makes its batches while it trains, so none can be looked at beforehand (policy 'auto', "
+            "--find_max_batch_size, --ac_check): give a policy; the report then says what it took, and predicted"
+        )
 
 
 def loss_of_model(model: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -42,7 +42,8 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
     if name == "adamw_8bit":
         from ckpt_ft.standins.adamw_8bit import AdamW8bit
 
-        return AdamW8bit(trainable, lr=1e-4)
+        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        return AdamW8bit(trainable, lr=1e-4, whole=embeddings)
     return torch.optim.AdamW(trainable, lr=1e-4, fused=True if name == "adamw_fused" else None)
 
 

@@ -163,3 +163,31 @@ def test_a_jagged_tensor(policy: str) -> None:
         return net(rows).values()
 
     assert_alike(numbers(model, call), numbers(plain, call), policy)
+
+
+class Descends(Block):
+    """A block whose forward takes a gradient of its own, as a force field's does of an energy."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.mlp(y).sum(), y)
+        return super().forward(x, mask) - force
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2", "save:matmul"])
+def test_a_backward_inside_of_a_blocks_forward_is_refused(policy: str) -> None:
+    model = Net(Descends)
+    apply_policy(model, policy)
+    with pytest.raises(UserError, match="Descends: its forward runs a backward of its own"):
+        model(torch.ones(2, 8))
+
+
+def test_a_backward_inside_of_a_blocks_forward_under_what_keeps_its_graph() -> None:
+    gradients = []
+    for policy in ("none", "offload"):
+        torch.manual_seed(0)
+        model = Net(Descends)
+        apply_policy(model, policy)
+        model(torch.ones(2, 8)).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(a.equal(b) for a, b in zip(*gradients, strict=True))

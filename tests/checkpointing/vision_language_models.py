@@ -24,6 +24,13 @@ _QWEN = {
     },
 }  # fmt: skip
 _EYES = {"model_type": "siglip_vision_model", **_SIGLIP}
+_PIXTRAL = {
+    "image_token_index": IMAGE, "vision_feature_layer": -1, "text_config": {"model_type": "mistral", **_TEXT},
+    "vision_config": {
+        "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "patch_size": 8, "image_size": 32,
+    },
+}  # fmt: skip
 _LLAMA = {"model_type": "llama", **_TEXT}
 _IDEFICS = {"image_token_id": IMAGE, "scale_factor": 2, "vision_config": _SIGLIP, "tie_word_embeddings": False}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,17 +60,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma3_text", **_TEXT, "layer_types": ["sliding_attention", "full_attention"]},
         "vision_config": _EYES,
     },
+    "pixtral": {**_PIXTRAL, "model_type": "llava", "vision_feature_select_strategy": "full"},
+    "mistral3": {**_PIXTRAL, "spatial_merge_size": 2},
     "idefics3": {**_IDEFICS, "text_config": _LLAMA},
     "smolvlm": {**_IDEFICS, "text_config": _LLAMA},
 }  # fmt: skip
-_TOKENS = {"llava": 16, "paligemma": 16}  # that stand for an image of 16 patches; merged by fours in the others
+# Tokens that stand for an image of 16 patches; merged by fours in the others.
+_TOKENS = {"llava": 16, "paligemma": 16, "pixtral": 16}
 
 
 def make(name: str, lora: bool = False) -> nn.Module:
     """The model in train mode, without dropout but in front of LoRA's adapters, of which it has some in each tower."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(name, **CONFIGS[name])
+    config = AutoConfig.for_model(**{"model_type": name, **CONFIGS[name]})
     config.use_cache = False
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
@@ -93,6 +103,8 @@ def batch(name: str, rows: int = 2) -> dict[str, torch.Tensor]:
     pixels = torch.randn(rows, 3, 32, 32, generator=generator)
     if name in ("paligemma", "gemma3"):
         return {**inputs, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+    if name in ("pixtral", "mistral3"):
+        return {**inputs, "pixel_values": pixels, "image_sizes": torch.tensor([[32, 32]] * rows)}
     return {**inputs, "pixel_values": pixels.unsqueeze(1) if name in ("idefics3", "smolvlm") else pixels}
 
 

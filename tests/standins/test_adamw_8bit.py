@@ -7,6 +7,7 @@ from torch import nn
 
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.standins.adamw_8bit import AdamW8bit
+from ckpt_ft.workloads.optimizers import make_optimizer
 
 
 def test_state_bytes() -> None:
@@ -33,3 +34,17 @@ def test_a_trace_counts_them_as_optimizer_state() -> None:
     n = 128 * 128
     state = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
     assert state == 2 * (n + 4 * n // 256) + 2 * 4 * 256
+
+
+def test_embeddings_keep_float32_moments() -> None:
+    """As Trainer tells bitsandbytes (transformers/trainer.py, create_optimizer), and a tied head with them."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(100, 64), "head": nn.Linear(64, 100, bias=False)})
+    other = nn.Linear(64, 100, bias=False)
+    model["head"].weight = model["tokens"].weight
+    model["other"] = other
+    optimizer = make_optimizer(model, "adamw_8bit")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [optimizer.state[p]["state1"] for p in (model["tokens"].weight, other.weight)]
+    assert [state.dtype for state in states] == [torch.float32, torch.uint8]

@@ -54,3 +54,13 @@ def test_what_a_step_makes_beside_it() -> None:
     assert expected <= made
     (product,) = [op for op in trace.ops if "int8_matmul" in op.name and op.at >= trace.start]
     assert product.flops == 2 * rows * n * m
+
+
+def test_what_lives_beside_the_result() -> None:
+    """The product of whole numbers and the input in 8 bits live until the float16 form is cast to the layer's type."""
+    rows, n, m = 64, 256, 512
+    model = Int8Linear(nn.Linear(n, m, bias=False))
+    x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)
+    trace = trace_step(model, lambda model, optimizer: model(x), device="cpu")
+    held = n * m + 4 * m + 2 * rows * n  # weight and scales, input
+    assert trace.peak_allocated == held + (rows * n + 4 * rows) + (4 + 2 + 2) * rows * m

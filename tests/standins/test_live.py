@@ -57,6 +57,8 @@ def test_a_live_layer_is_traced_as_its_stand_in(bitsandbytes: ModuleType, nested
         if quantised:
             made[0], made[2] = (Linear4bit(128, 128, torch.bfloat16, nested) for _ in range(2))
         else:
+            for number in (0, 2):
+                made[number].weight.data = made[number].weight.data.bfloat16()  # what live ones were packed from
             to_nf4(made, torch.bfloat16, skip=("1",), nested=nested)
             for number in (0, 2):
                 made[number].clones = False  # nothing of PEFT is around them
@@ -87,8 +89,9 @@ def test_one_layer_in_two_places_stays_one(bitsandbytes: ModuleType) -> None:
     assert model[0] is model[1][0] is model[1][1] is layer
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("nested", [False, True])
-def test_qlora_as_transformers_loads_it(nested: bool, tmp_path: Any) -> None:
+def test_qlora_as_transformers_loads_it(nested: bool, dtype: torch.dtype, tmp_path: Any) -> None:
     """Its peak is that of the estimate's model, which needs no bitsandbytes."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -96,13 +99,13 @@ def test_qlora_as_transformers_loads_it(nested: bool, tmp_path: Any) -> None:
     config = LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     )
-    plain = LlamaForCausalLM(config).to(torch.bfloat16)
+    plain = LlamaForCausalLM(config).to(dtype)
     plain.save_pretrained(tmp_path)
     quantisation = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=nested,
     )  # fmt: skip
-    live = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=torch.bfloat16)
+    live = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantisation, dtype=dtype)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ids = torch.zeros(2, 64, dtype=torch.long)

@@ -12,8 +12,10 @@ import torch
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.standins.nf4 import NF4Linear, to_nf4
+from ckpt_ft.standins.int8 import to_int8
+from ckpt_ft.standins.nf4 import NF4Linear, prepare_kbit, to_nf4
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
@@ -97,3 +99,61 @@ def test_the_compute_type_is_the_recipes() -> None:
         model = adapt(torch.nn.Sequential(torch.nn.Linear(64, 64)), Settings(load_in_4bit=True, lora_r=2, dtype=dtype))
         layers = [m for m in model.modules() if isinstance(m, NF4Linear)]
         assert [layer.compute_dtype for layer in layers] == [compute]
+
+
+def test_backward_makes_the_weight_in_the_type_that_it_was_packed_from() -> None:
+    """A base loaded in float32 under bf16 compute: its four bytes a weight, and the two of the cast, at once."""
+    rows, n, m = 8, 128, 256
+    model = torch.nn.Sequential(NF4Linear(torch.nn.Linear(n, m, bias=False), torch.bfloat16))
+    x = torch.zeros(rows, n, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(model: torch.nn.Module, optimizer: object) -> None:
+        model(x).sum().backward()
+
+    trace = trace_step(model, step, device="t4")
+    made = [(s.phase, s.nbytes) for s in trace.storages if s.nbytes in (2 * n * m, 4 * n * m) and s.op]
+    once = [("forward", 2 * n * m), ("backward", 4 * n * m), ("backward", 2 * n * m)]
+    assert made == once * 2
+
+
+def test_preparation_leaves_packed_bytes_that_are_held_as_floats() -> None:
+    model = to_nf4(torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.LayerNorm(64)).bfloat16(), skip=())
+    held = to_nf4(torch.nn.Sequential(torch.nn.Linear(128, 64)), skip=(), storage=torch.bfloat16)
+    prepare_kbit(model), prepare_kbit(held)
+    assert (model[1].weight.dtype, model[0].weight.dtype) == (torch.float32, torch.uint8)
+    assert (held[0].weight.dtype, held[0].weight.nbytes) == (torch.bfloat16, 128 * 64 // 2)
+
+
+def test_any_size_is_packed() -> None:
+    linear = torch.nn.Linear(10, 7)
+    layer = NF4Linear(linear, torch.float32)
+    assert (layer.weight.nbytes, layer.absmax.numel()) == (35, 2)
+    assert (layer.dequantize() - linear.weight).abs().max() < 0.2 * linear.weight.abs().max()  # of a step's half
+
+
+@pytest.mark.parametrize("pack", [to_nf4, to_int8])
+def test_the_layers_that_transformers_leaves(pack: Any) -> None:
+    """Heads whatever they are called, what stays in float32, and GPT-2's layers, which are no `nn.Linear`."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForSequenceClassification,
+        T5Config,
+        T5ForConditionalGeneration,
+        WhisperConfig,
+        WhisperForConditionalGeneration,
+    )
+
+    left = {}
+    for kind, config in (
+        (GPT2LMHeadModel, GPT2Config(n_layer=1)),
+        (LlamaForSequenceClassification, LlamaConfig(num_hidden_layers=1)),
+        (T5ForConditionalGeneration, T5Config(num_layers=1)),
+        (WhisperForConditionalGeneration, WhisperConfig(encoder_layers=1, decoder_layers=1)),
+    ):
+        with torch.device("meta"):
+            model = pack(kind(config))
+        own = [(n.rpartition(".")[2], type(m).__name__) for n, m in model.named_modules() if not any(m.children())]
+        left[kind.__name__[:4]] = {name for name, type_ in own if type_ in ("Linear", "Conv1D")}
+    assert left == {"GPT2": {"lm_head"}, "Llam": {"score"}, "T5Fo": {"lm_head", "wo"}, "Whis": {"proj_out"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -380,3 +381,30 @@ def test_auto_plans_for_the_loss_of_trls_trainers(
     assert not callback.policy.auto
     trainer.train()
     assert len(losses(trainer)) == 1
+
+
+def test_what_a_grpo_trainer_takes_is_predicted(tmp_path: Path, sample: tuple[Path, Path]) -> None:
+    """Its reference model is on the device and in no loss; batches are made of what the model says."""
+    trl = pytest.importorskip("trl")
+    fields = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": []}
+    sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    args = trl.GRPOConfig(str(tmp_path), **OFF, bf16=False, **fields, **sizes)
+
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) + number for number, text in enumerate(completions)]
+
+    def make() -> Any:
+        rows = Dataset.from_list([{"prompt": "What is a list? "}, {"prompt": "def"}] * 4)
+        return trl.GRPOTrainer(str(sample[0]), lengths, args=args, train_dataset=rows)
+
+    with pytest.raises(UserError, match="GRPOTrainer makes its batches while it trains"):
+        ACCallback(ACArguments(ac_policy="auto", ac_budget="4GiB")).attach(make())
+    trainer = make()
+    callback = ACCallback(ACArguments(ac_policy="full", ac_report="json")).attach(trainer)
+    trainer.train()
+    rank = json.loads((tmp_path / "memory_report.json").read_text())["ranks"][0]
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    assert rank["peaks"]["optimizer"]["allocated"] >= 5 * weights  # its own, the reference, gradients, Adam's two
+    for phase in ("forward", "backward", "optimizer"):
+        assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=1e-3), phase
+    assert callback.applied is None

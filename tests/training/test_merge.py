@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +44,7 @@ def test_a_language_model_gives_the_adapted_ones_logits(sample: tuple[Path, Path
 
 def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
+    from diffusers.training_utils import _collate_lora_metadata
 
     from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 
@@ -53,10 +55,20 @@ def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
     pipeline.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"], init_lora_weights=False))
     with torch.no_grad():
         wanted = pipeline.unet.eval()(*inputs).sample
-    StableDiffusionPipeline.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipeline.unet))
+    about = _collate_lora_metadata({"unet": pipeline.unet})  # as the recipe has it
+    StableDiffusionPipeline.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipeline.unet), **about)
 
     with pytest.raises(UserError, match="does not name its base; give the pipeline with --base"):
         merge(str(tmp_path / "lora"), str(tmp_path / "merged"))
+    file = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
+    weights = load_file(file)
+    with safe_open(file, framework="pt") as saved:
+        settings = saved.metadata()
+    for lacking in (1, len(weights) // 2):
+        save_file(dict(sorted(weights.items())[lacking:]), file, settings)
+        with pytest.raises(UserError, match=rf"has {len(weights) - lacking} tensors, .* has|lora.* cannot be merged"):
+            merge(str(tmp_path / "lora"), str(tmp_path / "merged"), base=str(tmp_path / "base"))
+    save_file(weights, file, settings)
     merge(str(tmp_path / "lora"), str(tmp_path / "merged"), base=str(tmp_path / "base"))
     merged = StableDiffusionPipeline.from_pretrained(tmp_path / "merged").unet
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from ckpt_ft.memory.record.casts import AFTER as CASTS
 from ckpt_ft.memory.record.opinfo import After, Rule
 from ckpt_ft.memory.record.scratch import KERNELS, MATMULS, observed, takes_scratch
 from ckpt_ft.memory.record.tracker import Tracker
@@ -71,4 +72,4 @@ def _zeros(fake: Tensor) -> Tensor:
 
 
 RULES: dict[Any, Rule] = {aten.mkldnn_rnn_layer.default: lstm}
-AFTER: dict[Any, After] = dict.fromkeys(KERNELS, scratch)
+AFTER: dict[Any, After] = {**CASTS, **dict.fromkeys(KERNELS, scratch)}

@@ -63,6 +63,7 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             else:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            _hook(made[id(value)], value)
         return made[id(value)]
 
     modes = {module: module.training for module in model.modules()}  # a step may change them
@@ -83,6 +84,20 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             _put_back(table, before)
         for module, training in modes.items():
             module.training = training
+
+
+def _hook(fake: Tensor, like: Tensor) -> None:
+    """Give `fake` the user's hooks on gradients of `like`: they may make tensors, or step an optimizer in backward.
+
+    DeepSpeed's stay: what they do is done by rules of ours (memory/distributed/).
+    """
+    for name, register in (
+        ("_backward_hooks", fake.register_hook),
+        ("_post_accumulate_grad_hooks", fake.register_post_accumulate_grad_hook),
+    ):
+        for hook in (getattr(like, name, None) or {}).values():
+            if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("deepspeed."):
+                register(hook)
 
 
 def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:

@@ -53,6 +53,7 @@ class MemoryProfiler:
 
     Attributes:
         batch: the largest batch that the model was given in the fullest of the measured steps.
+        loss_batch: and what the loss was, of that step, where `note_loss` told of it.
 
     Raises:
         UserError: `sample` is not positive.
@@ -84,7 +85,7 @@ class MemoryProfiler:
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.history = History()
-        self.batch = LargestBatch()  # of the fullest step
+        self.batch = self.loss_batch = LargestBatch()  # of the fullest step
         self._noted = LargestBatch()  # of the step that runs
         self._resident: dict[str, int] = {}
         self._open = False
@@ -128,6 +129,11 @@ class MemoryProfiler:
         """Whether the step that runs is one of those that are measured."""
         return self._open
 
+    def note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell what a loss was given that is more than the model's own, for `loss_batch`."""
+        if self._open:
+            self._loss_noted.note(args, kwargs)
+
     def begin_step(self) -> None:
         """Begin the next step's measurement here rather than where the last one ended (after an evaluation, say)."""
         self._cancel()
@@ -135,7 +141,7 @@ class MemoryProfiler:
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
-            self._noted = LargestBatch()
+            self._noted, self._loss_noted = LargestBatch(), LargestBatch()
             self._open = True
         self._began = time.perf_counter()
 
@@ -158,7 +164,7 @@ class MemoryProfiler:
             if self.device.type == "cuda" and not self._resident and self.model is not None:
                 self._resident = resident_bytes(nn.ModuleList([self.model, *self._beside]), self.optimizer)
             if self._noted.elements and _allocated(peaks) > _allocated(self.peaks):
-                self.batch = self._noted
+                self.batch, self.loss_batch = self._noted, self._loss_noted
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
             scalars = _scalars(peaks)

@@ -18,6 +18,7 @@ import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from .casts import AFTER as CASTS
 from .opinfo import After, Rule
 
 aten = torch.ops.aten
@@ -71,4 +72,4 @@ def measured() -> tuple[dict[Any, Rule], dict[Any, After]]:
         if taken:
             tracker.scratch(taken, str(func))
 
-    return dict.fromkeys(KERNELS, run), dict.fromkeys(KERNELS, record)
+    return dict.fromkeys(KERNELS, run), {**CASTS, **dict.fromkeys(KERNELS, record)}

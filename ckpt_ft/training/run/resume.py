@@ -17,6 +17,8 @@ WHOLE = ("config.json", "model_index.json")
 
 def check_output_dir(output_dir: str) -> None:
     """Raises UserError when `output_dir`, or what should be a directory above it, is a file, or no name of one."""
+    if not output_dir.strip():
+        raise UserError("--output_dir is empty; give a directory ('.' for the one that you are in)")
     path = Path(output_dir)
     try:
         first = next((place for place in (path, *path.parents) if place.exists()), None)

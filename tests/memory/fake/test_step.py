@@ -466,3 +466,29 @@ def test_what_a_method_remembers_is_the_traces_own() -> None:
     assert not isinstance(model.places(256), FakeTensor)
     assert trace_step(model, step, device="cpu").peak_allocated == before
     assert model(torch.zeros(256, 64)).shape == (256, 64)
+
+
+@pytest.mark.parametrize("when", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_run(when: str) -> None:
+    """A gradient that is projected, and an optimizer that steps in backward, as hooks of the user's do."""
+    model, loss = language_model()
+
+    def project(grad: torch.Tensor) -> torch.Tensor:
+        return grad - grad.mean(0) @ torch.ones(grad.shape[1:])
+
+    def descend(parameter: torch.Tensor) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        loss(model).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    plain = trace_step(model, step, device="cpu")
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            getattr(parameter, when)(project if when == "register_hook" else descend)
+    fake, real = trace_step(model, step, device="cpu"), real_trace(model, step)
+    assert story(fake) == story(real)
+    assert len(fake.ops) > len(plain.ops)

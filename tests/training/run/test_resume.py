@@ -161,6 +161,8 @@ def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
     for given in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="file is a file; give a directory"):
             check_output_dir(str(given))
+    with pytest.raises(UserError, match="--output_dir is empty; give a directory"):  # and not the one we are in
+        check_output_dir("")
     check_output_dir(str(tmp_path / "new" / "deep"))
     with pytest.raises(UserError, match="File name too long.*; give a directory"):
         check_output_dir(str(tmp_path / ("x" * 300)))
