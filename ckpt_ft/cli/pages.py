@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +30,7 @@ class Files:
     """Where to write what; "" for nowhere.
 
     Raises:
-        UserError: a file that cannot be written, or a CPU's step for Perfetto.
+        UserError: a file that cannot be written or is asked for twice, or a CPU's step for Perfetto.
     """
 
     gpu: GPU | None
@@ -40,9 +41,11 @@ class Files:
     def __post_init__(self) -> None:
         if self.perfetto and self.gpu is None:
             raise UserError(f"--perfetto {self.perfetto}: a CPU's speed is not modelled; give a GPU by --device")
-        for flag in ("html", "snapshot", "perfetto"):
-            if getattr(self, flag):
-                check_writable(getattr(self, flag), f"--{flag}")
+        named = {flag: getattr(self, flag) for flag in ("html", "snapshot", "perfetto") if getattr(self, flag)}
+        for flag, file in named.items():
+            check_writable(file, f"--{flag}")
+        if len({Path(file).resolve() for file in named.values()}) < len(named):
+            raise UserError(f"--{' and --'.join(named)}: each needs a file of its own")
 
     @property
     def any(self) -> bool:

@@ -278,6 +278,10 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("check", "CONFIG", "--policy", "full", "--seed", "9" * 30), "--seed"),
         (("estimate", "CONFIG", "--lora", "4", "--lora-targets", ","), "--lora-targets ',': names nothing"),
         (("estimate", "CONFIG", "--freeze", ", "), "--freeze ', ': names nothing"),
+        (
+            ("estimate", "CONFIG", "--device", "t4", "--html", "a", "--perfetto", "./a"),
+            "--html and --perfetto: each needs",
+        ),
         (("estimate", "CONFIG", "--perfetto", "/dev/null"), "--perfetto /dev/null: cannot be written (it is a device"),
         (("estimate", "CONFIG", "--launch", "ddp", "--processes", "99999999999"), "1048576 in all at most"),
         (("plan", "CONFIG", "--output", "/proc/nowhere/plan.json"), "--output /proc/nowhere/plan.json: cannot be"),
