@@ -44,6 +44,8 @@ def adapt(model: Any, settings: Settings) -> Any:
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
         adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
+    if on_meta:
+        _train_rank_numbers(adapted)
     if settings.load_in_4bit:
         _show_weights(adapted)
     return adapted.train()
@@ -108,6 +110,14 @@ def _show_weights(adapted: Any) -> None:
             from peft.utils.quantization_utils import HqqBackend
 
             layer.quantization_backend = HqqBackend()
+
+
+def _train_rank_numbers(adapted: Any) -> None:
+    """Of AdaLoRA: PEFT trains what it casts from half precision to float32, and on meta there is nothing to cast."""
+    for layer in adapted.modules():
+        ranks = getattr(layer, "ranknum", None)
+        if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
+            ranks.requires_grad_(True)
 
 
 def _freeze(model: Any, part: str) -> None:

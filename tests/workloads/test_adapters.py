@@ -139,6 +139,20 @@ def test_adapters_are_in_the_dtype_that_peft_gives_them(kind: str, config: str) 
     assert workload.trace(1).peak_allocated > 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
+    """On a base in half precision, and none in float32: what divides by them saves what they divide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    for dtype, trained in (("bfloat16", True), ("float32", False)):
+        settings = replace(PLAIN, dtype=dtype, peft=configuration("ADALORA"))
+        base = LlamaForCausalLM(LlamaConfig(**sizes_of)).to(getattr(torch, dtype))  # type: ignore[arg-type]
+        for model in (load(config, settings).model, adapt(base, settings)):
+            ranks = [p.requires_grad for name, p in model.named_parameters() if ".ranknum." in name]
+            assert ranks == [trained] * 4
+
+
 def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:
     workload = load(config, replace(PLAIN, peft=configuration("SHIRA"), load_in_4bit=True))
     unpacked = [op for op in workload.trace(1).ops if "dequantize" in op.name and "q_proj" in op.module]

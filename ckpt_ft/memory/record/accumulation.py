@@ -1,14 +1,17 @@
-"""Where autograd adds gradients up in place, but not under a dispatch mode.
+"""Where autograd writes gradients in place, but not under a dispatch mode.
 
 A tensor that several ops used gets the sum of their gradients. The engine adds into the first one when nobody else
 holds it, except under a dispatch mode: there every tensor counts as a subclass, and the sum is a new tensor
-[torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; aten/src/ATen/TensorSubclassLikeUtils.h]. The record
-tells what happens without the mode.
+[torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; aten/src/ATen/TensorSubclassLikeUtils.h]. So it is with
+gradients that go to their places among zeros: of gather, sort, topk and the like, as large as what they were taken
+from [torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/TensorAdvancedIndexing.cpp]. The record tells what
+happens without the mode.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +20,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ADD = torch.ops.aten.add.Tensor
+_ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
+_PLACED = ("scatter_add.default", "scatter.src", "put.default", "index_add.default", "index_put.default")
+IN_PLACE = frozenset(f"aten.{name}" for name in ("add.Tensor", *_PLACED))  # what may be
+
+
+def is_in_place(func: Any, args: tuple[Any, ...], made_by: Callable[[Tensor], str]) -> bool:
+    """Whether this call of one of IN_PLACE in backward writes into its first argument.
+
+    Call it from a mode's `__torch_dispatch__`, which may hold `args` but not the tensors in them.
+
+    made_by: the name of the op that a tensor is from.
+    """
+    return adds_in_place(args) if func is ADD else _is_placed(args, made_by)
+
+
+def _is_placed(args: tuple[Any, ...], made_by: Callable[[Tensor], str]) -> bool:
+    """Whether autograd's own code, not a function of the user's, puts values among zeros that it has just made."""
+    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    return node is not None and node.name()[-1:].isdigit() and made_by(args[0]) in _ZEROS
 
 
 def adds_in_place(args: tuple[Any, ...]) -> bool:

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .accumulation import ADD, adds_in_place, owners_of_a_sum
+from .accumulation import IN_PLACE, is_in_place, owners_of_a_sum
 from .composite import in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
@@ -241,7 +241,7 @@ class Tracker(Storages, TorchDispatchMode):
             self._mark_sent(tensors(args))
         at = len(self._events)
         out, work = self._call(op, func, args, kwargs)
-        if func is ADD and self._phase == "backward" and adds_in_place(args):
+        if self._phase == "backward" and op.name in IN_PLACE and is_in_place(func, args, self.made_by):
             self._reuse(args[0], out)
         module = self._module()
         category = "activations" if self._phase == "forward" or self._recompute else "temporary"

@@ -204,3 +204,32 @@ def test_sparse_gradients_add_up_too() -> None:
     with Tracker(table):
         (table(IDS % 10).sum() + table(IDS % 7).sum()).backward()
     assert table.weight.grad.is_sparse
+
+
+INDICES = torch.arange(64).view(16, 4) % 32
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.gather(1, INDICES),
+        lambda x: x.topk(4)[0],
+        lambda x: x.cummax(1)[0],
+        lambda x: x.take(INDICES),
+        lambda x: x[INDICES[0], INDICES[1]],
+    ],
+    ids=["gather", "topk", "cummax", "take", "index"],
+)
+def test_gradients_are_put_among_zeros_in_place(function: Callable[[Tensor], Tensor]) -> None:
+    """What a preference's loss gathers of its logits has a gradient as large as they are, once."""
+    model = nn.Linear(2, 4096, bias=False)
+    rows = torch.ones(64, 2)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        function(model(rows).view(16, -1)).sum().backward()
+        model.weight.grad = None
+
+    trace = tracked(model, step, adamw(model))
+    measured = profiled_peak(lambda: step(model, None))
+    assert trace.peak_allocated - trace.replay.allocated[trace.start - 1] == pytest.approx(measured, rel=0.01)
+    assert story(trace_step(model, step, device="cpu")) == story(trace)
