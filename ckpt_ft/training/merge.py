@@ -163,12 +163,10 @@ def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
 
     with safe_open(source / PIPELINE_LORA, framework="pt") as file:
         given = [name for name in file.keys() if not name.endswith(".alpha")]  # noqa: SIM118  not a dict
-    loaded = [
-        name
-        for component, adapters in pipeline.get_list_adapters().items()
-        for adapter in adapters
-        for name in get_peft_model_state_dict(getattr(pipeline, component), adapter_name=adapter)
-    ]
+    loaded: list[str] = []
+    for component, (adapter,) in pipeline.get_list_adapters().items():
+        part: Any = getattr(pipeline, component)
+        loaded += get_peft_model_state_dict(part, adapter_name=adapter, save_embedding_layers=False)
     if all(name.partition(".")[0] in pipeline.components for name in given) and len(given) != len(loaded):
         raise UserError(
             f"{source} has {len(given)} tensors, and its LoRA for {base} has {len(loaded)}; give the pipeline that it "

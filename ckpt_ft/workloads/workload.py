@@ -6,22 +6,20 @@ with a loop of his own gives that instead (`Workload.of_loop`): what is derived 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.buckets import outputs_copied
-from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
 
 from .lengths import Lengths
+from .training_step import ALONE, Ranks, optimizer_step, update
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.distributed.launch import Launch
@@ -39,74 +37,6 @@ Answer = TypeVar("Answer")
 # last, which alone synchronises.
 RECORDED, RECORDED_LAUNCHED = 2, 3
 _MOST = 2**40  # samples
-
-
-class Engine(Protocol):
-    """What of accelerate's Accelerator a training step needs."""
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Around each micro-batch."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of a micro-batch's loss, scaled where several make a step."""
-
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
-        """Clip gradients in place."""
-
-
-class _Alone:
-    """An Engine of one process."""
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-ALONE = _Alone()
-
-
-class _Ranks(_Alone):
-    """An Engine of one of several processes: gradients are synchronised in the last micro-batch alone."""
-
-    def __init__(self, micro_batches: int) -> None:
-        self.left = micro_batches
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        self.left -= 1
-        return without_synchronisation(models[0]) if self.left else contextlib.nullcontext()
-
-
-def optimizer_step(
-    model: nn.Module,
-    optimizer: Any,
-    micro_batches: Iterable[Any],
-    compute_loss: Callable[[Any, Any], torch.Tensor],
-    *,
-    max_grad_norm: float = 0.0,
-    parameters: Sequence[torch.Tensor] | None = None,
-    engine: Engine = ALONE,
-) -> None:
-    """Forward and backward of each micro-batch, clipping, the optimizer, gradients dropped: in Trainer's order.
-
-    Args:
-        compute_loss: (model, micro-batch) -> scalar; whatever else it makes is dropped before backward.
-        parameters: those to clip; the model's by default.
-        engine: an Accelerator, or nothing for one process.
-    """
-    for batch in micro_batches:
-        with engine.accumulate(model):
-            loss = compute_loss(model, batch)
-            engine.backward(loss)
-    if max_grad_norm:
-        engine.clip_grad_norm_(model.parameters() if parameters is None else parameters, max_grad_norm)
-    if optimizer is not None:
-        optimizer.step()
-    model.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True)
@@ -197,7 +127,7 @@ class Workload:
             recorded = min(self._recorded, self.accumulation)
             fetched = [self.make_batch(samples, length) for _ in range(self.accumulation if self.prefetched else 0)]
             batches = fetched[:recorded] or (self.make_batch(samples, length) for _ in range(recorded))
-            engine = _Ranks(recorded) if self.launch else ALONE
+            engine = Ranks(recorded) if self.launch else ALONE
             optimizer_step(model, optimizer, batches, self.loss_of, max_grad_norm=self.max_grad_norm, engine=engine)
 
         return step
@@ -217,8 +147,10 @@ class Workload:
         """The trace of `step(samples)` under the policy that stands on the model."""
         return self.whole(self.trace_of([self.step(samples)] * 2))
 
-    def trace_of(self, steps: Sequence[Step]) -> StepTrace:
+    def trace_of(self, steps: Sequence[Step], again: bool = False) -> StepTrace:
         """The trace of the workload's steps as they are launched, the last one measured.
+
+        again: `steps` are twice the same `step`.
 
         Raises:
             UserError: a tensor of it has more bytes than can be counted, or the model's norms need a larger batch.
@@ -232,6 +164,7 @@ class Workload:
                 launch=self.launch,
                 alloc_conf=self.alloc_conf,
                 beside=self.beside,
+                update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
             )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's words for a norm's statistics of one value

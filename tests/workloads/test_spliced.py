@@ -12,8 +12,10 @@ import pytest
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.fake import skipping
 from ckpt_ft.memory.fake import step as tracing
+from ckpt_ft.memory.fake.again import Again
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.tracing import trace_policies
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
 
@@ -162,3 +164,41 @@ def spliced(
     assert trace.seconds_parts == every.seconds_parts
     assert trace.peaks == every.peaks
     return found
+
+
+_AGAIN: dict[str, tuple[dict[str, Any], str, Settings]] = {
+    **CASES,
+    "sdxl": (SDXL, "stages", _LORA),
+    "gemma 3": (GEMMA3, "full", _LORA),
+    "offload": (LLAMA, "full,offload", replace(_LORA, optimizer="adamw_8bit", accumulation=2)),
+    "amp": (LLAMA, "none", Settings(seq_length=16, mixed_precision="bf16", max_grad_norm=0.0)),
+    "cpu": (LLAMA, "full", _LORA),
+}
+_QUICK_AGAIN = ("qlora", "sdxl", "amp")
+
+
+@pytest.mark.parametrize("name", [n if n in _QUICK_AGAIN else pytest.param(n, marks=pytest.mark.slow) for n in _AGAIN])
+def test_a_step_taken_from_the_one_before_is_the_one_that_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, policy, settings = _AGAIN[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = load(str(tmp_path / "config.json"), settings, "cpu" if name == "cpu" else find_gpu("a100-40gb"))
+    taken: list[bool] = []
+    recorded = Again.recorded
+
+    def noted(again: Again) -> bool:
+        taken.append(recorded(again))
+        return taken[-1]
+
+    monkeypatch.setattr(Again, "recorded", noted)
+    (trace,) = trace_policies(workload, [policy], workload.step(2))
+    monkeypatch.setattr(Again, "recorded", lambda again: False)
+    (run,) = trace_policies(workload, [policy], workload.step(2))
+    assert taken == [True]
+    assert isinstance(trace, StepTrace)
+    assert isinstance(run, StepTrace)
+    assert trace.storages == run.storages
+    assert trace.ops == run.ops
+    assert rows(trace) == rows(run)
+    assert (trace.marks, trace.notes, trace.peaks) == (run.marks, run.notes, run.peaks)

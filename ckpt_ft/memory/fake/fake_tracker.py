@@ -17,6 +17,7 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from . import cpu_scratch
+from .again import Again
 from .balanced import Balanced
 from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
@@ -55,6 +56,7 @@ class FakeTracker(Tracker):
 
     source = "predicted"
     skipping: Skipping | None = None
+    again: Again | None = None
 
     def __init__(
         self, fakes: Fakes, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
@@ -69,6 +71,8 @@ class FakeTracker(Tracker):
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 
     def _begin(self, phase: str) -> None:
+        if phase == "optimizer" and self.again is not None:
+            self.again.backward_is_over()
         super()._begin(phase)
         if phase == "backward" and self.skipping is not None:
             self.skipping.backward_begins()

@@ -194,7 +194,7 @@ class Skipping:
             known = (skipped, *(one.skipped for one in self.repeated))
             if any(index in one.gradients for one in known):
                 continue
-            if index is None or not _is_whole(like.grad):
+            if index is None or not is_whole(like.grad):
                 self._failed.add(skipped.name)
                 return
             skipped.gradients[index] = [self._give(parameter, like.grad, index) for parameter in missing]
@@ -207,7 +207,8 @@ class Skipping:
         return self.tracker.follow_like(parameter.grad, index)
 
 
-def _is_whole(gradient: torch.Tensor) -> bool:
+def is_whole(gradient: torch.Tensor) -> bool:
+    """Whether it is a fake that has a storage to itself."""
     if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
         return False
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize

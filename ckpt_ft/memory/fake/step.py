@@ -36,6 +36,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.standins.live import stood_in
 
+from .again import Again
 from .fake_tracker import FakeTracker, sm
 from .fakes import Fakes
 from .interrupts import Interrupts
@@ -94,16 +95,20 @@ def trace_steps(
     launch: Launch | None = None,
     alloc_conf: str = "",
     beside: Sequence[nn.Module] = (),
+    update: Step | None = None,
 ) -> StepTrace:
     """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
 
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
     or on several processes, every block runs; steps are called once more, and must do the same. `beside` stays.
+
+    update: where there are two steps and they are the same, what one does after its backward, so that again.py may
+        leave the rest of the second out.
     """
     whole: Whole | None = None if launch or sharding_of(model) else set()
     while True:
         try:
-            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole, beside)
+            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole, beside, update)
         except NotPeriodic:  # `whole` has grown
             continue
 
@@ -117,6 +122,7 @@ def _traced(
     alloc_conf: str,
     whole: Whole | None,
     beside: Sequence[nn.Module] = (),
+    update: Step | None = None,
 ) -> StepTrace:
     """whole: what is not to be skipped; it grows by what turns out not to be periodic. None for everything."""
     gpu = gpu_of(device)
@@ -170,8 +176,13 @@ def _traced(
                 gc.collect()
                 tracker.restart()
                 tracker.add_model(model)
-            for step in steps:
+            if update is not None and tracker.skipping is not None:
+                after = partial(update, model, optimizer)
+                tracker.again = Again(model, tracker, fakes, after, tracker.skipping.repeated)
+            for number, step in enumerate(steps):
                 gc.collect()
+                if number and tracker.again is not None and tracker.again.recorded():
+                    continue
                 if tracker.skipping is not None:
                     tracker.skipping.records(partial(step, model, optimizer))
                 else:

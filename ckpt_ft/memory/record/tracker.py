@@ -118,6 +118,11 @@ class Tracker(Storages, TorchDispatchMode):
         self._phase, self._recompute, self._between = "forward", False, None
         self._marks.append((len(self._events), "forward"))
 
+    def after_backward(self) -> None:
+        """The record stands as when a backward has ended."""
+        self._phase, self._recompute, self._between = "backward", False, None
+        self._zone += 1
+
     def empty_cache(self) -> None:
         """Record that torch.cuda.empty_cache() is called here."""
         self._marks.append((len(self._events), EMPTIED))
