@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,7 +43,8 @@ def adapt(model: Any, settings: Settings) -> Any:
     on_meta = next(model.parameters()).is_meta
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
-    with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values:
+    with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT sets it right for GPT-2's Conv1D
         adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
     if on_meta:
         _train_rank_numbers(adapted)
