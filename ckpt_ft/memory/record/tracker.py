@@ -18,12 +18,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
-from torch._ops import OpOverload
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import IN_PLACE, is_in_place, owners_of_a_sum
-from .composite import in_parts, is_composite
+from .dispatched import handed_on, in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
 from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
 
 _LIFT = torch.ops.aten.lift_fresh.default
-_CALL = OpOverload.__call__.__code__  # by which a Python dispatch hands an op on
 
 
 def _apart(wait: Callable[..., bool]) -> Callable[..., bool]:
@@ -259,7 +257,7 @@ class Tracker(Storages, TorchDispatchMode):
                 wire = collective_bytes(func, args)
                 stream = self._collective_stream(func, args)
             flops, nbytes, dtype, kernels, shape = work
-            around = "mode" if _handed_on() else "hooks" if self._recompute else ""
+            around = "mode" if handed_on() else "hooks" if self._recompute else ""
             self._ops.append(Op(op.name, flops, nbytes, dtype, *here, at, kernels, stream, wire, shape, around))
         return out
 
@@ -289,16 +287,3 @@ class Tracker(Storages, TorchDispatchMode):
         first = sum(name == "step" for _, name in self._marks) <= 1
         category = "parameters" if isinstance(tensor, nn.Parameter) else "activations"
         self._follow(tensor, category, "", resident=first)
-
-
-def _handed_on() -> bool:
-    """Whether the op that is being recorded comes from another Python dispatch: a mode's (SAC's), a DTensor's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
-        frame = frame.f_back  # type: ignore[assignment]
-    return (
-        frame is not None
-        and frame.f_code is _CALL
-        and frame.f_back is not None
-        and frame.f_back.f_code.co_name == "__torch_dispatch__"
-    )
