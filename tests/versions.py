@@ -17,5 +17,11 @@ def is_older(library: str, than: str) -> bool:
 def needs_processor(family: str) -> None:
     """Skips a test where the processor of this family's images, Pillow's, is there with torchvision alone."""
     kind = {"idefics2": "Idefics2", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}.get(family)
-    if kind and getattr(getattr(transformers, f"{kind}ImageProcessorPil"), "is_dummy", False):
-        pytest.skip(f"{kind}ImageProcessorPil of this transformers needs torchvision")
+    if kind:
+        needs(f"{kind}ImageProcessorPil")
+
+
+def needs(name: str) -> None:
+    """Skips a test where this class of transformers is there with torchvision alone."""
+    if getattr(getattr(transformers, name), "is_dummy", False):
+        pytest.skip(f"{name} of this transformers needs torchvision")

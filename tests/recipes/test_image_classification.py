@@ -23,6 +23,7 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessor,
 )
+from versions import needs
 
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.training.images.shapes import drawn_shapes
@@ -109,6 +110,7 @@ def small_model(kind: str) -> Any:
 def test_families_on_class_folders(
     recipe: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, policy: str
 ) -> None:
+    needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
     flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--ac_policy", policy]
@@ -125,6 +127,7 @@ def test_families_on_class_folders(
 
 @pytest.mark.parametrize("kind", ["vit", "swin", "convnext"])
 def test_adapters_of_every_family(recipe: ModuleType, folder: Path, tmp_path: Path, kind: str) -> None:
+    needs("AutoImageProcessor")
     small_model(kind).save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
     flags = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(folder), "--use_peft"]
@@ -142,6 +145,7 @@ def test_adapters_of_every_family(recipe: ModuleType, folder: Path, tmp_path: Pa
 
 def test_an_adapter_brings_its_batch_norm_along(recipe: ModuleType, folder: Path, tmp_path: Path) -> None:
     """Its statistics changed in training; without them base model + adapter would predict otherwise when loaded."""
+    needs("AutoImageProcessor")
     base = train(recipe, tmp_path / "base", "--dataset_name", str(folder), "--max_steps", "1")
     flags = [
         "--dataset_name",

@@ -10,7 +10,6 @@ tensors, and the states of random generators that a checkpoint keeps (5,056 byte
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from .accumulation import IN_PLACE, is_in_place, owners_of_a_sum
 from .dispatched import handed_on, in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
-from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
+from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, handed_on, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
