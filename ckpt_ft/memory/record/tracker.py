@@ -24,7 +24,7 @@ from .accumulation import IN_PLACE, is_in_place, owners_of_a_sum
 from .dispatched import handed_on, in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
-from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, handed_on, measure, tensors, wraps
+from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
