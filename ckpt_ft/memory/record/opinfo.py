@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,6 @@ from .shapes import EMBEDDING_KERNELS, shape_of, sort_passes, sorts_rows
 from .sizes import TF32
 
 aten = torch.ops.aten
-_CALL = OpOverload.__call__.__code__  # by which a Python dispatch hands an op on
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
 After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (tracker, op, args, kwargs, result)
 
@@ -266,16 +264,3 @@ def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
         ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
         return max(2 * (ranks - 1) * given[0] // ranks, 1)
     return max(*given, 1)
-
-
-def handed_on() -> bool:
-    """Whether the op that is being recorded comes from another Python dispatch: a mode's (SAC's), a DTensor's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
-        frame = frame.f_back  # type: ignore[assignment]
-    return (
-        frame is not None
-        and frame.f_code is _CALL
-        and frame.f_back is not None
-        and frame.f_back.f_code.co_name == "__torch_dispatch__"
-    )

@@ -21,10 +21,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .accumulation import IN_PLACE, is_in_place, owners_of_a_sum
-from .composite import in_parts, is_composite
+from .dispatched import handed_on, in_parts, is_composite
 from .events import EMPTIED, Op
 from .growing import Growing
-from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, handed_on, measure, tensors, wraps
+from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .scratch import measured
 from .storages import Storages
 from .trace import StepTrace
