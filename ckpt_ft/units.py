@@ -51,9 +51,12 @@ def parse_budget(text: str | int) -> int:
     """Bytes of a share of a card's memory: as `parse_bytes`, and a bare number below 10,000 is GiB.
 
     Raises:
-        UserError: as `parse_bytes`.
+        UserError: as `parse_bytes`, and for fewer bytes than that number.
     """
-    return parse_bytes(f"{text}GiB" if is_bare(text) else text)
+    nbytes = parse_bytes(f"{text}GiB" if is_bare(text) else text)
+    if nbytes < BARE:
+        raise UserError(f"'{text}' is {nbytes} bytes, less than any step takes; write it as in 24GiB or 600MiB")
+    return nbytes
 
 
 def is_bare(text: str | int) -> bool:

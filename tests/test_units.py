@@ -51,7 +51,7 @@ def test_a_bare_number_of_a_budget_is_gib(text: str | int, nbytes: int) -> None:
     assert parse_budget(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "lots", -3])
+@pytest.mark.parametrize("text", ["", "0", "lots", -3, "1KiB", "9999B"])
 def test_no_budget(text: str | int) -> None:
     with pytest.raises(UserError, match="as in 24GiB"):
         parse_budget(text)
