@@ -103,11 +103,12 @@ SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET
         "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
 _LORA = Settings(dtype="bfloat16", seq_length=16, lora_r=2, optimizer="adamw")
 POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
+MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)  # for its attention
 STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
 # and of each series how many units it has, of how many blocks
 PERIODIC: dict[str, tuple[dict[str, Any], Settings, tuple[str, ...], list[tuple[int, int]]]] = {
     "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
-    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), ("save:matmul", *POLICIES), [(6, 2)]),
+    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), MATMULS, [(6, 2)]),
     "qwen2.5-vl": (QWEN25_VL, replace(_LORA, seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
     "sdxl": (SDXL, _LORA, STAGED, [(7, 1)] * 4),
 }
