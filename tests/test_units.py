@@ -44,14 +44,14 @@ def test_format_is_within_half_a_last_digit(nbytes: int) -> None:
     [
         ("24", 24 * GIB), (" 24 ", 24 * GIB), (24, 24 * GIB), ("1.5", 3 * GIB // 2), ("9999", 9999 * GIB),
         ("10000", 10_000), (10_000, 10_000), ("24G", 24 * GIB), ("24GB", 24 * 10**9), ("24GiB", 24 * GIB),
-        ("600MiB", 600 * MIB), ("512b", 512),
+        ("600MiB", 600 * MIB), ("10kb", 10_000),
     ],
 )  # fmt: skip
 def test_a_bare_number_of_a_budget_is_gib(text: str | int, nbytes: int) -> None:
     assert parse_budget(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "lots", -3, "1KiB", "9999B"])
+@pytest.mark.parametrize("text", ["", "0", "lots", -3, "512b", "1KiB"])
 def test_no_budget(text: str | int) -> None:
     with pytest.raises(UserError, match="as in 24GiB"):
         parse_budget(text)
