@@ -114,9 +114,8 @@ class Again:
             reached.append(len(growing.events))
         for op in growing.ops[start.ops : stop.ops]:
             growing.ops.append(op.later(reached[op.at - start.events] - op.at))
-        marks = [
-            mark for mark in growing.marks[start.marks : stop.marks] if mark[1] != "optimizer"
-        ]  # `update` begins it
-        growing.marks.extend((reached[at - start.events], name) for at, name in marks)
+        for at, name in growing.marks[start.marks : stop.marks]:
+            if name != "optimizer":  # which `update` begins
+                growing.marks.append((reached[at - start.events], name))
         self.tracker.after_backward()
         return number, more

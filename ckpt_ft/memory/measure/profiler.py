@@ -86,7 +86,7 @@ class MemoryProfiler:
         self.peaks: Peaks = {}
         self.history = History()
         self.batch = self.loss_batch = LargestBatch()  # of the fullest step
-        self._noted = LargestBatch()  # of the step that runs
+        self._noted = self._loss_noted = LargestBatch()  # of the step that runs
         self._resident: dict[str, int] = {}
         self._open = False
         self._failed: StepTrace | None = None  # of a step that broke off
