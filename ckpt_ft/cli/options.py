@@ -62,7 +62,9 @@ LoraTargets = Annotated[
 ]
 Attention = Annotated[
     str,
-    typer.Option("--attn-implementation", help="sdpa, eager or flash_attention_2; by default the model's own"),
+    typer.Option(
+        "--attn-implementation", help="sdpa, eager, flash_attention_2 or flex_attention; by default the model's own"
+    ),
 ]
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="frozen weights in 4 bits (NF4)")]
 DoubleQuant = Annotated[bool, typer.Option("--double-quant", help="with 4 bits: their scales in 8 bits")]

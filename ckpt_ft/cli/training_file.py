@@ -24,7 +24,11 @@ _OPTIMIZERS = {
 }  # fmt: skip
 _SWITCHES = {
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
-    "use_8bit_adam", "flash_attention",
+    "use_8bit_adam", "flash_attention", "flex_attention", "sdp_attention", "eager_attention",
+}  # fmt: skip
+_ATTENTION = {  # axolotl's switches
+    "flash_attention": "flash_attention_2", "flex_attention": "flex_attention", "sdp_attention": "sdpa",
+    "eager_attention": "eager",
 }  # fmt: skip
 _PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
@@ -116,8 +120,8 @@ class Described:
         yield from self._precision()
         yield "optimizer", self._optimizer(path)
         yield from self._adapters()
-        flash = self.get("flash_attention")
-        yield "attn-implementation", "flash_attention_2" if flash else self.get("attn_implementation")
+        switched = [implementation for switch, implementation in _ATTENTION.items() if self.get(switch)]
+        yield "attn-implementation", switched[0] if switched else self.get("attn_implementation")
 
     def _batch(self, samples: Any) -> Any:
         """Images of a batch: with prior preservation each of DreamBooth's comes with one of its class."""

@@ -18,7 +18,7 @@ IMAGE_SIZE = (1024, 1024)
 _MOST = 2**24  # tokens, pixels, ...: larger ones are slips of the hand, and overflow what counts bytes
 _MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none")
-ATTENTION = ("", "sdpa", "eager", "flash_attention_2")
+ATTENTION = ("", "sdpa", "eager", "flash_attention_2", "flex_attention")
 ROWS = ("alike", "padded", "packed")
 TOWERS = ("", *TRAINED_TOWERS)
 
@@ -51,7 +51,7 @@ class Settings:
         train_towers: language, vision or both are trained, the others frozen; "" for the whole model.
         accumulation: micro-batches of a step.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
-        attn_implementation: sdpa, eager or flash_attention_2; "" for what the model prefers.
+        attn_implementation: sdpa, eager, flash_attention_2 or flex_attention; "" for what the model prefers.
         load_in_4bit: frozen weights in 4 bits, as bitsandbytes keeps them (NF4).
         double_quant: their scales in 8 bits.
         quant_storage: the dtype that they are held as; FSDP2 shards none but floating ones.

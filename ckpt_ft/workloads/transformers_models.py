@@ -22,6 +22,7 @@ from .settings import Settings
 from .workload import Batch, Forward, Loss, Workload
 
 _SECONDS = 10  # of audio, where none are asked for
+_FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}  # and who has them
 
 
 def transformers_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
@@ -125,6 +126,8 @@ def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, ba
     """`loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
     try:
         return loss(model, batch)
+    except UserError:
+        raise
     except tuple(refused) as error:
         said = next(said for kind, said in refused.items() if isinstance(error, kind))
         said = said or f"its forward refuses a batch of {', '.join(batch)}"
@@ -154,12 +157,12 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
     """The model on meta, in the settings' dtype, from its config alone."""
     from transformers import AutoConfig
 
-    flash = settings.attn_implementation == "flash_attention_2"
-    if flash:
+    attention = settings.attn_implementation or None
+    if attention in _FUSED:
         flash_attention.register()
-        if not getattr(kind, "_supports_flash_attn", False):
-            raise UserError(f"{name}: transformers has no flash attention for {kind.__name__}")
-    attention = flash_attention.NAME if flash else settings.attn_implementation or None
+        if not getattr(kind, _FUSED[attention], False):
+            raise UserError(f"{name}: transformers has no {attention} for {kind.__name__}")
+        attention = flash_attention.NAME
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)

@@ -33,7 +33,7 @@ SAYS = {
     ),
     "axolotl_full": (
         "Qwen/Qwen2.5-0.5B --batch-size 1 --accumulation 8 --seq-length 1024 --max-grad-norm 0.5 --dtype bfloat16 "
-        "--bf16 --optimizer adamw_fused --policy full"
+        "--bf16 --optimizer adamw_fused --attn-implementation flex_attention --policy full"
     ),
     "trl_sft_lora": (
         "Qwen/Qwen2.5-0.5B-Instruct --batch-size 4 --accumulation 2 --seq-length 2048 --packing --dtype bfloat16 "

@@ -278,11 +278,12 @@ def kernels(settings: Settings, config: str) -> tuple[set[str], int]:
     return found, sum(s.nbytes >= pairs and "mask" in s.op for s in trace.storages)
 
 
-def test_rows_decide_the_mask_and_flash_attention_has_none(config: str) -> None:
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implementation: str) -> None:
     assert kernels(PLAIN, config)[0] == {"flash"}
     assert kernels(replace(PLAIN, rows="padded"), config)[0] == {"efficient"}
     assert kernels(replace(PLAIN, rows="packed"), config)[0] == {"efficient"}
-    flash = replace(PLAIN, attn_implementation="flash_attention_2")
+    flash = replace(PLAIN, attn_implementation=implementation)
     assert kernels(replace(flash, rows="packed"), config)[0] == {"flash"}
     assert kernels(replace(flash, rows="padded"), config)[0] == {"flash"}
     batch = load(config, replace(PLAIN, rows="packed")).make_batch(2, None)

@@ -34,6 +34,7 @@ from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules import cuda
+from ckpt_ft.standins import flash_attention
 from ckpt_ft.standins.live import stood_in
 
 from .again import Again
@@ -132,6 +133,7 @@ def _traced(
         launch = sharding.within(launch)
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
         stack.enter_context(stood_in(model))
+        stack.enter_context(flash_attention.for_live_models())
         mesh = None
         if launch is not None and sharding is not None:
             mesh = stack.enter_context(rank_of(*sharding.shape, rank=launch.rank, names=sharding.names))

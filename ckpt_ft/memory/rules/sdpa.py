@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ckpt_ft.errors import UserError
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
@@ -56,7 +58,11 @@ class Call:
 
 
 def choose(call: Call, arch: int) -> str:
-    """ "cudnn", "flash", "efficient" or "math" on compute capability `arch` (75 for 7.5). [select_sdp_backend]"""
+    """ "cudnn", "flash", "efficient" or "math" on compute capability `arch` (75 for 7.5). [select_sdp_backend]
+
+    Raises:
+        UserError: None that `sdpa_kernel` allows takes this call, as PyTorch raises on the card.
+    """
     flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
     cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
     if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15 up
@@ -65,9 +71,15 @@ def choose(call: Call, arch: int) -> str:
         return "flash"
     if torch._C._get_mem_efficient_sdp_enabled() and call.fits_efficient(arch):
         return "efficient"
-    if cudnn and not torch._C._get_math_sdp_enabled():
+    if torch._C._get_math_sdp_enabled():
+        return "math"
+    if cudnn:
         return "cudnn"
-    return "math"
+    dtype = str(call.query.dtype).removeprefix("torch.")
+    raise UserError(
+        f"no attention kernel that may run takes heads of {call.head} in {dtype} on compute capability {arch / 10}: "
+        "flash attention takes float16 and bfloat16, from 8.0 on (A100, L4); sdpa chooses among all kernels"
+    )
 
 
 def attention(
