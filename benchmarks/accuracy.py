@@ -14,7 +14,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def sharded(most: int | None) -> Group:
     row_name = "batch x tokens, checkpointing, after forward"
     header = (row_name, "reserved GiB: published", "predicted", "error")
     group = Group("Sharded steps on eight H100", prose.SHARDED, header)
-    for row, trace in islice(llama.published(), most):
+    for row, trace in islice(llama.published(llama.EIGHT), most):
         reserved, theirs = trace.peak_reserved / 2**30, float(row.reserved)
         error = reserved / theirs - 1
         name = f"{row.shape}, {row.checkpointing}, {row.resharding}"
@@ -141,7 +141,33 @@ def sharded(most: int | None) -> Group:
     return group
 
 
-GROUPS: dict[str, Callable[[int | None], Group]] = {"t4": t4, "flux2": flux2, "figures": figures, "sharded": sharded}
+def many_gpus(most: int | None) -> Group:
+    """Llama 2 and 3 under FSDP2 on 64 A100 and 128 H100, of most of which no bytes were published."""
+    header = (
+        "model, GPUs, batch x tokens, checkpointing",
+        "reserved GiB: published",
+        "predicted",
+        "s over a DGX's links",
+    )
+    group = Group("Sharded steps on 64 and 128 GPUs", prose.MANY_GPUS, header)
+    for row, trace in islice(llama.published(llama.MANY), most):
+        launch = trace.launch
+        assert launch is not None
+        elsewhere = replace(trace, launch=replace(launch, link=None)).seconds
+        theirs = f"{row.reserved:.2f}" if row.reserved else ""
+        name = f"{row.model}, {row.gpus} {row.card}, {row.shape}, {row.checkpointing}"
+        cells = [theirs, f"{trace.peak_reserved / 2**30:.2f}", f"{elsewhere:.4g}"]
+        group.add(name, cells, row.seconds, trace.seconds)
+    return group
+
+
+GROUPS: dict[str, Callable[[int | None], Group]] = {
+    "t4": t4,
+    "flux2": flux2,
+    "figures": figures,
+    "sharded": sharded,
+    "many_gpus": many_gpus,
+}
 
 
 def draw(groups: Iterable[Group], path: Path) -> None:
@@ -152,13 +178,15 @@ def draw(groups: Iterable[Group], path: Path) -> None:
     figure = Figure(figsize=(7, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    low, high = 0.2, 14.0
+    low, high = 0.2, 32.0
     for share, shade in ((0.15, "#eeeeee"), (0.05, "#dddddd")):
         below, above = ([end * factor for end in (low, high)] for factor in (1 - share, 1 + share))
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
-    for group, colour, mark in zip(groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7"), "osD^", strict=False):
+    for group, colour, mark in zip(
+        groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195"), "osD^v", strict=True
+    ):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():
@@ -167,7 +195,7 @@ def draw(groups: Iterable[Group], path: Path) -> None:
                 side: dict[str, Any] = {"xytext": (5, -3 - 8 * near)} if y < x else {"xytext": (-5, 2), "ha": "right"}
                 named.append((x, y))
                 axes.annotate(name, (x, y), textcoords="offset points", fontsize=6.5, color="#444444", **side)
-    ticks = [0.2, 0.5, 1, 2, 5, 10]
+    ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="seconds of a step, published")
     axes.set_ylabel("predicted")
     for axis in (axes.xaxis, axes.yaxis):

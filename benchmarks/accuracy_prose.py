@@ -65,6 +65,14 @@ predicted more than 10 % too fast. The network is not what bounds them: collecti
 hidden behind computation. torchao's rows are a fifth slower per token than torchtitan's at twice the length, with
 less to compute for each: they ran on something else, and what it was is not known."""
 
+MANY_GPUS = """\
+No rule was changed after these rows were first traced (benchmarks/data/fsdp2_many_gpus.csv; torchtitan's again, of
+2024, eager; "selective layer" checkpoints every second block; norms in one kernel on the A100, as its configurations
+for 64 of them say). What connects the machines of the A100 is not said with the rows. The project's script to start on
+several machines is for AWS, whose machine with A100 of 80 GB has a network of 400 Gb/s: the column `predicted` is with
+that (`--link`), the one before it with the 1,600 Gb/s of a DGX, this package's default for the card. What many ranks
+wait for one another is in no trace."""
+
 KERNELS = """\
 ## Single kernels
 

@@ -1,9 +1,9 @@
 """Sharded steps: one rank's trace against published FSDP2 runs, and how Llama's memory divides over GPUs.
 
-python benchmarks/sharded.py --published    # five rows of benchmarks/data/fsdp2_llama3_8b.csv
+python benchmarks/sharded.py --published    # the rows of benchmarks/data/fsdp2_*.csv
 python benchmarks/sharded.py --scaling --write    # Llama-3.1-8B and -70B, all weights and LoRA, on 1 to 64 GPUs
 
-Everything is predicted, on the CPU, without weights; the published rows were measured on eight H100.
+Everything is predicted, on the CPU, without weights; the published rows were measured on 8 to 128 GPUs.
 """
 
 from __future__ import annotations
@@ -26,24 +26,33 @@ from ckpt_ft.units import GIB, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
 
-ROWS = Path(__file__).resolve().parent / "data" / "fsdp2_llama3_8b.csv"
-POLICIES = {"selective op": "save:attention+matmul/2", "none": "none", "full": "full"}
-PROCESSES = 8
+DATA = Path(__file__).resolve().parent / "data"
+EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
+POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
-CARD = "h100-500w"  # what torchtitan's rows were measured on; those of torchao do not say, by the same authors
+EFA = 45e9  # bytes/s of a machine of AWS with A100 of 80 GB (p4de): 90 % of its network's 400 Gb/s
+CARDS = {"H100": "h100-500w", "A100": "a100-80gb"}  # torchtitan's H100; torchao's rows do not say, by the same authors
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run; `reserved` in GiB, `seconds` of a step."""
+    """A published run; `reserved` in GiB, where it was published, `seconds` of a step."""
 
+    model: str
+    gpus: int
+    card: str
     batch: int
     tokens: int
     checkpointing: str
     keeps: bool  # gathered parameters after forward
-    reserved: float
+    reserved: float | None
     seconds: float
+
+    @property
+    def link(self) -> float | None:
+        """The A100 were AWS's, for which the project's script to start on several machines is written."""
+        return EFA if self.card == "A100" else None
 
     @property
     def shape(self) -> str:
@@ -54,27 +63,32 @@ class Row:
         return "kept" if self.keeps else "resharded"
 
 
-def published() -> Iterator[tuple[Row, StepTrace]]:
-    """Each row beside the trace of torchtitan's own model and loop."""
-    model = torchtitan.llama3_8b()
-    with ROWS.open(encoding="utf-8") as file:
+def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
+    """Each row of a file beside the trace of torchtitan's own model and loop."""
+    with rows.open(encoding="utf-8") as file:
         for cells in csv.DictReader(file):
-            batch, tokens = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"])
+            batch, tokens, gpus = int(cells["batch_per_gpu"].split()[0]), int(cells["seq"]), int(cells["gpus"])
             took = batch * tokens / float(cells["tokens_per_s_per_gpu"])
             kind, keeps = cells["activation_checkpointing"], cells["reshard_after_forward"] == "never"
-            row = Row(batch, tokens, kind, keeps, float(cells["reserved"]), took)
-            yield row, torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, PROCESSES, CARD)
+            reserved = float(cells["reserved"]) if cells["reserved"] else None
+            card = cells["gpu"].split()[0]
+            row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took)
+            model = torchtitan.llama(row.model, fused_norms=row.card == "A100")
+            yield row, torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card], row.link)
 
 
 def print_published() -> None:
-    """The table of `published`."""
-    print("| batch x tokens | checkpointing | after forward | reserved GiB: published | predicted | error |", end="")
-    print(" tokens/s/GPU: published | predicted |\n|---|---|---|---:|---:|---:|---:|---:|")
-    for row, trace in published():
-        reserved, tokens = trace.peak_reserved / GIB, row.batch * row.tokens
+    """The rows of both files, a line each."""
+    print(
+        "| model | GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published | predicted |",
+        end="",
+    )
+    print(" tokens/s/GPU: published | predicted |\n|---|---|---|---|---|---:|---:|---:|---:|")
+    for row, trace in (*published(EIGHT), *published(MANY)):
+        theirs, tokens = f"{row.reserved:.2f}" if row.reserved else "", row.batch * row.tokens
         print(
-            f"| {row.shape} | {row.checkpointing} | {row.resharding} | {row.reserved:.2f} | {reserved:.2f} | "
-            f"{reserved / row.reserved - 1:+.1%} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
+            f"| {row.model} | {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | {theirs} | "
+            f"{trace.peak_reserved / GIB:.2f} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )
 

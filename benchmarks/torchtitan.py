@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3, as its published runs had it, and their step under FSDP2.
+"""torchtitan's Llama 2 and 3, as its published runs had it, and their step under FSDP2.
 
 Unlike transformers' it repeats key and value heads before attention, turns queries and keys as complex numbers, and
 has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/llama/model.py of February 2025).
@@ -6,7 +6,8 @@ has norms of its own in fp32 (github.com/pytorch/torchtitan, torchtitan/models/l
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +21,29 @@ from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 
-WIDTH, INNER, HEADS, KV_HEADS, BLOCKS, VOCABULARY, LENGTH = 4096, 14336, 32, 8, 32, 128256, 8192  # the 8B
-HEAD = WIDTH // HEADS
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    vocabulary: int
+    length: int
+    fused_norms: bool = False  # in one kernel, as its configurations for 64 A100 had them in 2024
+
+    @property
+    def head(self) -> int:
+        return self.width // self.heads
+
+
+SHAPES = {
+    "llama3-8b": Shape(4096, 14336, 32, 8, 32, 128256, 8192),
+    "llama3-70b": Shape(8192, 28672, 64, 8, 80, 128256, 8192),
+    "llama2-13b": Shape(5120, 13824, 40, 40, 40, 32000, 4096),
+    "llama2-70b": Shape(8192, 28672, 64, 8, 80, 32000, 4096),
+}
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -29,11 +51,14 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, of: Shape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.fused = of.fused_norms
+        self.weight = nn.Parameter(torch.ones(of.width))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return functional.rms_norm(x, self.weight.shape, self.weight, 1e-5)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return normed.type_as(x) * self.weight
@@ -46,32 +71,36 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(3).type_as(x)
 
 
-def repeated(x: Tensor) -> Tensor:
+def repeated(x: Tensor, times: int) -> Tensor:
     """Each key or value head as often as there are queries to it."""
+    if times == 1:
+        return x
     batch, tokens, heads, size = x.shape
-    times = HEADS // heads
-    return x.unsqueeze(3).expand(batch, tokens, heads, times, size).reshape(batch, tokens, HEADS, size)
+    return x.unsqueeze(3).expand(batch, tokens, heads, times, size).reshape(batch, tokens, heads * times, size)
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, of: Shape) -> None:
         super().__init__()
-        self.wq, self.wo = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
-        self.wk, self.wv = linear(WIDTH, KV_HEADS * HEAD), linear(WIDTH, KV_HEADS * HEAD)
+        self.of = of
+        self.wq, self.wo = linear(of.width, of.width), linear(of.width, of.width)
+        self.wk, self.wv = (linear(of.width, of.kv_heads * of.head) for _ in range(2))
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(*x.shape[:2], -1, HEAD) for layer in (self.wq, self.wk, self.wv))
+        q, k, v = (layer(x).view(*x.shape[:2], -1, self.of.head) for layer in (self.wq, self.wk, self.wv))
         q, k = turned(q, turns), turned(k, turns)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, repeated(k), repeated(v)))
+        times = self.of.heads // self.of.kv_heads
+        q, k, v = (heads.transpose(1, 2) for heads in (q, repeated(k, times), repeated(v, times)))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         joined: Tensor = self.wo(out.transpose(1, 2).contiguous().view(x.shape))
         return joined
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, of: Shape) -> None:
         super().__init__()
-        self.w1, self.w2, self.w3 = linear(WIDTH, INNER), linear(INNER, WIDTH), linear(WIDTH, INNER)
+        self.w1, self.w3 = (linear(of.width, of.inner) for _ in range(2))
+        self.w2 = linear(of.inner, of.width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
@@ -79,10 +108,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, of: Shape) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
-        self.attention_norm, self.ffn_norm = Norm(), Norm()
+        self.attention, self.feed_forward = Attention(of), FeedForward(of)
+        self.attention_norm, self.ffn_norm = Norm(of), Norm(of)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
@@ -91,12 +120,12 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, of: Shape) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.register_buffer("freqs_cis", torch.empty(LENGTH, HEAD // 2, dtype=torch.complex64))
-        self.layers = nn.ModuleDict({str(number): TransformerBlock() for number in range(BLOCKS)})
-        self.norm, self.output = Norm(), linear(WIDTH, VOCABULARY)
+        self.tok_embeddings = nn.Embedding(of.vocabulary, of.width)
+        self.register_buffer("freqs_cis", torch.empty(of.length, of.head // 2, dtype=torch.complex64))
+        self.layers = nn.ModuleDict({str(number): TransformerBlock(of) for number in range(of.blocks)})
+        self.norm, self.output = Norm(of), linear(of.width, of.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)
@@ -106,16 +135,20 @@ class Transformer(nn.Module):
         return logits
 
 
-def llama3_8b() -> nn.Module:
-    """On the meta device."""
+@cache
+def llama(name: str, fused_norms: bool) -> nn.Module:
+    """One of `SHAPES`, on the meta device."""
     with torch.device("meta"):
-        return Transformer().train()
+        return Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
 
 
-def trace(model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str) -> StepTrace:
+def trace(
+    model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, link: float | None
+) -> StepTrace:
     """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
 
     keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
+    link: as a Launch's; None for what the card usually has.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -146,6 +179,6 @@ def trace(model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, p
             traced = trace_step(
                 model, step, make_optimizer=make_optimizer, device=card, alloc_conf="expandable_segments:True"
             )
-            return replace(traced, launch=Launch("fsdp2", processes))  # for the seconds of its collectives
+            return replace(traced, launch=Launch("fsdp2", processes, link=link))  # for the seconds of its collectives
     finally:
         remove_policy(model)
