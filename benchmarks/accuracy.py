@@ -133,7 +133,8 @@ def sharded(most: int | None) -> Group:
     header = (row_name, "reserved GiB: published", "predicted", "error")
     group = Group("Sharded steps on eight H100", prose.SHARDED, header)
     for row, trace in islice(llama.published(llama.EIGHT), most):
-        reserved, theirs = trace.peak_reserved / 2**30, float(row.reserved)
+        reserved, theirs = trace.peak_reserved / 2**30, row.reserved
+        assert theirs is not None
         error = reserved / theirs - 1
         name = f"{row.shape}, {row.checkpointing}, {row.resharding}"
         cells = [f"{theirs:.2f}", f"{reserved:.2f}", percent(error)]

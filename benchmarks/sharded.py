@@ -87,8 +87,8 @@ def print_published() -> None:
     for row, trace in (*published(EIGHT), *published(MANY)):
         theirs, tokens = f"{row.reserved:.2f}" if row.reserved else "", row.batch * row.tokens
         print(
-            f"| {row.model} | {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | {theirs} | "
-            f"{trace.peak_reserved / GIB:.2f} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
+            f"| {row.model} | {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | "
+            f"{theirs} | {trace.peak_reserved / GIB:.2f} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )
 
