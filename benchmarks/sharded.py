@@ -79,16 +79,14 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
 
 def print_published() -> None:
     """The rows of both files, a line each."""
-    print(
-        "| model | GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published | predicted |",
-        end="",
-    )
-    print(" tokens/s/GPU: published | predicted |\n|---|---|---|---|---|---:|---:|---:|---:|")
+    print("| model, GPUs | batch x tokens | checkpointing | after forward | reserved GiB: published |", end="")
+    print(" predicted | tokens/s/GPU: published | predicted |\n|---|---|---|---|---:|---:|---:|---:|")
     for row, trace in (*published(EIGHT), *published(MANY)):
-        theirs, tokens = f"{row.reserved:.2f}" if row.reserved else "", row.batch * row.tokens
+        reserved = f"{row.reserved or ''} | {trace.peak_reserved / GIB:.2f}"
+        tokens = row.batch * row.tokens
         print(
-            f"| {row.model} | {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | "
-            f"{theirs} | {trace.peak_reserved / GIB:.2f} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
+            f"| {row.model}, {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | {reserved} | "
+            f"{tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )
 
