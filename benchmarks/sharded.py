@@ -85,8 +85,8 @@ def print_published() -> None:
         reserved = f"{row.reserved or ''} | {trace.peak_reserved / GIB:.2f}"
         tokens = row.batch * row.tokens
         print(
-            f"| {row.model}, {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | {reserved} | "
-            f"{tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
+            f"| {row.model}, {row.gpus} {row.card} | {row.shape} | {row.checkpointing} | {row.resharding} | "
+            f"{reserved} | {tokens / row.seconds:.0f} | {tokens / trace.seconds:.0f} |",
             flush=True,
         )
 
