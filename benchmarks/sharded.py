@@ -74,7 +74,10 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
             card = cells["gpu"].split()[0]
             row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took)
             model = torchtitan.llama(row.model, fused_norms=row.card == "A100")
-            yield row, torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card], row.link)
+            trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card])
+            launch = Launch("fsdp2", gpus, link=row.link)  # for the seconds of its collectives
+            options = "" if cells["allocator"] == "not printed" else cells["allocator"]
+            yield row, replace(trace, launch=launch, alloc_conf=options)
 
 
 def print_published() -> None:

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
 
@@ -142,13 +141,10 @@ def llama(name: str, fused_norms: bool) -> nn.Module:
         return Transformer(replace(SHAPES[name], fused_norms=fused_norms)).train()
 
 
-def trace(
-    model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str, link: float | None
-) -> StepTrace:
+def trace(model: nn.Module, policy: str, batch: int, tokens: int, keeps: bool, processes: int, card: str) -> StepTrace:
     """One rank's step: each block sharded, then the rest; the loss over whole logits; fused AdamW, clipping.
 
     keeps: gathered parameters after forward; else those of all blocks but the last are dropped.
-    link: as a Launch's; None for what the card usually has.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -176,9 +172,6 @@ def trace(
     apply_policy(model, policy)
     try:
         with rank_of(processes) as mesh:
-            traced = trace_step(
-                model, step, make_optimizer=make_optimizer, device=card, alloc_conf="expandable_segments:True"
-            )
-            return replace(traced, launch=Launch("fsdp2", processes, link=link))  # for the seconds of its collectives
+            return trace_step(model, step, make_optimizer=make_optimizer, device=card)
     finally:
         remove_policy(model)

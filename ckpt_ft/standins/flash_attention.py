@@ -1,10 +1,10 @@
 """FlashAttention for transformers' attention interface: a stand-in that traces need no flash-attn and no Triton for.
 
 The kernel is the one that torch has as its flash backend: it saves the output and the log-sum-exp. It takes grouped
-heads as they are and knows packed rows by their positions, so that no mask of pairs is ever made; its seconds are those
-of the whole sequence, as are those of a vision tower's windows. Padded rows, which flash-attn takes the padding out of,
-are taken to be whole: a batch is traced with its longest row. FlexAttention saves the same; its block mask (a number
-for each 128 x 128 pairs) is left out.
+heads as they are and knows packed rows by their positions, so that no mask of pairs is ever made; its seconds are
+those of the whole sequence, as are those of a vision tower's windows. Padded rows, which flash-attn takes the padding
+out of, are taken to be whole: a batch is traced with its longest row. FlexAttention saves the same; its block mask
+(a number for each 128 x 128 pairs) is left out.
 """
 
 from __future__ import annotations
