@@ -71,7 +71,7 @@ No rule was changed after these rows were first traced (benchmarks/data/fsdp2_ma
 for 64 of them say). No options of the allocator are named: traced with its default, the row of 128 GPUs is 0.5 % high.
 
 What connects the machines of the A100 is not said with the rows. The project's script to start on several machines is
-for AWS, whose machine with A100 of 80 GB has a network of 400 Gb/s: the column `predicted` is with that (`--link`), the
+for AWS, whose machine with A100 of 80 GB has a network of 400 Gb/s: the column `predicted` is with that, the
 one before it with the 1,600 Gb/s of a DGX, this package's default for the card. What many ranks wait for one another
 is in no trace."""
 
