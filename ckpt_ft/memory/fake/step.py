@@ -181,6 +181,8 @@ def _traced(
                 tracker.again = Again(model, tracker, fakes, after, tracker.skipping.repeated)
             for number, step in enumerate(steps):
                 gc.collect()
+                if number:
+                    gc.freeze()  # as in `quiet`: the record of one step is not looked through in all that follow
                 if number and tracker.again is not None and tracker.again.recorded():
                     continue
                 if tracker.skipping is not None:
