@@ -67,7 +67,7 @@ class _Session:
         """Of each its step; the first one warms up."""
         if not todo:
             return []
-        trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)], again=len(todo) == 1)
+        trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)], again=True)
         start = trace.start
         alone = replace(trace, ops=[op for op in trace.ops if op.at >= start])
         return [alone] if len(todo) == 1 else split_steps(trace)[1:]

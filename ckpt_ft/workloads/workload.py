@@ -150,7 +150,7 @@ class Workload:
     def trace_of(self, steps: Sequence[Step], again: bool = False) -> StepTrace:
         """The trace of the workload's steps as they are launched, the last one measured.
 
-        again: `steps` are twice the same `step`.
+        again: `steps` begin with one `step` twice.
 
         Raises:
             UserError: a tensor of it has more bytes than can be counted, or the model's norms need a larger batch.

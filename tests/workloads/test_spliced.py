@@ -15,9 +15,10 @@ from ckpt_ft.memory.fake import step as tracing
 from ckpt_ft.memory.fake.again import Again
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.tracing import trace_policies
+from ckpt_ft.planning.tracing import Traced, trace_policies
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
 
 UNET = {
     "_class_name": "UNet2DConditionModel", "sample_size": 8, "cross_attention_dim": 8, "block_out_channels": [8, 8],
@@ -185,6 +186,26 @@ def test_a_step_taken_from_the_one_before_is_the_one_that_runs(
     config, policy, settings = _AGAIN[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     workload = load(str(tmp_path / "config.json"), settings, "cpu" if name == "cpu" else find_gpu("a100-40gb"))
+    (trace,), (run,) = taken_and_run(workload, [policy], monkeypatch)
+    assert_same(trace, run)
+
+
+@pytest.mark.parametrize("name", ["qlora", pytest.param("sdxl", marks=pytest.mark.slow)])
+def test_the_first_step_of_several_policies_is_taken_from_the_one_that_warms_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _, settings = _AGAIN[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = load(str(tmp_path / "config.json"), settings, find_gpu("a100-40gb"))
+    policies = ["full", "none", "pointwise"]
+    for trace, run in zip(*taken_and_run(workload, policies, monkeypatch), strict=True):
+        assert_same(trace, run)
+
+
+def taken_and_run(
+    workload: Workload, policies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Traced], list[Traced]]:
+    """The traces of a session in which the second step is taken from the first, and of one in which it runs."""
     taken: list[bool] = []
     recorded = Again.recorded
 
@@ -193,10 +214,14 @@ def test_a_step_taken_from_the_one_before_is_the_one_that_runs(
         return taken[-1]
 
     monkeypatch.setattr(Again, "recorded", noted)
-    (trace,) = trace_policies(workload, [policy], workload.step(2))
+    traces = trace_policies(workload, policies, workload.step(2))
     monkeypatch.setattr(Again, "recorded", lambda again: False)
-    (run,) = trace_policies(workload, [policy], workload.step(2))
+    run = trace_policies(workload, policies, workload.step(2))
     assert taken == [True]
+    return traces, run
+
+
+def assert_same(trace: Traced, run: Traced) -> None:
     assert isinstance(trace, StepTrace)
     assert isinstance(run, StepTrace)
     assert trace.storages == run.storages

@@ -1,6 +1,6 @@
 """A step whose forward and backward are those of the step before it: taken from the record, not run once more.
 
-A trace of one policy warms up with the very step that it measures. What differs is the optimizer, which makes its
+A trace warms up with the very step that it measures, or measures first. What differs is the optimizer, which makes its
 state the first time, and workspaces, which stay. So the record gets the forward and backward a second time, the model
 the gradients that they leave, and only what comes after the backward runs. Where the first step leaves anything else
 (a table that the model keeps, say), the second one would find it: then nothing is taken.

@@ -50,7 +50,7 @@ class Skipping:
     def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, whole: Whole) -> None:
         self.model, self.tracker, self.fakes, self.whole = model, tracker, fakes, whole
         self.repeated: list[Repeating] = []
-        self._step = 0
+        self._step = 0  # number of the one that is recorded
         self._lists = list(block_lists(model, tracker))
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
         self._busy = False  # inside of a block of a series: lists in it are not looked at
@@ -70,15 +70,15 @@ class Skipping:
         with patch.object(nn.Module, "__call__", call):
             yield
 
-    def records(self, step: Callable[[], object]) -> None:
-        """Record a step: again, if units turn out not to repeat each other.
+    def records(self, step: Callable[[], object], number: int) -> None:
+        """Record the step of a number: again, if units turn out not to repeat each other.
 
         Raises:
             NotPeriodic: they do not, and the step has left something, so that all have to be recorded once more.
         """
+        self._step = number
         while not self._recorded(step):
             gc.collect()
-        self._step += 1
 
     def backward_begins(self) -> None:
         """In a backward: when it ends, the blocks skipped have gradients."""
@@ -93,7 +93,7 @@ class Skipping:
         try:
             return unrolled(trace, self.repeated, len(trace.events) - len(self.tracker.growing.events))
         except NotPeriodic as error:
-            self.whole |= {(step, name) for step in range(self._step) for name in error.names}
+            self.whole |= {(step, name) for step in range(self._step + 1) for name in error.names}
             raise
 
     def _recorded(self, step: Callable[[], object]) -> bool:

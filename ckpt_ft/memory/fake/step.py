@@ -103,8 +103,8 @@ def trace_steps(
     Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
     or on several processes, every block runs; steps are called once more, and must do the same. `beside` stays.
 
-    update: where there are two steps and they are the same, what one does after its backward, so that again.py may
-        leave the rest of the second out.
+    update: where the first two steps are the same, what one does after its backward, so that again.py may leave the
+        rest of the second out.
     """
     whole: Whole | None = None if launch or sharding_of(model) else set()
     while True:
@@ -183,10 +183,14 @@ def _traced(
                 tracker.again = Again(model, tracker, fakes, after, tracker.skipping.repeated)
             for number, step in enumerate(steps):
                 gc.collect()
-                if number and tracker.again is not None and tracker.again.recorded():
-                    continue
+                if number:
+                    gc.freeze()  # as in `quiet`: the record of one step is not looked through in all that follow
+                if number == 1 and tracker.again is not None:
+                    again, tracker.again = tracker.again, None
+                    if again.recorded():
+                        continue
                 if tracker.skipping is not None:
-                    tracker.skipping.records(partial(step, model, optimizer))
+                    tracker.skipping.records(partial(step, model, optimizer), number)
                 else:
                     tracker.start_step()
                     step(model, optimizer)
