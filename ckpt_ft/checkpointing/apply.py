@@ -17,6 +17,7 @@ from .blocks import find_blocks
 from .compile_budget import CompileBudget
 from .guard import Guard
 from .handle import MARK, AppliedPolicy, made
+from .parameters import has, modules_in
 from .recompute import Checkpointed
 from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
@@ -81,9 +82,9 @@ def applied_policy(model: nn.Module) -> AppliedPolicy | None:
 
 def _install(applied: AppliedPolicy) -> None:
     policy, model = applied.policy, applied.model
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+    for module in modules_in(model):
+        if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
+            module.gradient_checkpointing = False
             applied.switched_off.append(module)
     if policy.checkpoints or policy.discards or policy.offload:
         applied.found = find_blocks(model)
@@ -139,7 +140,7 @@ def _install_part(applied: AppliedPolicy, part: Part) -> None:
 
 def _selection(policy: Policy, module: nn.Module) -> Selection | None:
     """What a region keeps: the policy's op groups, and always the choice of experts: made twice, it may differ."""
-    experts = {getattr(inner, key, None) for inner in module.modules() for key in _EXPERT_COUNTS}
+    experts = {getattr(inner, key) for inner in modules_in(module) for key in _EXPERT_COUNTS if has(inner, key)}
     counts = frozenset(count for count in experts if isinstance(count, int) and count > 1)
     save = (*policy.save, "router") if counts and "router" not in policy.save else policy.save
     return Selection(save, counts) if save else None

@@ -16,10 +16,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch import nn
 
 from ckpt_ft.errors import UserError
+
+from .parameters import modules_in
 
 Named = tuple[str, nn.Module]
 
@@ -106,7 +109,7 @@ class _Finder:
         self.stages: list[Stage] = []
         listed = list(_listed(model))
         self.repeated = {kind for kind, count in Counter(map(type, listed)).items() if count > 1}
-        self.more_than_a_layer = {type(module) for module in listed if list(_matrices(module)) != [2]}
+        self.more_than_a_layer = {type(module) for module in listed if list(islice(_matrices(module), 2)) != [2]}
 
     def visit(self, name: str, module: nn.Module, in_stage: bool = False) -> None:
         children = sorted(module.named_children(), key=lambda item: item[0].startswith("up"))  # a U-Net runs them last
@@ -176,7 +179,7 @@ class _Finder:
 
 def _listed(model: nn.Module) -> Iterator[nn.Module]:
     """Every element of every list in the model."""
-    for module in model.modules():
+    for module in modules_in(model):
         if _is_list(module):
             yield from module.children()
 

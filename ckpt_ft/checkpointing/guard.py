@@ -11,6 +11,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
+from .parameters import has, modules_in
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")
@@ -29,7 +30,9 @@ class Guard(StandIn):
         super().__init__(model)
         self.policy = policy
         self.flagged: list[Any] = [
-            module for module in model.modules() if isinstance(getattr(module, "gradient_checkpointing", None), bool)
+            module
+            for module in modules_in(model)
+            if has(module, "gradient_checkpointing") and isinstance(module.gradient_checkpointing, bool)
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

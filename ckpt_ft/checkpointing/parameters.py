@@ -34,6 +34,11 @@ def modules_in(module: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
+def has(module: nn.Module, name: str) -> bool:
+    """Whether `module` or its class has an attribute `name` that is no part of it; a miss of `hasattr` is slow."""
+    return name in module.__dict__ or hasattr(type(module), name)
+
+
 class Found:
     """The parameters and modes of a region's modules when its first run ended.
 

@@ -10,6 +10,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 
 from .handle import MARK, AppliedPolicy, made
+from .parameters import modules_in
 from .standin import StandIn
 
 
@@ -41,14 +42,15 @@ def refuse_overlap(applied: AppliedPolicy) -> None:
     """Raises UserError where a policy stands on a model that `applied.model` is part of, or on a part of it."""
     model, kind = applied.model, type(applied.model).__name__
     for other in made:
-        if other.standing and any(module is model for module in other.model.modules()):
+        if other.standing and model in modules_in(other.model):
             raise UserError(
                 f"policy '{applied.policy}': {kind} is part of a {type(other.model).__name__} on which "
                 f"'{other.policy}' stands; remove() that one first, or apply one policy to the whole"
             )
-    for name, module in model.named_modules():
+    for module in modules_in(model):
         forward = module.__dict__.get("forward")
         if MARK in module.__dict__ or (isinstance(forward, StandIn) and forward.acts):
+            name = next(name for name, inner in model.named_modules() if inner is module)
             raise UserError(
                 f"policy '{applied.policy}': a policy stands on a part of {kind} already ({name}, "
                 f"{type(module).__name__}); remove() that one first, or apply policies to separate parts"

@@ -181,7 +181,7 @@ def _settings(
     load_in_8bit: EightBit = False,
     launch: LaunchOption = "",
     processes: Processes = 0,
-    gpus: Gpus = 0,
+    gpus: Gpus = None,
     machines: Machines = 0,
     link: Link = "",
     alloc_conf: AllocConf = "",
@@ -189,8 +189,8 @@ def _settings(
     lora_dropout: LoraDropout = None,
 ) -> Settings:
     mixed_precision = _precision(mixed_precision, bf16, fp16)
-    launches = asked_launches(gpus, launch, processes, machines, link, mixed_precision) if gpus else ()
-    launched = None if gpus else asked_launch(launch, processes, machines, link, mixed_precision)
+    launches = () if gpus is None else asked_launches(gpus, launch, processes, machines, link, mixed_precision)
+    launched = asked_launch(launch, processes, machines, link, mixed_precision) if gpus is None else None
     if launched is not None and mixed_precision == "no":
         mixed_precision = launched.mixed_precision
     return Settings(

@@ -89,10 +89,8 @@ LaunchOption = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int,
-    typer.Option(
-        "--gpus", min=0, help="that there are: which launch is best (of --launch ddp,fsdp2, or others named)"
-    ),
+    int | None,
+    typer.Option("--gpus", help="that there are: which launch is best (of --launch ddp,fsdp2, or others named)"),
 ]
 Processes = Annotated[int, typer.Option("--processes", help="GPUs in all; by default the file's")]
 Machines = Annotated[
@@ -102,7 +100,7 @@ Link = Annotated[
     str, typer.Option("--link", help="bytes that a GPU sends in a second of a large collective, e.g. 25GB")
 ]
 AllocConf = Annotated[str, typer.Option("--alloc-conf", help="as in PYTORCH_CUDA_ALLOC_CONF")]
-ONE_LAUNCH = {"gpus": 0}
+ONE_LAUNCH = {"gpus": None}
 ONE_PROCESS = {"launch": "", "processes": 0, "machines": 0, "link": "", "alloc_conf": "", **ONE_LAUNCH}
 PrepareKbit = Annotated[
     bool,

@@ -150,7 +150,8 @@ def largest_in_room(
         estimates = Estimates(tracer, room, "effective_batch", most=most)
         found = search(estimates, [policy])
         if policy in estimates.rejected:
-            raise UserError(f"policy '{policy}': {estimates.rejected[policy]}")
+            reason, named = estimates.rejected[policy], f"policy '{policy}'"
+            raise UserError(reason if reason.startswith(named) else f"{named}: {reason}")
         if found:
             return estimates, found[0].batch, 0
         tracer.trace(policy, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ckpt_ft.memory.record.trace import StepTrace
@@ -32,6 +32,7 @@ class Estimates:
     bests: dict[str, Candidate | None] = field(default_factory=dict)
     usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
     _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by `_scaled_peaks`
+    _floors: dict[tuple[str, int], int] = field(default_factory=dict)  # by `floor`
 
     def consider(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
@@ -85,7 +86,7 @@ class Estimates:
             return self._candidate(policy, batch, traced)
         key = (policy, batch)
         if key not in self.scaled:
-            scaled = self.growth.scale(self.anchors[policy], batch)
+            scaled = replace(self.anchors[policy], ops=self.growth.ops(self.anchors[policy], batch))
             self.scaled[key] = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
         return self.scaled[key]
 
@@ -117,6 +118,14 @@ class Estimates:
         """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
         return self._scaled_peaks(policy, batch)[1]
 
+    def floor(self, policy: str, batch: int) -> int:
+        """Bytes below which `scaled_reserved` cannot be, without a replay."""
+        key = (policy, batch)
+        if key not in self._floors:
+            anchor = self.anchors[policy]
+            self._floors[key] = anchor.requested_with(self.growth.sizes(anchor, batch))
+        return self._floors[key]
+
     def _scaled_peaks(self, policy: str, batch: int) -> tuple[int, int]:
         """Bytes allocated and reserved: a replay serves the search for a batch size and the candidate found."""
         key = (policy, batch)
@@ -141,18 +150,38 @@ class Estimates:
     def _best(self, policy: str) -> Candidate | None:
         batch = self.batch or 1
         if self.batch is None and self.target != "memory":
-            known = {LOW: self.reserved(policy, LOW)}
-            batch = largest_fitting(lambda n: self.reserved(policy, n), self.room.limit, self.most, known)
+            batch = self._largest(policy, LOW, lambda n: self.reserved(policy, n), {LOW: self.reserved(policy, LOW)})
         candidate = self.estimate(policy, max(batch, 1))
         return candidate if self.room.fits(candidate) else None
+
+    def _largest(
+        self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int], ratio: float = 1.0
+    ) -> int:
+        """The largest batch whose `reserved` bytes fit, `known` for some of them.
+
+        A floor costs no replay. What is reserved is about the same share of it at any batch as at `near`, which says
+        where to look first; and where the floor is more than the room, there is no need to look.
+
+        ratio: of `reserved` to `scaled_reserved`.
+        """
+        limit, share = self.room.limit, reserved(near) / max(self.floor(policy, near), 1)
+        guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, self.most)
+        if guess and guess not in known:
+            known[guess] = reserved(guess)
+
+        def needs(batch: int) -> int:
+            least = self.floor(policy, batch)
+            return round(least * max(share, ratio)) if least * ratio > limit else reserved(batch)
+
+        return largest_fitting(needs, limit, self.most, known)
 
     def following(self, policy: str, batch: int) -> int | None:
         """The batch size to trace next, after `batch`; None where the best of `policy` is settled, and set."""
         if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
             known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
-            batch = largest_fitting(
-                lambda n: round(self.scaled_reserved(policy, n) * ratio), self.room.limit, self.most, known
+            batch = self._largest(
+                policy, batch, lambda n: round(self.scaled_reserved(policy, n) * ratio), known, ratio
             )
             if batch and (policy, batch) not in self.tracer.traced:
                 return batch
@@ -178,8 +207,16 @@ class Estimates:
             )
         return better(self.target)(candidates[0]) > better(self.target)(candidates[1])
 
-    def leanest(self, n: int) -> list[Candidate]:
-        """The `n` policies of fewest bytes at the fixed batch, or at batch size 1."""
+    def leanest(self) -> Candidate:
+        """The policy of fewest bytes at the fixed batch, or at batch size 1."""
         at = self.batch or 1
-        lean = sorted(self.anchors, key=lambda policy: self.reserved(policy, at))
-        return [self.estimate(policy, at) for policy in lean[:n]]
+
+        def least(policy: str) -> int:
+            return self.reserved(policy, at) if (policy, at) in self.tracer.traced else self.floor(policy, at)
+
+        found: dict[str, int] = {}
+        for policy in sorted(self.anchors, key=least):
+            if found and least(policy) > min(found.values()):
+                break
+            found[policy] = self.reserved(policy, at)
+        return self.estimate(min(filter(found.__contains__, self.anchors), key=found.__getitem__), at)

@@ -67,7 +67,7 @@ class Launched(Estimates):
         likely = self._likely()
         found = [(likely.policy, likely.batch)]
         if self._casts():
-            found.insert(0, (self.alone.leanest(1)[0].policy, self.batch or LOW))
+            found.insert(0, (self.alone.leanest().policy, self.batch or LOW))
         return list(dict.fromkeys(found))
 
     def _casts(self) -> bool:
@@ -85,7 +85,7 @@ class Launched(Estimates):
             away = max(away - trace.at_peak["parameters"], 0)
         room = replace(self.room, budget=self.room.budget + away)
         roomy = replace(self.alone, room=room, bests={})
-        return max(roomy.candidates(), key=better(self.target), default=self.alone.leanest(1)[0])
+        return max(roomy.candidates(), key=better(self.target), default=self.alone.leanest())
 
     def learn(self) -> None:
         """What the launch changes, from the traces of `points`."""
@@ -113,6 +113,9 @@ class Launched(Estimates):
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
         return round(self.lines["reserved"](self.alone.reserved(policy, batch)))
+
+    def floor(self, policy: str, batch: int) -> int:
+        return round(self.lines["reserved"](self.alone.floor(policy, batch)))
 
 
 class Launches:
@@ -198,7 +201,7 @@ class Launches:
         best = self._best(estimates, self.first)
         if best is not None:
             return 1.0, *self.key(best)
-        return 0.0, -min(candidate.reserved for candidate in estimates.leanest(1))
+        return 0.0, -estimates.leanest().reserved
 
     def of(self, launch: Launch | None) -> Estimates:
         """The estimates of a launch."""
@@ -206,7 +209,7 @@ class Launches:
 
     def leanest(self) -> Estimates:
         """The launch that needs the fewest bytes."""
-        return min(self.under, key=lambda estimates: estimates.leanest(1)[0].reserved)
+        return min(self.under, key=lambda estimates: estimates.leanest().reserved)
 
     def fewest(self, pick: Candidate) -> Candidate | None:
         """A candidate on as few GPUs as one fits on; None where that is as many as `pick` is on.
@@ -224,7 +227,7 @@ class Launches:
         estimates = self.leanest()
         launch = estimates.tracer.workload.launch
         assert launch is not None
-        lean = estimates.leanest(1)[0]
+        lean = estimates.leanest()
         for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
             machines = max(1, gpus * launch.machines // launch.processes)
             fewer = self._under(replace(launch, processes=gpus, machines=machines))

@@ -85,6 +85,10 @@ class Growth:
             s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
             for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)
         ]
+        return replace(trace, storages=storages, ops=self.ops(trace, batch))
+
+    def ops(self, trace: StepTrace, batch: int) -> list[Op]:
+        """Its ops at `batch`."""
         share = (batch - self.low) / (self.high - self.low)
         scaled = []
         for o, more in zip(trace.ops, self._dearer(trace), strict=True):
@@ -95,7 +99,7 @@ class Growth:
             flops, nbytes, kernels, *shape = grew
             here = o.dtype, o.phase, o.module, o.at
             scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around))
-        return replace(trace, storages=storages, ops=scaled)
+        return scaled
 
     def sizes(self, trace: StepTrace, batch: int) -> list[int]:
         """The bytes of each of its storages at `batch`."""

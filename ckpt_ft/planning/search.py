@@ -62,7 +62,7 @@ def _explore(estimates: Estimates) -> None:
     if head:  # the head costs a little time: what leads with it may lead without
         leaders = {candidate.policy for candidate in frontier(estimates.candidates())}
         estimates.consider(proposals.without_term(policy, "head") for policy in leaders)
-    estimates.consider(proposals.with_term(candidate.policy, "offload") for candidate in estimates.leanest(1))
+    estimates.consider([proposals.with_term(estimates.leanest().policy, "offload")])
     _split(estimates, head)
 
 

@@ -95,7 +95,7 @@ def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
     """Round budgets from the smallest that works to all there is, and that one."""
     gpu, room = gpu_of(workload.device), estimates.room
     highest = gpu.memory if gpu else 2 * room.budget
-    lowest = min(room.needs(candidate) for candidate in estimates.leanest(1))
+    lowest = room.needs(estimates.leanest())
     apart = _apart(highest - lowest)
     multiples = range(math.ceil(lowest / apart) * apart, highest, apart)
     return [*multiples, highest]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.workloads.workload import Step, Workload
+
+from .steps import split_steps
 
 Traced = StepTrace | str  # the trace, or why there is none
 Key = tuple[str, int]  # policy, batch size
@@ -52,11 +54,12 @@ class _Session:
 
     def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:
         self.workload, self.wanted = workload, wanted
-        policies = dict.fromkeys(policy for policy, _ in wanted)
-        self.refused = {policy: reason for policy in policies if (reason := _refusal(workload.model, policy))}
+        self.refused: dict[str, str] = {}
 
     def run(self) -> list[Traced]:
-        todo = [number for number, (policy, _) in enumerate(self.wanted) if policy not in self.refused]
+        todo = list(range(len(self.wanted)))
+        while todo and not self._suits(self.wanted[todo[0]][0]):  # the first one warms up
+            todo.pop(0)
         windows = dict(zip(todo, self._windows([self.wanted[number] for number in todo]), strict=True))
         return [
             self.refused.get(policy) or self.workload.whole(windows[number])
@@ -64,7 +67,7 @@ class _Session:
         ]
 
     def _windows(self, todo: list[tuple[str, Step]]) -> list[StepTrace]:
-        """Of each its step; the first one warms up."""
+        """Of each its step; the first one warms up. What is refused does nothing in its step."""
         if not todo:
             return []
         trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)], again=True)
@@ -73,7 +76,11 @@ class _Session:
         return [alone] if len(todo) == 1 else split_steps(trace)[1:]
 
     def _one(self, policy: str, step: Step, model: nn.Module, optimizer: Any) -> None:
-        applied = apply_policy(model, policy)
+        try:
+            applied = apply_policy(model, policy)
+        except UserError as error:
+            self.refused[policy] = str(error)
+            return
         try:
             step(model, optimizer)
             idle = applied.never_fired()
@@ -82,51 +89,12 @@ class _Session:
         if idle:
             self.refused[policy] = f"no operator of '{idle[0]}' runs in this model's blocks"
 
-
-def _refusal(model: nn.Module, policy: str) -> str:
-    try:
-        apply_policy(model, policy).remove()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def split_steps(trace: StepTrace) -> list[StepTrace]:
-    """Each step of `trace` as a trace of its own: what was resident, then the step twice, the first as a warm-up.
-
-    What the step leaves alive is taken to be dropped before the second time.
-    """
-    starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
-    alive: dict[int, None] = {}
-    traces, at = [], 0
-    for start, stop in pairwise(starts):
-        for event in trace.events[at:start]:
-            if event >= 0:
-                alive[event] = None
-            else:
-                del alive[~event]
-        at = start
-        traces.append(_twice(trace, list(alive), start, stop))
-    return traces
-
-
-def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> StepTrace:
-    window = trace.events[start:stop]
-    freed = {~event for event in window if event < 0}
-    left = [event for event in window if event >= 0 and event not in freed]
-    gone = [index for index in resident if index in freed]
-    first = [event for event in window if event >= 0 or ~event not in gone]  # lives on: the second step frees it
-    warm = [*resident, *first, *(~index for index in reversed(left))]
-    number = {index: place for place, index in enumerate(dict.fromkeys(e if e >= 0 else ~e for e in [*warm, *window]))}
-    events = [number[event] if event >= 0 else ~number[~event] for event in [*warm, *window]]
-    shift = len(warm) - start
-    return replace(
-        trace,
-        storages=[trace.storages[index] for index in number],
-        events=events,
-        ops=[op.later(shift) for op in trace.ops if start <= op.at < stop],
-        marks=[(mark + shift, name) for mark, name in trace.marks if start <= mark < stop],
-    )
+    def _suits(self, policy: str) -> bool:
+        try:
+            apply_policy(self.workload.model, policy).remove()
+        except UserError as error:
+            self.refused[policy] = str(error)
+        return policy not in self.refused
 
 
 class Tracer:
@@ -201,8 +169,11 @@ class Tracer:
         if alone or not missing:
             return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
         sessions = [share for keys in missing.values() for share in _shares(keys, self._jobs)]
-        for number, key in enumerate(more):  # the last share is the smallest
-            sessions[-1 - number % len(sessions)].append(key)
+        for number, key in enumerate(more):
+            if len(sessions) < self._jobs:
+                sessions.append([key])
+            else:
+                sessions[-1 - number % len(sessions)].append(key)  # the last share is the smallest
         return sessions
 
     def _keep(self, sessions: list[list[Key]], traced: Iterable[list[Traced]]) -> None:

@@ -25,6 +25,8 @@ _REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of 
 
 def read_config(name: str) -> dict[str, Any]:
     """The model's configuration as a dict, from a file, a directory, the Hub, or what comes with the package."""
+    if not name:  # which Path takes for the working directory
+        raise UserError("no model is named: give a Hub id, a directory or a config file (`ckpt-ft models` lists some)")
     path = Path(name)
     if path.is_file():
         return _read_json(path)

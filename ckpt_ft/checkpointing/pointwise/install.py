@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.checkpointing.parameters import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
 from ckpt_ft.errors import UserError
 
@@ -53,8 +54,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     when there is no such call. Under torch.compile the model runs as it is: the compiler's own partitioner
     recomputes such outputs already.
     """
-    skipped = {id(inner) for module in skip for inner in module.modules()}
-    chosen = {id(m): m for top in modules.values() for m in top.modules() if id(m) not in skipped}
+    skipped = {id(inner) for module in skip for inner in modules_in(module)}
+    chosen = {id(m): m for top in modules.values() for m in modules_in(top) if id(m) not in skipped}
     rows: Counter[tuple[str, str, str]] = Counter()
     stand_ins: list[StandIn] = []
     stand_in: StandIn
@@ -76,7 +77,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
             f"policy 'pointwise': {type(model).__name__} has no norm, activation, gated MLP or dropout of a "
             "kind that it knows, outside of checkpoints; leave 'pointwise' out of the policy"
         )
-    stand_ins += [CastInput(module) for module in model.modules() if takes_casts(module)]
+    stand_ins += [CastInput(module) for module in modules_in(model) if takes_casts(module)]
     notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))
     stand_ins.append(Watched(model, notes_kept))
     described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -41,16 +44,19 @@ def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
     """(down, activation, gate, up) where the source of the module's forward says `GatedProduct` and no more."""
     if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
         return None
+    names = _gated(type(module).forward)
+    return names if names and all(isinstance(module._modules.get(name), nn.Module) for name in names) else None
+
+
+@cache
+def _gated(forward: Callable[..., Any]) -> tuple[str, str, str, str] | None:
     try:
-        source = inspect.getsource(type(module).forward)
+        source = inspect.getsource(forward)
     except (OSError, TypeError):
         return None
     _, _, body = source.partition(":\n")
     found = _GATED.fullmatch(" ".join(body.split()))
-    if found is None:
-        return None
-    names: tuple[str, str, str, str] = found.group(2, 3, 4, 6)  # type: ignore[assignment]
-    return names if all(isinstance(module._modules.get(name), nn.Module) for name in names) else None
+    return found and found.group(2, 3, 4, 6)  # type: ignore[return-value]
 
 
 def has_products(module: nn.Module) -> bool:

@@ -88,23 +88,21 @@ def surroundings(launch: Launch | None) -> Iterator[None]:
 @contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
     """Afterwards `model` is shared as it was before: its modules' classes, hooks and attributes are those of then."""
-    before = [
-        (module, type(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()
-    ]
+    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     states = [_module_state_mapping.get(module) for module, *_ in before]
     try:
         yield
     finally:
         after = [_module_state_mapping.get(module) for module, *_ in before]
         shared = hasattr(model, _SHARED) or any(map(operator.is_not, states, after))
-        for (module, kind, attributes), state in zip(before, states, strict=True) if shared else ():
+        for (module, kind, attributes, contents), state in zip(before, states, strict=True) if shared else ():
             module.__class__ = kind
             for name in [name for name in vars(module) if name not in attributes]:
                 del module.__dict__[name]
-            for name, (value, copy) in attributes.items():
+            for name, value in attributes.items():
                 if type(value) in _CONTAINERS:
                     value.clear()
-                    value.update(copy)
+                    value.update(contents.get(name, ()))
                 module.__dict__[name] = value
             _module_state_mapping.pop(module, None)
             if state is not None:
@@ -132,8 +130,9 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
             model.require_backward_grad_sync = True
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if type(value) in _CONTAINERS else value
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the containers that `module` keeps its parts in, without the empty ones: a module has ten of them."""
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS and value}
 
 
 def _is_packed(layer: nn.Linear) -> bool:

@@ -91,6 +91,10 @@ class StepTrace:
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
+    def requested_with(self, sizes: Sequence[int]) -> int:
+        """The most bytes asked for at any moment with storages of these sizes: no fewer are ever reserved for them."""
+        return max(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events), default=0)
+
     @property
     def emptied(self) -> frozenset[int]:
         """The events before which the step called torch.cuda.empty_cache()."""

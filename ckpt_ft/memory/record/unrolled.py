@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,9 +29,10 @@ def unrolled(trace: StepTrace, repeated: Iterable[Repeating], late: int) -> Step
     """
     gaps, failed, reasons = [], set(), []
     storages = list(trace.storages)
+    freed_at = {~event: at for at, event in enumerate(trace.events) if event < 0}
     for one in repeated:
         try:
-            gaps.append(Gap(one.within(trace, late), storages))
+            gaps.append(Gap(one.within(trace, late), storages, freed_at))
         except NotPeriodic as error:
             failed.add(one.skipped.name)
             reasons.append(str(error))
@@ -54,12 +55,14 @@ class Insertion:
 class Gap:
     """The units skipped in one step; their storages are appended to `storages`.
 
+    freed_at: storage -> the event of the record that frees it.
+
     Attributes:
         insertions: what they did.
         freed: event of the record -> the storage that it frees instead.
     """
 
-    def __init__(self, repeating: Repeating, storages: list[Storage]) -> None:
+    def __init__(self, repeating: Repeating, storages: list[Storage], freed_at: Mapping[int, int]) -> None:
         self.trace, self.skipped, self.repeating = repeating.trace, repeating.skipped, repeating
         self._moves: dict[tuple[int, str], str] = {}  # modules of the third unit as another one's
         self._new: dict[tuple[int, Place], int] = {}  # (number of a unit skipped, place) -> storage
@@ -67,7 +70,7 @@ class Gap:
         self.insertions = [self._inserted(k, passage) for k, passage in enumerate(self.repeating.passages)]
         roles = self.repeating.roles.items()
         self.freed = {event: self._new[FIRST, role.place] for event, role in roles if role.away > 0}
-        self._free_outside()
+        self._free_outside(freed_at)
 
     def _make(self, storages: list[Storage]) -> None:
         gradients = self.skipped.gradients
@@ -116,9 +119,8 @@ class Gap:
                     inserted.events.append(~self._at(number + roles[event].away, roles[event].place))
         return inserted
 
-    def _free_outside(self) -> None:
+    def _free_outside(self, freed_at: Mapping[int, int]) -> None:
         """See to what the third unit allocates and none of the parts compared frees."""
-        freed_at = {~event: at for at, event in enumerate(self.trace.events) if event < 0}
         inside = [part.events for passage in self.repeating.passages for part in (passage.second, passage.third)]
         own = self.repeating.own
         rows: dict[int, list[tuple[int, int, Place]]] = defaultdict(list)

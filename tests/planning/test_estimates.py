@@ -1,0 +1,103 @@
+"""What a search knows costs few replays, and is what replays of all that there is would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import MODELS, Small
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.estimates import LOW, Estimates
+from ckpt_ft.planning.fitting import make_room
+from ckpt_ft.planning.tracing import Tracer, trace_policies
+
+POLICIES = ["none", "pointwise", "full", "save:attention", "modules:mlp", "full,offload"]
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Iterator[Tracer]:
+    """Of a Llama on a T4, large enough that the allocator's segments of 20 MiB do not decide."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        max_position_embeddings=256,
+    )  # fmt: skip
+
+    def loss(model: nn.Module, size: int) -> torch.Tensor:
+        ids = torch.zeros(size, 256, dtype=torch.long)
+        found: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return found
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).train()
+    with Tracer(Small(model, loss).workload(find_gpu("t4"))) as made:
+        yield made
+
+
+def estimates(tracer: Tracer, budget: str) -> Estimates:
+    made = Estimates(tracer, make_room(budget, find_gpu("t4"), "0"))
+    made.consider(POLICIES)
+    return made
+
+
+@pytest.mark.parametrize(("budget", "largest"), [("2GiB", 48), ("6GiB", 170), ("14GiB", 417)])
+def test_the_largest_batch_takes_few_replays(
+    tracer: Tracer, budget: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four a policy at most, where bisection alone takes five and more; and each is the largest."""
+    asked = estimates(tracer, budget)
+    replays, replay_with = [], StepTrace.replay_with
+
+    def counted(*args: Any) -> Any:
+        replays.append(args)
+        return replay_with(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepTrace, "replay_with", counted)
+        batches = [found.batch if (found := asked.best(policy)) else 0 for policy in POLICIES]
+    assert max(batches) == largest
+    assert len(replays) <= 4 * len(POLICIES)
+    for policy, batch in zip(POLICIES, batches, strict=True):
+        assert asked.reserved(policy, batch) <= asked.room.limit < asked.reserved(policy, batch + 1)
+
+
+def test_a_floor_is_what_no_replay_falls_below(tracer: Tracer) -> None:
+    asked = estimates(tracer, "500MiB")
+    for policy in POLICIES:
+        for batch in (1, LOW, 40, 400):
+            assert 0.5 * asked.scaled_reserved(policy, batch) < asked.floor(policy, batch)
+            assert asked.floor(policy, batch) <= asked.scaled_reserved(policy, batch)
+
+
+def test_the_leanest_is_that_of_all(tracer: Tracer) -> None:
+    asked = estimates(tracer, "500MiB")
+    first = min(POLICIES, key=lambda policy: asked.reserved(policy, 1))
+    assert asked.leanest() == asked.estimate(first, 1)
+
+
+def test_a_refused_policy_leaves_the_others_of_its_session_as_they_are() -> None:
+    workload = MODELS["vit"]().workload(find_gpu("t4"))
+    step = workload.step(3)
+    plain = trace_policies(workload, ["none", "full"], step)
+    for others in (["head", "none", "full"], ["none", "head", "full"], ["none", "full", "head"]):
+        found = dict(zip(others, trace_policies(workload, others, step), strict=True))
+        assert "no output layer over a vocabulary" in str(found["head"])
+        for trace, like in zip((found["none"], found["full"]), plain, strict=True):
+            assert isinstance(trace, StepTrace)
+            assert isinstance(like, StepTrace)
+            assert (trace.events, trace.storages, trace.ops) == (like.events, like.storages, like.ops)
+    assert all(isinstance(trace, str) for trace in trace_policies(workload, ["head", "save:conv"], step))
+
+
+def test_what_is_wanted_for_its_sizes_has_a_process_to_itself_where_one_is_idle() -> None:
+    tracer = Tracer(MODELS["vit"]().workload("cpu"), jobs=2)
+    one = [("full,offload", 5)]
+    assert tracer._missing(one, alone=False, beside=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
+    two = [("none", 5), ("full", 5), ("pointwise", 5)]
+    shared = tracer._missing(two, alone=False, beside=[("none", 7)])
+    assert shared == [[("none", 5), ("pointwise", 5)], [("full", 5), ("none", 7)]]
