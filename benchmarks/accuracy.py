@@ -100,8 +100,6 @@ def flux2(most: int | None) -> Group:
     columns = ("reserved by a step", "reserved by the run")
     group = Group("Fine-tuning methods of a diffusion transformer on an L40S", prose.FLUX2, ("method", *columns))
     for name, row in islice(klein.published().items(), most):
-        if name.split()[0] in klein.LEFT_OUT:
-            continue
         trace = klein.trace(row)
         found = trace.peak_reserved, klein.reserved_by_run(row, trace)
         errors = {name: had / row["max_reserved_bytes"] - 1 for name, had in zip(columns, found, strict=True)}

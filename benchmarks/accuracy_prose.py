@@ -36,7 +36,7 @@ transform: its wavelets are transposed convolutions in steps of two over each we
 workspace (memory/rules/cudnn.py). Of the runs with few trained bytes (ia3, ln_tuning, oft, c3a) 110 to 330 MiB more
 are predicted than were reserved, and of SHiRA's 200: which of several free blocks of one size is taken depends on
 addresses, which CUDA does not promise, and c3a's transforms of 256 elements may need less of a work area than the data
-once. FRoD is not here: it moves the weights that it adapts to the host by hand, which a trace does not follow.
+once. FRoD's adapted weights lie on the host, as its configuration asks.
 
 Seconds: BOFT builds its block-diagonal matrices of 154,000 copies of 4 x 4 values, a kernel each: the host issues a
 run of them more slowly than the device is through, and how far it is ahead by then is bounded by the driver's queue,

@@ -20,12 +20,12 @@ from transformers import Dinov2Config, Dinov2Model
 from benchmarks import long_run
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.workloads.adapters import tell_sizes
 from ckpt_ft.workloads.valueless import Valueless
 
 ROWS = Path(__file__).resolve().parent / "data" / "flux2_klein_peft.json"
 BATCH, LATENTS, TEXT, IMAGES = 2, (128, 32, 32), (512, 7680), 14
 STRETCHES, STRETCHES_WHOLE = 8, 3  # evaluated every 100 of 750 steps, or of 300 where all weights are trained
-LEFT_OUT = ("frod",)  # moves the weights that it adapts to the host by hand: a trace does not follow that
 _RESULTS = ("rank_pattern",)  # of a configuration: what AdaLoRA had pruned by the end
 
 
@@ -57,6 +57,7 @@ def build(row: dict[str, Any]) -> Run:
         if row["peft_config"] is not None:
             given = {name: value for name, value in row["peft_config"].items() if name not in _RESULTS}
             model = get_peft_model(model, get_peft_config(given))
+            tell_sizes(model)
     return Run(model).train()
 
 

@@ -165,9 +165,11 @@ class Parking:
 
         written: writes into the storage that the tensor's own version does not count.
         """
+        if tensor.layout is not torch.strided:  # a sparse one has two storages
+            return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or storage._cdata in self.resident or not _flat_in(tensor):
+        if nbytes < self.min_bytes or storage._cdata in self.resident or nbytes % tensor.element_size():
             return None
         if is_dtensor(tensor):
             return self._park_local(tensor.detach())
@@ -204,8 +206,3 @@ class Parking:
 def unpack(packed: Saved) -> torch.Tensor:
     """The other saved-tensor hook."""
     return packed.get()
-
-
-def _flat_in(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage can be copied as a flat tensor of its dtype."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() % tensor.element_size() == 0

@@ -4,8 +4,8 @@
 the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
 `torch.utils.checkpoint` without reentrant autograd; added are, in either run, the arguments as the first run found
 them (`arguments.py`), the random state (kept only where the first run drew from it), the buffers (`buffers.py`),
-tensors in attributes (`attributes.py`), the parameters and modes (`parameters.py`), and kept operator outputs
-(`selective.py`).
+tensors in attributes (`attributes.py`), the parameters and modes (`parameters.py`), hooks (`hooks.py`), and kept
+operator outputs (`selective.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from . import parameters, rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
 from .attributes import Attributes, put
 from .buffers import Buffers, swap_in, swap_out
+from .hooks import hooks_on, swap
 from .parameters import Found, modules_in
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
@@ -74,7 +75,9 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = ("attributes", "buffers", "devices", "found", "keeping", "modules", "random", "region", "replaying")
+    __slots__ = (
+        "attributes", "buffers", "devices", "found", "hooks", "keeping", "modules", "random", "region", "replaying",
+    )  # fmt: skip
 
     def __init__(self, region: Checkpointed, modules: dict[nn.Module, None], devices: set[torch.device]) -> None:
         self.region, self.modules, self.devices = region, modules, devices
@@ -102,13 +105,13 @@ class FirstRun:
             buffer.look()
         self.attributes = self.region.attributes.after(self.attributes, self.modules, self.region.module.training)
         self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
-        self.found = Found(self.modules)
+        self.found, self.hooks = Found(self.modules), hooks_on(self.modules)
 
 
 class SecondRun:
     """Sets generators, buffers and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("attributes", "buffers", "first", "random", "swapped")
+    __slots__ = ("attributes", "buffers", "first", "hooks", "random", "swapped")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -121,7 +124,9 @@ class SecondRun:
                 f"{kind}: its forward runs a backward of its own (torch.autograd.grad) over what a checkpoint has "
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
-        self.swapped = first.found.swap_in()
+        self.swapped, self.hooks = first.found.swap_in(), hooks_on(first.modules)
+        if self.hooks != first.hooks:
+            swap(self.hooks, first.hooks)
         self.buffers = swap_in(first.buffers)
         self.attributes = put(first.attributes)
         self.random = first.random.now()
@@ -133,6 +138,8 @@ class SecondRun:
         self.random.restore()
         put(self.attributes)
         swap_out(self.buffers)
+        if self.hooks != self.first.hooks:
+            swap(self.first.hooks, self.hooks)
         parameters.swap_out(self.swapped)
         self.attributes, self.buffers = [], []
 

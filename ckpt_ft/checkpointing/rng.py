@@ -1,7 +1,7 @@
 """The state of the random generators that a region can draw from: PyTorch's, Python's `random` and `numpy.random`.
 
-A generator of one's own (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) is drawn from twice;
-`own_generators` names those that a model's modules hold.
+A generator of one's own (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) is drawn from twice, and
+so are numbers that were drawn ahead; `own_generators` names those that a model's modules hold.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_DRAWN_AHEAD = "BufferedMontecloraSampler"  # PEFT's MonteCLoRA takes the next one of its samples in each run
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 _CPU = torch.device("cpu")
 
@@ -94,7 +95,7 @@ def own_generators(model: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, kinds)
+        if isinstance(value, kinds) or type(value).__name__ == _DRAWN_AHEAD
     ]
 
 

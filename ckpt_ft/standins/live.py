@@ -1,4 +1,7 @@
-"""bitsandbytes' own layers in a model that is about to be traced: its kernels take no fake tensors."""
+"""What libraries do to a model that is about to be traced, and a trace would not see.
+
+bitsandbytes' kernels take no fake tensors; PEFT's FRoD moves weights to the host by itself.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +61,15 @@ def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
 
 def _linear(layer: nn.Linear, dtype: torch.dtype | None = None) -> nn.Linear:
     return nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=dtype)
+
+
+def left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights that are there in a step on a GPU: those of FRoD's layers, where it is asked to and does not drop out.
+
+    [peft/tuners/frod/layer.py, runtime_offload_base_weight]
+    """
+    layer: Any
+    for layer in model.modules():
+        asked = getattr(layer, "runtime_offload_base_weight", None) or {}
+        if any(asked.values()) and all(isinstance(layer.frod_dropout[name], nn.Identity) for name in asked):
+            yield layer.get_base_layer().weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def adapt(model: Any, settings: Settings) -> Any:
         adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
     if on_meta:
         _train_rank_numbers(adapted)
+        tell_sizes(adapted)
     if settings.load_in_4bit:
         _show_weights(adapted)
     return adapted.train()
@@ -115,11 +117,30 @@ def _show_weights(adapted: Any) -> None:
 
 
 def _train_rank_numbers(adapted: Any) -> None:
-    """Of AdaLoRA: PEFT trains what it casts from half precision to float32, and on meta there is nothing to cast."""
+    """Of AdaLoRA over half precision: PEFT since 0.21 trains what it casts, and on meta there is nothing to cast."""
     for layer in adapted.modules():
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
-            ranks.requires_grad_(True)
+            ranks.requires_grad_(_rank_numbers_train())
+
+
+@cache
+def _rank_numbers_train() -> bool:
+    """Whether they do with the PEFT that is installed."""
+    from peft import AdaLoraConfig, get_peft_model
+
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        layer = torch.nn.Sequential(torch.nn.Linear(1, 1, dtype=torch.bfloat16))
+        adapted = get_peft_model(layer, AdaLoraConfig(target_modules=["0"], total_step=1))
+    return any(p.requires_grad for name, p in adapted.named_parameters() if "ranknum" in name)
+
+
+def tell_sizes(adapted: Any) -> None:
+    """Of FRoD: its forward reads how large its sparse matrices are, and on meta there are no numbers to read."""
+    for category, sizes in getattr(adapted.base_model, "frod_s_size", {}).items():
+        for adapter in sizes:
+            shape = adapted.base_model.frod_V[category][adapter].shape
+            sizes[adapter] = torch.tensor(shape, device="cpu")
 
 
 def _freeze(model: Any, part: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft_kinds import TARGETS, configuration
 from torch import nn
 from versions import is_older
 
@@ -29,20 +29,6 @@ LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the l
 REST = 2 * 96 * 256 + 5 * 256  # embeddings and head, norms
 PLAIN = Settings(seq_length=32, dtype="bfloat16")
 LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # of a block
-TARGETS = {"target_modules": ["q_proj", "v_proj"]}
-# What a kind of PEFT needs beside the modules that it adapts.
-KINDS: dict[str, dict[str, Any]] = {
-    "ADALORA": {**TARGETS, "total_step": 10},
-    "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 4},
-    "BOFT": {**TARGETS, "boft_block_size": 4},
-    "C3A": {**TARGETS, "block_size": 64},
-    "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm"]},
-    "OFT": {**TARGETS, "oft_block_size": 4, "r": 0},
-    "VBLORA": {**TARGETS, "vector_length": 64},
-    "SHADOW": {"r": 8},  # around whole blocks
-    "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
-}
 MADE_OF = ("XLORA",)  # adapters that there are
 PACKAGES = {"ADAMSS": "sklearn"}
 # That look at values, that do not, and whose batches say which task a row is of.
@@ -54,20 +40,6 @@ def config(tmp_path: Path) -> str:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     return str(file)
-
-
-def configuration(kind: str) -> dict[str, Any]:
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        pytest.skip(f"an older PEFT, without {kind}")
-    if kind == "SHIRA" and is_older("peft", "0.21"):
-        pytest.skip("an older PEFT, whose SHiRA reads the values of a mask")
-    fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-    given = KINDS.get(kind) or (TARGETS if "target_modules" in fields else {})
-    if "num_virtual_tokens" in fields:
-        given = {**given, "num_virtual_tokens": 4}
-    return {"peft_type": kind, "task_type": "CAUSAL_LM", **given}
 
 
 def kinds() -> list[str]:
@@ -141,16 +113,44 @@ def test_adapters_are_in_the_dtype_that_peft_gives_them(kind: str, config: str) 
 
 @pytest.mark.filterwarnings("ignore")
 def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
-    """On a base in half precision, and none in float32: what divides by them saves what they divide."""
+    """PEFT 0.21, on a base in half precision, and none in float32: what divides by them saves what they divide."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
-    for dtype, trained in (("bfloat16", True), ("float32", False)):
+    for dtype, trained in (("bfloat16", not is_older("peft", "0.21")), ("float32", False)):
         settings = replace(PLAIN, dtype=dtype, peft=configuration("ADALORA"))
         base = LlamaForCausalLM(LlamaConfig(**sizes_of)).to(getattr(torch, dtype))  # type: ignore[arg-type]
         for model in (load(config, settings).model, adapt(base, settings)):
             ranks = [p.requires_grad for name, p in model.named_parameters() if ".ranknum." in name]
             assert ranks == [trained] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_frod_leaves_on_the_host_what_it_is_asked_to(config: str) -> None:
+    """Of a GPU, where its dropout is none; its sparse matrices are as large as on a model with weights."""
+    given = {**configuration("FROD"), "progressbar": False}
+    traces = [
+        load(config, replace(PLAIN, peft={**given, **more}), "a100-40gb").trace(1)
+        for more in (
+            {},
+            {"runtime_offload_base_weight": True},
+            {"runtime_offload_base_weight": True, "frod_dropout": 0.1},
+        )
+    ]
+    there = [trace.at_peak["parameters"] for trace in traces]
+    assert there == [there[0], there[0] - 2 * 2 * (256 * 256 + 128 * 256), there[0]]
+    dense = [s.nbytes for s in traces[0].storages if s.op == "aten._to_dense.default"]
+    assert dense == [2 * 256 * 256] * len(dense)
+    assert len(dense) == 2 * 4  # in either step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sparse_values_are_added_by_way_of_two_copies(config: str) -> None:
+    """On a GPU, to weights in half precision: SHiRA's are in float32."""
+    for dtype, copies in (("bfloat16", 2), ("float32", 0)):
+        trace = load(config, replace(PLAIN, dtype=dtype, peft=configuration("SHIRA")), "a100-40gb").trace(1)
+        taken = {s.nbytes for s in trace.storages if s.op == "aten.add_.Tensor" and "q_proj" in s.module}
+        assert taken == ({copies * 4 * 256 * 256} if copies else set())
 
 
 def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:

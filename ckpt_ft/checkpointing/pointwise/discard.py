@@ -52,11 +52,11 @@ class Pass:
             handle = Discarded(frame)
             frame.internals.append(weakref.ref(handle))
             return handle
-        storage = tensor.untyped_storage()
+        storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse one has two, and no cheap call's
         claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
-        if self.kept is not None:
+        if self.kept is not None and storage is not None:
             self.kept.add(storage._cdata)
         if self.outer is not None:
             return self._hand_on(tensor)

@@ -6,7 +6,8 @@ Where a step asks a fake tensor for a value that is not known (values.py), a sta
 - what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True, and a GradScaler finds no
   infinity; but any() of a mask that indices made is True;
 - torch.equal() of tensors of one shape is True;
-- a number drawn from 0..1 is 0.5, so that LayerDrop drops none; any other number read is 1, an index 0.
+- a number drawn from 0..1 is 0.5, so that LayerDrop drops none; any other number read is 1, an index or one drawn
+  by randint 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
 
@@ -151,7 +152,7 @@ class Balanced:
         known = self._of(tensor)
         if known is not None and known.total:
             return self._share(tensor, known.total)
-        if known is not None and known.classes:
+        if (known is not None and known.classes) or self.tracker.made_by(tensor).startswith("aten.randint"):
             return 0
         self._note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1

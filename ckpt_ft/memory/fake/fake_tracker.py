@@ -15,6 +15,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, wraps
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
+from ckpt_ft.standins.live import left_on_host
 
 from . import cpu_scratch
 from .again import Again
@@ -61,7 +62,7 @@ class FakeTracker(Tracker):
     def __init__(
         self, fakes: Fakes, model: nn.Module, gpu: GPU | None, interrupts: Interrupts, streams: Streams
     ) -> None:
-        super().__init__(model, after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
+        super().__init__(after=cuda.after(sm(gpu)) if gpu else cpu_scratch.AFTER)
         self.fakes, self.fake_mode = fakes, fakes.mode
         self.gpu, self.interrupts, self.streams = gpu, interrupts, streams
         self.values = Values()
@@ -69,6 +70,9 @@ class FakeTracker(Tracker):
         self.rules = {**fake_kernels.RULES, **self.balanced.answers, **(cuda.RULES if gpu else cpu_scratch.RULES)}
         self._memo = Memo(fakes, sm(gpu) if gpu else 0)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
+        for weight in left_on_host(model) if gpu else ():
+            self.ignore(weight)
+        self.add_model(model)
 
     def _begin(self, phase: str) -> None:
         if phase == "optimizer" and self.again is not None:

@@ -101,7 +101,7 @@ def _describe(values: Any, parts: list[Any]) -> None:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None:
+            if value.constant is not None or value.is_sparse:
                 raise Uncacheable
             parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
         elif kind is list or kind is tuple:
@@ -118,7 +118,7 @@ def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
     homes: dict[int, int | None] = {}
     for at, value in enumerate(args):
         for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
-            if type(item) is FakeTensor and item.layout is torch.strided:  # a sparse one has no storage of its own
+            if type(item) is FakeTensor:
                 homes.setdefault(item.untyped_storage()._cdata, place)
     return homes
 

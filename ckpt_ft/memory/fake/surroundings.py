@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
+from .values import attach, holds_sizes
 
 _TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
 _CACHE = type(functools.cache(lambda: None))
@@ -64,6 +65,8 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
             _hook(made[id(value)], value)
+            if holds_sizes(value):
+                attach(made[id(value)], value)
         return made[id(value)]
 
     modes = {module: module.training for module in model.modules()}  # a step may change them

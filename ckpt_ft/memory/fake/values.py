@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
+_MOST_SIZES = 8  # of one tensor
 _NO_VALUE = ("aten::empty", "aten::new_empty")
 _NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
 _IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # of floats: as if none were exactly that number
@@ -47,8 +48,7 @@ class Values:
     def keep(self, fake: Tensor, real: Tensor) -> None:
         """`fake` stands for `real`, whose values are copied if they are few whole numbers."""
         if is_small(real):
-            with _disable_current_modes():
-                fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
+            attach(fake, real)
 
     def set(self, fake: Tensor, number: float) -> None:
         """Every element of `fake` is taken to be `number`."""
@@ -154,6 +154,17 @@ def _kind(func: Any) -> _Kind:
 def is_small(tensor: Tensor) -> bool:
     """Whether `tensor` holds few whole numbers, as masks, positions and labels do."""
     return tensor.dtype in _WHOLE and tensor.numel() <= _MOST and tensor.device.type != "meta"
+
+
+def holds_sizes(tensor: Tensor) -> bool:
+    """Whether `tensor`, of a model's own, is a list of sizes (of FRoD's sparse matrices), which decide shapes."""
+    return is_small(tensor) and tensor.dtype is torch.int64 and tensor.dim() == 1 and tensor.numel() <= _MOST_SIZES
+
+
+def attach(fake: Tensor, real: Tensor) -> None:
+    """`fake` has the values of `real`, as they are now."""
+    with _disable_current_modes():
+        fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
 
 
 def _is_few(tensor: Tensor) -> bool:

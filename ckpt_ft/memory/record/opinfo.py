@@ -136,11 +136,14 @@ def wraps(types: Sequence[type]) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor as it lies in memory: of a DTensor its shard, of any wrapper subclass what it wraps."""
+    """The tensor as it lies in memory: of a DTensor its shard, of any wrapper what it wraps, a sparse one's two."""
     if is_traceable_wrapper_subclass(tensor):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
             if isinstance(part, torch.Tensor):  # DTensor names its mesh too
                 yield from plain(part)
+    elif tensor.is_sparse:
+        with torch._C._DisableTorchDispatch():  # no op of the step
+            yield from (tensor._indices(), tensor._values())
     else:
         yield tensor
 

@@ -172,6 +172,9 @@ class Storages(Position):
         self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False
     ) -> None:
         if tensor.layout is not torch.strided:
+            if tensor.is_sparse:
+                for part in plain(tensor):
+                    self._follow(part, category, op, module, resident)
             return
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()

@@ -4,8 +4,8 @@ A dispatch mode sees every operator below autograd. Each storage that an operato
 (storages.py), and told where in the step it was made (position.py). Nothing is hooked onto tensors or gradients, so
 that what autograd keeps and steals stays as it is without the tracker.
 
-What dispatch cannot see it does not count: scratch that a kernel allocates inside (but for scratch.KERNELS), sparse
-tensors, and the states of random generators that a checkpoint keeps (5,056 bytes each on the CPU).
+What dispatch cannot see it does not count: scratch that a kernel allocates inside (but for scratch.KERNELS), and the
+states of random generators that a checkpoint keeps (5,056 bytes each on the CPU).
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Tracker(Storages, TorchDispatchMode):
         if parameters is None:
             parameters = () if self._model is None else self._model.parameters()
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            if parameter.grad is not None:
                 self._mark(parameter.grad, "gradients", self._owners.get(id(parameter), ""))
 
     def _mark_state(self, optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ class Tracker(Storages, TorchDispatchMode):
         live = self._live
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
         for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in live:
+            if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
         if op.collective:
             self._mark_sent(tensors(args))

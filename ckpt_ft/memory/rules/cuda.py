@@ -205,6 +205,16 @@ def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     tracker.scratch(copies * data.numel() * data.itemsize, str(func))
 
 
+def sparse_added(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Sparse values of a wider dtype than what they are added to: it is converted, the sum is another copy.
+
+    [native/sparse/cuda/SparseCUDATensorMath.cu, add_out_dense_sparse_cuda]
+    """
+    dense, other = args[:2]
+    if isinstance(other, Tensor) and other.is_sparse and torch.result_type(dense, other) != out.dtype:
+        tracker.scratch(2 * dense.numel() * torch.result_type(dense, other).itemsize, str(func))
+
+
 def lstm_reserve(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Say what `lstm` took."""
     if RESERVE not in tracker.notes:
@@ -227,6 +237,8 @@ def after(arch: int) -> dict[Any, After]:
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         **{op.default: fft for op in (aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)},
+        aten.add.Tensor: sparse_added,
+        aten.add_.Tensor: sparse_added,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution,
     }

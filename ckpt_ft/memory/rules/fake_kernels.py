@@ -46,10 +46,29 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The fake kernel forgets how many elements the mask has. [ATen/native/sparse/SparseTensor.cpp]"""
     dense, mask = args[:2]
-    values = torch.empty_like(mask._values(), dtype=dense.dtype)
-    make = aten._sparse_coo_tensor_with_dims_and_tensors
-    dims, kind = (mask.sparse_dim(), mask.dense_dim()), {"dtype": dense.dtype, "layout": mask.layout, "device": _CPU}
-    return make(*dims, mask.shape, mask._indices(), values, **kind)
+    return _sparse_like(mask, mask._indices().clone(), torch.empty_like(mask._values(), dtype=dense.dtype))
+
+
+def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The fake kernel keeps no elements, the real one room for all. [ATen/native/sparse/SparseTensor.cpp]"""
+    tensor = args[0]
+    if tensor._nnz() > 1:
+        tensor = _sparse_like(tensor, torch.empty_like(tensor._indices()), torch.empty_like(tensor._values()))
+    return tensor._coalesced_(True)
+
+
+def sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """It has no fake kernel. [ATen/native/sparse/SparseTensorMath.cpp]"""
+    _, sparse, dense = args
+    return dense.new_empty(sparse.shape[0], dense.shape[1])
+
+
+def _sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    dims, kind = (tensor.sparse_dim(), tensor.dense_dim()), {"dtype": values.dtype, "layout": tensor.layout}
+    made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors(
+        *dims, tensor.shape, indices, values, **kind, device=_CPU
+    )
+    return made
 
 
 def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,6 +106,8 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss_forward.default: nll_loss,
     aten.nll_loss_backward.default: nll_loss_backward,
     aten.sparse_mask.default: sparse_mask,
+    aten._coalesce.default: coalesce,
+    aten._sparse_addmm.default: sparse_addmm,
     aten.mse_loss.default: reduced_loss,
     aten.smooth_l1_loss.default: reduced_loss,
 }

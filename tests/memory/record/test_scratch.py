@@ -206,6 +206,16 @@ def test_sparse_gradients_add_up_too() -> None:
     assert table.weight.grad.is_sparse
 
 
+def test_a_sparse_gradient_is_its_indices_and_values() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    with Tracker(table) as tracker:
+        tracker.start_step()
+        table(IDS % 10).sum().backward()
+    trace = tracker.trace()
+    live = {storage.nbytes: storage.category for storage, _ in trace.live_at(len(trace.events) - 1)}
+    assert live[8 * 64] == live[4 * 64 * 4] == "gradients"
+
+
 INDICES = torch.arange(64).view(16, 4) % 32
 
 

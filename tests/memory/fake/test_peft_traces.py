@@ -1,0 +1,43 @@
+"""A step with every kind of adapter that PEFT has: as many bytes as PyTorch records of the real one on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft_kinds import adapted, quick_or_slow
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from trace_models import adamw, training_step
+
+from ckpt_ft.memory.fake.step import trace_step
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+MARK = 7_777_777  # bytes, of nothing else
+
+
+def peak_of_a_second_step(step, model: nn.Module) -> int:
+    """Above what there was before it; in the first, what is freed of the time before the profiler is not seen."""
+    optimizer = adamw(model)
+    step(model, optimizer)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step(model, optimizer)
+        torch.empty(MARK, dtype=torch.uint8)
+        step(model, optimizer)
+    held = before = peak = 0
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        before = held if event.nbytes() == -MARK else before
+        peak = held if event.nbytes() == -MARK else max(peak, held)
+    return peak - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", quick_or_slow("FROD", "SHIRA", "SHADOW", "HIRA"))
+def test_peak_is_the_profilers(kind: str, dtype: torch.dtype) -> None:
+    model, batch = adapted(kind, dtype)
+    step = training_step(lambda model: model(**batch).loss)
+    trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
+    predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
+    allowed = 1e-3 if kind == "CPT" else 1e-4  # a step of CPT asks which values there are in a batch
+    assert predicted == pytest.approx(peak_of_a_second_step(step, model), rel=allowed)
