@@ -19,7 +19,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, check_numbers, flag
 from ckpt_ft.workloads.buckets import AUTO, Size, read_buckets
 
-from .files import named_columns, readable
+from .files import image_files, named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ def _with_text_files(folder: Path, caption_column: str) -> Dataset:
     """The layout of kohya's scripts: `1.png` and, beside it, `1.txt` with its caption."""
     from datasets import Dataset
 
-    suffixes = Image.registered_extensions()
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    images = image_files(folder)
     texts = [path.with_suffix(".txt") for path in images]
     if not any(text.is_file() for text in texts):
         raise UserError(

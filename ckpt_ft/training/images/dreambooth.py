@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, changed, check_numbers, flag
 
 from .captioned import ImageArguments, first_rows, load_captioned
-from .files import readable
+from .files import UNDECODABLE, image_files, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -171,18 +171,16 @@ def load_class(prior: Prior, args: DreamBoothArguments) -> Dataset:
 
 
 def images_in(flag: str, folder: Path) -> list[Path]:
-    """The image files of `folder`, not of those below it, sorted by name; hidden ones are half written.
+    """The image files of `folder`, not of those below it (see `image_files`).
 
     Raises:
         UserError: there is no such folder, or it may not be read.
     """
-    suffixes = Image.registered_extensions()
     try:
-        found = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and path.name[0] != "."]
+        return image_files(folder, below=False)
     except (OSError, ValueError) as error:  # ValueError: a null in the name
         reason = "no such directory" if isinstance(error, FileNotFoundError) else one_line(error)
         raise UserError(f"{flag} {folder}: {reason}") from error
-    return sorted(found)
 
 
 def missing_class_images(prior: Prior) -> dict[int, Path]:
@@ -219,7 +217,7 @@ def _refuse_another_prompt(path: Path, prior: Prior) -> None:
     try:
         with Image.open(path) as image:
             prompt = image.info.get(_KEY, prior.prompt)
-    except (OSError, SyntaxError, ValueError):  # it is named when the rows are read
+    except UNDECODABLE:  # it is named when the rows are read
         return
     if prompt != prior.prompt:
         raise UserError(

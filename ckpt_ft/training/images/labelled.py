@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import PIXELS, SplitArguments, flag
 
-from .files import named_columns, readable
+from .files import image_files, named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def _folder(args: VisionArguments, split: str) -> Dataset:
                 "--test_split_size 0.1, or name the folder with --dataset_test_split"
             )
         root = top
-    images = {folder.name: _image_files(folder) for folder in _visible(root) if folder.is_dir()}
+    images = {folder.name: image_files(folder) for folder in _visible(root) if folder.is_dir()}
     empty = [name for name, files in images.items() if not files]
     if not images:
         raise UserError(
@@ -145,15 +144,6 @@ def _folder(args: VisionArguments, split: str) -> Dataset:
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _image_files(folder: Path) -> list[Path]:
-    suffixes = Image.registered_extensions()
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
 
 
 def _undecoded(rows: Dataset) -> Dataset:

@@ -44,6 +44,7 @@ def test_captions_beside_the_images(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (40, 40)).save(path)
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    (tmp_path / "._b.png").write_bytes(b"macOS")  # beside each file that was copied from a Mac
     args = ImageArguments(train_data_dir=str(tmp_path))
     rows = load_captioned(args, 32)
     assert [Path(image["path"]).name for image in rows["image"]] == ["a.jpg", "b.png", "c.png"]
