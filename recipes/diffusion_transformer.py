@@ -121,7 +121,7 @@ def train(
     clear_device_cache(garbage_collection=True)
 
     # 2. The transformer, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
-    part, dtype = data.validation.part, frozen_dtype(accelerator)
+    part, dtype = data.validation.sampler.part, frozen_dtype(accelerator)
     transformer = load_transformer(model_args, part, dtype)
     transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)

@@ -128,7 +128,7 @@ def train(
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    part = data.validation.part
+    part = data.validation.sampler.part
     state = TrainingState(unet, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
