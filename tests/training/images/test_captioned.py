@@ -159,7 +159,7 @@ def test_random_framing() -> None:
         (lambda: ImageArguments(resolution=0), "--resolution 0"),
         (lambda: ImageArguments(dataset_name="a", train_data_dir="b"), "two sources"),
         (lambda: ImageArguments(cache_latents=True, random_flip=True), "--cache_latents encodes each image once"),
-        (lambda: ImageArguments(proportion_empty_prompts=1.0), "share from 0 to below 1"),
+        (lambda: ImageArguments(proportion_empty_prompts=1.0), "give a number from 0 up to, but not including, 1"),
         (lambda: DiffusionModelArguments(rank=0), "--rank 0: a LoRA rank is at least 1"),
         (lambda: DiffusionModelArguments(lora_alpha=4), "belong to LoRA"),
         (lambda: DiffusionModelArguments(rank=4, lora_dropout=1.0), "--lora_dropout"),
