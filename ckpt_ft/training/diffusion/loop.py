@@ -156,7 +156,7 @@ def leave_behind(
     if state.done:
         with state.averaged():
             written(
-                accelerator, directory.path, "the result",
+                accelerator, directory, "the result",
                 lambda: save_result(state.trained, sampler.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
