@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, SplitArguments, check_numbers, flag
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_numbers, flag
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.manifest import make_whole
 
@@ -32,11 +32,6 @@ _NUMBERS = {
     "ref_model_sync_steps": AT_LEAST_ONE,
 }
 _PAIRS = 2_000  # of the built-in sample
-
-
-@dataclass
-class PreferenceArguments(SplitArguments):
-    """Which preferences are trained on; how long they may be is TRL's `max_length`."""
 
 
 @dataclass
