@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, print_table
 
+from .libraries import DIFFUSERS, is_a
 from .standin import Installed
 from .towers import Part, find_towers
 
@@ -132,8 +132,7 @@ def _notes(of: Coverage) -> list[str]:
 
 def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
     """How many of the blocks diffusers' own switch re-runs; None for a VAE, or a model that is not diffusers'."""
-    kind = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
-    if kind is None or not isinstance(model, kind) or "encoder" in model._modules:  # a VAE's re-runs whole levels
+    if not is_a(model, DIFFUSERS) or "encoder" in model._modules:  # a VAE's re-runs whole levels
         return None
     if not model._supports_gradient_checkpointing:
         return 0
