@@ -97,6 +97,11 @@ class PipelineArguments:
         """Whether adapters are trained instead of the weights."""
         return self.rank is not None or self.peft_config is not None
 
+    @property
+    def text_rate(self) -> float | None:
+        """The peak learning rate of the text encoders; None where they are frozen."""
+        return None
+
 
 @dataclass
 class DiffusionModelArguments(PipelineArguments):
@@ -129,7 +134,6 @@ class DiffusionModelArguments(PipelineArguments):
 
     @property
     def text_rate(self) -> float | None:
-        """The peak learning rate of the text encoders; None where they are frozen."""
         rate = 5e-6 if self.text_encoder_lr is None else self.text_encoder_lr  # diffusers' own
         return rate if self.train_text_encoder else None
 
