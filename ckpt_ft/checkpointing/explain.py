@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
-from ckpt_ft.tables import WIDTH, Table, print_table
+from ckpt_ft.tables import WIDTH, Table, as_text
 
 from .libraries import DIFFUSERS, is_a
 from .standin import Installed
@@ -100,15 +100,8 @@ def explain_html(of: Coverage) -> str:
 
 def explain(of: Coverage) -> str:
     """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    for table in tables(of):
-        print_table(table, console)
-    for line in _notes(of):
-        console.print(line, markup=False)
-    return out.getvalue()
+    notes = [textwrap.fill(note, WIDTH, break_on_hyphens=False) + "\n" for note in _notes(of)]
+    return as_text(tables(of)) + "".join(notes)
 
 
 def _notes(of: Coverage) -> list[str]:
