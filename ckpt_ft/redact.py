@@ -35,4 +35,4 @@ def redacted_text(text: str) -> str:
     """`text` without what looks like a token, and with `~` for the home directory."""
     home = str(Path.home())
     text = _LOOKS.sub(HIDDEN, text)
-    return text if home in ("/", ".") else re.sub(rf"{re.escape(home)}(?=/|$|\W)", "~", text)
+    return text if home in ("/", ".") else re.sub(rf"{re.escape(home)}(?=$|\W)", "~", text)

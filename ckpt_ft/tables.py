@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,16 @@ def print_table(table: Table, console: Console) -> None:
         grid.add_row(*(_fitted(cell, widths[i], i in table.names) for i, cell in enumerate(row)))
     console.print(grid, markup=False)
     console.print()
+
+
+def as_text(tables: Iterable[Table]) -> str:
+    """The tables as they are printed where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    for table in tables:
+        print_table(table, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def markdown_table(table: Table) -> str:

@@ -63,7 +63,7 @@ from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full
+from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
 
 # What runs when no pipeline is named.
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
-@clear_when_disk_is_full()
+@explained_full_disk()
 def train(
     model_args: TransformerArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
@@ -121,7 +121,7 @@ def train(
     clear_device_cache(garbage_collection=True)
 
     # 2. The transformer, under the policy; what --ac_policy auto and --find_max_batch_size leave open is settled first
-    part, dtype = data.validation.part, frozen_dtype(accelerator)
+    part, dtype = data.validation.sampler.part, frozen_dtype(accelerator)
     transformer = load_transformer(model_args, part, dtype)
     transformer = prepare(transformer, model_args, dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)

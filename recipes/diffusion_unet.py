@@ -62,7 +62,7 @@ from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.loop_checkpoints import clear_when_disk_is_full
+from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.workloads.pipeline_parts import inpaints
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
-@clear_when_disk_is_full()
+@explained_full_disk()
 def train(
     model_args: DiffusionModelArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
@@ -128,7 +128,7 @@ def train(
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on
-    part = data.validation.part
+    part = data.validation.sampler.part
     state = TrainingState(unet, len(data.samples), part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 

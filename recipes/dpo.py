@@ -9,7 +9,7 @@
     accelerate launch -q recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
         the policy chosen for a budget; what the reference model takes is counted
 
-Flags: those of ModelArguments, PreferenceArguments and ACArguments, and DPOArguments: every one of trl.DPOConfig, all
+Flags: those of ModelArguments, SplitArguments and ACArguments, and DPOArguments: every one of trl.DPOConfig, all
 TrainingArguments among them, and --overwrite_output_dir.
 """
 
@@ -52,7 +52,6 @@ from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import (
     DPOArguments,
-    PreferenceArguments,
     check_preferences,
     make_preferences,
     preference_prompts,
@@ -72,12 +71,10 @@ BUILT_IN = {
 }
 
 
-def parse(
-    argv: Sequence[str] | None = None,
-) -> tuple[ModelArguments, PreferenceArguments, ACArguments, DPOArguments]:
+def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, DPOArguments]:
     """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
     model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, PreferenceArguments, ACArguments, DPOArguments),
+        (ModelArguments, SplitArguments, ACArguments, DPOArguments),
         argv,
         builtin=BUILT_IN,
         unless="model_name_or_path",

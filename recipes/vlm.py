@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_rows, eval_rows, folder = load_conversations(
             data_args, evaluate=training_args.do_eval, seed=training_args.seed
         )
-        pictures = Pictures(folder, smallest=patch_of(model))
+        pictures = Pictures(folder, smallest=patch_of(model.config.to_dict()))
         train_dataset = encode_conversations(train_rows, processor, pictures, data_args)
         check_seen(train_dataset, model_args.train_towers)
         alone = replace(data_args, packing=False)  # questions are answered one by one

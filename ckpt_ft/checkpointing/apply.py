@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from .blocks import find_blocks
 from .compile_budget import CompileBudget
 from .guard import Guard
 from .handle import MARK, AppliedPolicy, made
+from .libraries import PRETRAINED, is_a
 from .parameters import has, modules_in
 from .recompute import Checkpointed
 from .scopes import SEGMENTED, regions
@@ -171,8 +171,7 @@ def _modules(parts: Iterable[Part]) -> dict[str, nn.Module]:
 
 def _caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:
     """The outermost transformers models in `module` with a KV cache, and whether another model calls them."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is not None and isinstance(module, kind):
+    if is_a(module, PRETRAINED):
         if "use_cache" in inspect.signature(module.forward).parameters:
             yield module, inner
             return

@@ -12,7 +12,6 @@ in a model (diffusers' `Transformer2DModel` inside a U-Net) is looked into, neve
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
+from .libraries import DIFFUSERS, LAYER, PRETRAINED, is_a
 from .parameters import modules_in
 
 Named = tuple[str, nn.Module]
@@ -100,11 +100,6 @@ class _Finder:
     """One walk over a model; `blocks` and `stages` fill in the order of definition."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layer_class = library_class("transformers.modeling_layers", "GradientCheckpointingLayer")
-        self.model_classes = (
-            library_class("transformers.modeling_utils", "PreTrainedModel"),
-            library_class("diffusers.models.modeling_utils", "ModelMixin"),
-        )
         self.blocks: dict[str, nn.Module] = {}
         self.stages: list[Stage] = []
         listed = list(_listed(model))
@@ -117,7 +112,7 @@ class _Finder:
             path = f"{name}.{key}" if name else key
             if _is_list(child):
                 self.visit_list(path, child, in_stage)
-            elif self.is_layer(child) and not self.is_stage(child):
+            elif is_a(child, LAYER) and not self.is_stage(child):
                 self.blocks[path] = child
             elif key in _LONE_STAGES:
                 self.visit_stage(path, child)
@@ -131,11 +126,11 @@ class _Finder:
             path = f"{name}.{key}"
             if _is_list(child):
                 self.visit_list(path, child, in_stage)
-            elif self.is_nested_model(child) or (in_stage and self.is_stage(child)):  # a level's own lists of blocks
+            elif _is_model(child) or (in_stage and self.is_stage(child)):  # a level's own lists of blocks
                 self.visit(path, child, in_stage)
             elif self.is_stage(child):
                 self.visit_stage(path, child)
-            elif self.is_layer(child) or (_is_composite(child) and (in_stage or self.is_repeated(child))):
+            elif is_a(child, LAYER) or (_is_composite(child) and (in_stage or self.is_repeated(child))):
                 self.blocks[path] = child
 
     def visit_stage(self, name: str, stage: nn.Module) -> None:
@@ -152,28 +147,22 @@ class _Finder:
         """
         return type(module) in self.repeated & self.more_than_a_layer
 
-    def is_layer(self, module: nn.Module) -> bool:
-        return self.layer_class is not None and isinstance(module, self.layer_class)
-
-    def is_nested_model(self, module: nn.Module) -> bool:
-        return any(kind is not None and isinstance(module, kind) for kind in self.model_classes)
-
     def is_stage(self, module: nn.Module) -> bool:
         """Whether `module` only strings blocks together: it owns a list of them, and is no residual block itself."""
         lists = [child for key, child in module.named_children() if _is_list(child) and not _PARALLEL.search(key)]
         layers = [[element for element in child.children() if _has_parameters(element)] for child in lists]
-        if any(self.is_layer(element) for elements in layers for element in elements):
+        if any(is_a(element, LAYER) for elements in layers for element in elements):
             return True
         inner = [self.blocklike(elements) for elements in layers]
         found = [element for elements in inner for element in elements]
-        if self.is_layer(module):  # T5Block: a list of unlike sublayers does not make a stage of it
+        if is_a(module, LAYER):  # T5Block: a list of unlike sublayers does not make a stage of it
             return any(count > 1 for count in Counter(type(element) for element in found).values())
         own = [child for child in module.children() if not _is_list(child) and _has_parameters(child)]
         return bool(found) and (not own or any(type(element) in self.repeated for element in found))
 
     def blocklike(self, elements: list[nn.Module]) -> list[nn.Module]:
         """The elements of one list that could be blocks, unless in the minority (one squeeze-excite, say)."""
-        found = [element for element in elements if self.is_nested_model(element) or _is_blocklike(element)]
+        found = [element for element in elements if _is_model(element) or _is_blocklike(element)]
         return found if 2 * len(found) >= len(elements) else []
 
 
@@ -207,6 +196,11 @@ def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list
     return [stage for stage in stages if parents[stage.name.rpartition(".")[0]] > 1]
 
 
+def _is_model(module: nn.Module) -> bool:
+    """A library's model, in another one or by itself."""
+    return is_a(module, PRETRAINED) or is_a(module, DIFFUSERS)
+
+
 def _is_list(module: nn.Module) -> bool:
     """A ModuleList, a Sequential, or a ModuleDict whose keys count (torchtitan's: a pipeline's stage has a part)."""
     counted = isinstance(module, nn.ModuleDict) and len(module) > 0 and all(key.isdecimal() for key in module)
@@ -234,8 +228,3 @@ def _is_blocklike(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def library_class(module: str, name: str) -> type[nn.Module] | None:
-    """A class of a library that is in use; None where the library is not loaded: then no model is made of it."""
-    return getattr(sys.modules.get(module), name, None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,9 @@ from torch import nn
 
 from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
-from ckpt_ft.tables import WIDTH, Table, print_table
+from ckpt_ft.tables import WIDTH, Table, as_text
 
+from .libraries import DIFFUSERS, is_a
 from .standin import Installed
 from .towers import Part, find_towers
 
@@ -100,15 +100,8 @@ def explain_html(of: Coverage) -> str:
 
 def explain(of: Coverage) -> str:
     """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    for table in tables(of):
-        print_table(table, console)
-    for line in _notes(of):
-        console.print(line, markup=False)
-    return out.getvalue()
+    notes = [textwrap.fill(note, WIDTH, break_on_hyphens=False) + "\n" for note in _notes(of)]
+    return as_text(tables(of)) + "".join(notes)
 
 
 def _notes(of: Coverage) -> list[str]:
@@ -132,8 +125,7 @@ def _notes(of: Coverage) -> list[str]:
 
 def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
     """How many of the blocks diffusers' own switch re-runs; None for a VAE, or a model that is not diffusers'."""
-    kind = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
-    if kind is None or not isinstance(model, kind) or "encoder" in model._modules:  # a VAE's re-runs whole levels
+    if not is_a(model, DIFFUSERS) or "encoder" in model._modules:  # a VAE's re-runs whole levels
         return None
     if not model._supports_gradient_checkpointing:
         return 0

@@ -11,7 +11,6 @@ so what stands between output layer and loss stays right.
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from .libraries import FSDP2, is_a
 from .logits import Logits
 from .projection import Projection
 from .standin import Installed, StandIn, Treated, warn_once
@@ -240,14 +240,9 @@ def _hooked(layer: nn.Module) -> str:
     return ""
 
 
-def _is_fsdp2(layer: nn.Module) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(layer, kind)
-
-
 def _is_grouped(layer: nn.Module) -> bool:
     """Whether FSDP2 gathers `layer` together with other modules (`fully_shard([norm, lm_head])`)."""
-    return _is_fsdp2(layer) and len(_fsdp_state(layer)._modules) > 1
+    return is_a(layer, FSDP2) and len(_fsdp_state(layer)._modules) > 1
 
 
 def _fsdp_state(layer: nn.Module) -> Any:
@@ -256,7 +251,7 @@ def _fsdp_state(layer: nn.Module) -> Any:
 
 def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
     """The cast that FSDP2 does behind `layer`, as a step of a `Projection`."""
-    dtype = _fsdp_state(layer)._mp_policy.output_dtype if _is_fsdp2(layer) else None
+    dtype = _fsdp_state(layer)._mp_policy.output_dtype if is_a(layer, FSDP2) else None
     return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
 
 

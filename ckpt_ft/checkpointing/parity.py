@@ -8,17 +8,15 @@ the classic trap that makes it differ.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from ckpt_ft.policy import Policy
+from ckpt_ft.tables import DASH, Table, as_text
 
 from . import rng
 from .apply import apply_policy
@@ -35,13 +33,17 @@ Install = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One compared quantity: what it was without and with the policy, and how far apart (relative)."""
+    """One compared quantity: what it was without and with the policy, and how far apart (relative).
+
+    worst: of several tensors the name of the one that is farthest apart; "" where none is.
+    """
 
     what: str
     plain: str
     policy: str
     difference: float
     same: bool
+    worst: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,20 @@ class Parity:
         return all(row.same for row in self.rows)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        table = Table(
-            "quantity", "without", "with", "relative difference", "", title=f"parity of policy {self.policy}"
-        )
-        for row in self.rows:
-            table.add_row(
+        header = ("quantity", "without", "with", "relative difference", "result")
+        cells = [
+            (
                 row.what,
-                row.plain,
-                row.policy,
+                row.plain or DASH,
+                row.policy or DASH,
                 f"{row.difference:.1e}" if row.difference else "0",
                 "same" if row.same else "DIFFERS",
             )
-        console.print(table)
-        for line in (*self.causes, *self.notes):
-            console.print(line, soft_wrap=True)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+            for row in self.rows
+        ]
+        table = Table(f"parity of policy {self.policy}", header, cells, text=(0, 4))
+        worst = [f"{row.what}: farthest apart in {row.worst}" for row in self.rows if row.worst]
+        return as_text([table]) + "\n".join((*worst, *self.causes, *self.notes))
 
 
 def check_parity(
@@ -150,18 +150,20 @@ def _compare(model: nn.Module, name: str, plain: Outcome, noise: Outcome, other:
             not lost and not gained,
         ),
         Row(
-            f"gradients (worst: {at})" if gradient else "gradients",
+            "gradients",
             f"{len(shared)} tensors",
             f"{len(shared)} tensors",
             gradient,
             gradient <= max(tolerance, worst(plain.gradients, noise.gradients, cancelled)[0]),
+            at if gradient else "",
         ),
         Row(
-            f"buffers (worst: {which})" if buffer else "buffers",
+            "buffers",
             f"{len(plain.buffers)} tensors",
             f"{len(other.buffers)} tensors",
             buffer,
             buffer <= worst(plain.buffers, noise.buffers)[0],
+            which if buffer else "",
         ),
         Row("random state after the step", "", "", 0.0, random or plain.random != noise.random),
     ]
@@ -186,13 +188,10 @@ def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -
             "reaches parts of the model that the plain step does not train"
         )
     if not buffers.same:
-        what = buffers.what.partition("worst: ")[2].rstrip(")")
-        norm = what.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-        causes.append(
-            f"BatchNorm twice: its running statistics ({what}) were updated in forward and again in recomputation"
-            if norm
-            else f"a buffer ({what}) was written in forward and again in recomputation"
-        )
+        norm = buffers.worst.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+        twice = f"BatchNorm twice: its running statistics ({buffers.worst}) were updated"
+        other_buffer = f"a buffer ({buffers.worst}) was written"
+        causes.append(f"{twice if norm else other_buffer} in forward and again in recomputation")
     if loss.same and not gradients.same:
         generators = rng.own_generators(model)
         if generators:

@@ -12,7 +12,6 @@ while the block before it runs; they stay until the block's own backward, which 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from .arguments import Arguments, changeable, leaves, rebuild
+from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
 from .views import version_of, view_of
@@ -224,8 +224,8 @@ class _Frame:
 
 def _gathered(block: nn.Module) -> Callable[[], None]:
     """Begin to gather what FSDP2 has sharded of `block`; the result waits for it."""
-    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return block.unshard(async_op=True).wait if fsdp2 and isinstance(block, fsdp2) else _nothing
+    unshard: Any = block.unshard if is_a(block, FSDP2) else None
+    return _nothing if unshard is None else unshard(async_op=True).wait
 
 
 def _nothing() -> None:

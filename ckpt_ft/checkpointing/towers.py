@@ -24,7 +24,8 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import TOWERS, Policy
 
-from .blocks import Blocks, library_class
+from .blocks import Blocks
+from .libraries import PRETRAINED, is_a
 
 _SENSES = {"text": "language", "image": "vision", "video": "vision", "audio": "audio"}
 _TAKEN = {
@@ -104,10 +105,9 @@ def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
 
 def _model_around(model: nn.Module, path: str) -> nn.Module:
     """The innermost transformers model that the module at `path` is, or is in; that module where there is none."""
-    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
     names = path.split(".") if path else []
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
-    return next((module for module in around if kind is not None and isinstance(module, kind)), around[0])
+    return next((module for module in around if is_a(module, PRETRAINED)), around[0])
 
 
 def _root(path: str, others: list[str]) -> str:
@@ -123,8 +123,7 @@ def _root(path: str, others: list[str]) -> str:
 def _told(module: nn.Module) -> set[str]:
     """The one sense but language that `module` takes, or else declares; empty where there is no one such."""
     taken = {_TAKEN[name] for name in inspect.signature(type(module).forward).parameters if name in _TAKEN}
-    kind = library_class("transformers.modeling_utils", "PreTrainedModel")
-    if not taken and kind is not None and isinstance(module, kind):
+    if not taken and is_a(module, PRETRAINED):
         declared: Any = module.input_modalities
         said = [declared] if isinstance(declared, str) else declared
         taken = {_SENSES[sense] for sense in said if sense in _SENSES}

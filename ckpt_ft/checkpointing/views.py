@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # dtype, size, stride, storage offset, and whether it reads the storage conjugated or negated. A plain tuple: one is
@@ -73,10 +72,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor (tensor parallelism), whose own storage is empty: a local tensor holds the bytes."""
-    if type(tensor) is torch.Tensor or type(tensor) is Parameter:
-        return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    return type(tensor) is not torch.Tensor and isinstance(tensor, DTensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ argument breaks its JSON and its pickle (transformers writes both).
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from ckpt_ft.errors import UserError, meant
 from ckpt_ft.memory.measure.kinds import KINDS as REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
+
+from .flags import flag
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.answer import Plan
@@ -45,35 +47,27 @@ class ACArguments:
         UserError: a value cannot be understood, or two contradict each other; raised when the object is made.
     """
 
-    ac_policy: str | None = field(
-        default=None,
-        metadata={
-            "help": "What to keep for backward and what to recompute, e.g. full, every:2, save:attention+matmul, "
-            "modules:mlp; none switches it off, and without this flag the model is left as it is."
-        },
+    ac_policy: str | None = flag(
+        None,
+        "What to keep for backward and what to recompute, e.g. full, every:2, save:attention+matmul, modules:mlp; "
+        "none switches it off, and without this flag the model is left as it is.",
     )
-    ac_budget: str | None = field(
-        default=None,
-        metadata={"help": "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB."},
+    ac_budget: str | None = flag(
+        None, "Memory that --ac_policy auto or --find_max_batch_size may use, with its unit, e.g. 24GiB."
     )
-    find_max_batch_size: bool = field(
-        default=False,
-        metadata={"help": "Use the largest micro-batch that fits; accumulation keeps the effective batch."},
+    find_max_batch_size: bool = flag(
+        False, "Use the largest micro-batch that fits; gradient accumulation keeps the effective batch."
     )
-    ac_on_oom: str | None = field(
-        default=None,
-        metadata={
-            "help": "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last "
-            "checkpoint; the default in one process) or stop."
-        },
+    ac_on_oom: str | None = flag(
+        None,
+        "When memory runs out under --ac_policy auto: replan (a leaner policy, from the last checkpoint; the default "
+        "in one process) or stop.",
     )
-    ac_report: str = field(
-        default="json,md,html,png",
-        metadata={"help": "Memory reports to write to output_dir: any of json,md,html,png, or none."},
+    ac_report: str = flag(
+        "json,md,html,png", "Memory reports to write to output_dir: any of json,md,html,png, or none."
     )
-    ac_check: bool = field(
-        default=False,
-        metadata={"help": "Before training, prove that the policy changes no loss, gradient, buffer or RNG state."},
+    ac_check: bool = flag(
+        False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."
     )
 
     def __post_init__(self) -> None:

@@ -110,13 +110,7 @@ class ACCallback(TrainerCallback):
                     "then ACCallback('auto').attach(trainer)"
                 )
             if self.settings.ac_check:
-                if args.deepspeed_plugin is not None:
-                    raise UserError(
-                        "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to "
-                        "compare; drop --ac_check, and run "
-                        f"`ckpt-ft check MODEL --policy {self.policy}` in one process"
-                    )
-                self._check(model, kwargs["train_dataloader"], args.train_batch_size)
+                self._check(model, kwargs["train_dataloader"], args)
             self.applied = apply_policy(model, self.policy)
         if self.settings.measures:
             from accelerate import Accelerator
@@ -239,13 +233,18 @@ class ACCallback(TrainerCallback):
 
         add_prediction(report, profiler.accelerator, trace)
 
-    def _check(self, model: Any, dataloader: Any, batch_size: int) -> None:
+    def _check(self, model: Any, dataloader: Any, args: TrainingArguments) -> None:
         """Compare a step on the first batch with and without the policy; the data order stays as it is."""
         from accelerate.utils import send_to_device
 
         assert self.policy is not None
+        if args.deepspeed_plugin is not None:
+            raise UserError(
+                "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to compare; "
+                f"drop --ac_check, and run `ckpt-ft check MODEL --policy {self.policy}` in one process"
+            )
         rows = _rows_of(dataloader, "--ac_check")
-        first = [rows[i] for i in range(min(len(rows), batch_size))]
+        first = [rows[i] for i in range(min(len(rows), args.train_batch_size))]
         batch = send_to_device(dict(dataloader.collate_fn(first)), model.device)
         require_parity(model, batch, self.policy, loss=self._loss)
 

@@ -33,12 +33,13 @@ class Range:
         return above and number < self.end and (self.most is None or number <= self.most)
 
     def __str__(self) -> str:
+        lower = f"a number {'above' if self.open else 'from'} {self.least}"
         if self.most is not None:
-            return f"a number from {self.least} to {self.most}"
+            return f"{lower} {'up ' if self.open else ''}to {self.most}"
         if self.end < float("inf"):
-            return f"a number from {self.least} up to, but not including, {self.end}"
+            return f"{lower} up to, but not including, {self.end}"
         if self.open:
-            return f"a number above {self.least}"
+            return lower
         return f"at least {self.least}" if self.least else "a number from 0 on"
 
 
@@ -49,6 +50,7 @@ SHARE = Range(0, end=1)
 SEED = Range(0, 2**32 - 1)  # numpy's
 LORA_RANK = Range(1, 2**16)  # no model's layer is wider
 PIXELS = Range(8, 2**14)  # of an image's side
+OVERWRITE = "Delete the checkpoints and the result of an earlier run in output_dir."  # of --overwrite_output_dir
 
 
 def check_numbers(args: object, ranges: Mapping[str, Range]) -> None:
@@ -102,8 +104,7 @@ class SplitArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise UserError(f"--test_split_size {self.test_split_size}: give the share to hold out, between 0 and 1")
+        check_numbers(self, {"test_split_size": Range(0, end=1, open=True)})
 
     def hold_out(self, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
         """`rows` to train on, and `test_split_size` of them to evaluate on.

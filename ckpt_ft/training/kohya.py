@@ -45,7 +45,6 @@ def to_kohya(adapter: str, output: str) -> Path:
     weights, settings = _read(source)
     named = _named(weights, settings, source)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         write(target, partial(save_file, named, metadata={"format": "pt"}))
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {one_line(error)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
 from ckpt_ft.workloads.peft_file import NAME
 
+from .diffusion.parts import in_dtype
 from .run.resume import PIPELINE_LORA
 
+logger = logging.getLogger(__name__)
+_OF_PROCESSORS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _ADAPTED = ("base_model_class", "parent_library")  # as peft notes what an adapter stands on
 
 
@@ -63,22 +67,35 @@ def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
     if not name:
         raise UserError(f"{source / NAME} names no base model; give it with --base")
     with library_reads(_what(source, name)):
-        return _merged_part(source, name, dtype, part) if library.startswith("diffusers") else _merged_model(
-            source, name, dtype
-        )  # fmt: skip
+        if library.startswith("diffusers"):
+            return _merged_part(source, name, dtype, part)
+        return _merged_model(source, name, dtype)
 
 
 def _merged_model(source: Path, name: str, dtype: str) -> list[Any]:
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import AutoConfig
 
     kind = _class_of(AutoConfig.from_pretrained(name))
-    parts = [_merged(kind.from_pretrained(name, dtype=dtype), source, name)]
-    for place in (source, name):
+    merged = _merged(kind.from_pretrained(name, dtype=dtype), source, name)
+    return [merged, *_processor(source, name)]
+
+
+def _processor(source: Path, base: str) -> list[Any]:
+    """The tokenizer or processor beside the adapter, or else the base's, where it has one."""
+    from transformers import AutoProcessor
+
+    from .vision_language.videos import without_videos
+
+    with without_videos():
+        if any((source / file).is_file() for file in _OF_PROCESSORS):
+            return [AutoProcessor.from_pretrained(source)]
         try:
-            return [*parts, AutoProcessor.from_pretrained(place)]
-        except Exception:
-            continue
-    return parts
+            return [AutoProcessor.from_pretrained(base)]
+        except Exception as error:
+            logger.warning(
+                "merged without a tokenizer or processor: %s has none to read (%s)", base, one_line(error, 200)
+            )
+            return []
 
 
 def _merged_part(source: Path, name: str, dtype: str, part: str) -> list[Any]:
@@ -177,6 +194,4 @@ def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
 def _pipeline(base: str, dtype: str) -> Any:
     from diffusers import DiffusionPipeline
 
-    return DiffusionPipeline.from_pretrained(
-        base, **({} if dtype == "auto" else {"torch_dtype": getattr(torch, dtype)})
-    )
+    return DiffusionPipeline.from_pretrained(base, **({} if dtype == "auto" else in_dtype(getattr(torch, dtype))))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads, require_package
-from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers
+from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
 from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
 
@@ -36,38 +36,31 @@ class ModelArguments:
         UserError: quantised weights without LoRA, or a rank that is no rank.
     """
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or local directory; without it, the built-in model and sample."}
+    model_name_or_path: str | None = flag(
+        None, "Hub id or local directory; without it, the built-in model and sample."
     )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a Hub model."})
-    dtype: str = field(
-        default="float32",
-        metadata={"help": "Of the weights.", "choices": ["auto", "bfloat16", "float16", "float32"]},
+    model_revision: str = flag("main", "Branch, tag or commit of a Hub model.")
+    dtype: str = flag(
+        "float32", "Dtype that the weights are loaded in.", choices=["auto", "bfloat16", "float16", "float32"]
     )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "sdpa, eager, flash_attention_2, flex_attention, ..."}
+    attn_implementation: str | None = flag(None, "sdpa, eager, flash_attention_2, flex_attention, ...")
+    trust_remote_code: bool = flag(False, "Run code that comes with the model; without it none is run.")
+    use_peft: bool = flag(False, "Train LoRA adapters instead of the weights.")
+    peft_config: str | None = flag(None, PEFT_CONFIG)
+    lora_r: int | None = flag(None, f"LoRA rank; {_RANK} when left out.")
+    lora_alpha: int | None = flag(None, f"LoRA alpha; {_ALPHA} when left out.")
+    lora_dropout: float | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out.")
+    lora_target_modules: list[str] | None = flag(
+        None, "Modules that get an adapter; all-linear for every linear layer but the head."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run code that comes with the model; without it none is run."}
-    )
-    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of the weights."})
-    peft_config: str | None = field(default=None, metadata={"help": PEFT_CONFIG})
-    lora_r: int | None = field(default=None, metadata={"help": f"LoRA rank; {_RANK} when left out."})
-    lora_alpha: int | None = field(default=None, metadata={"help": f"LoRA alpha; {_ALPHA} when left out."})
-    lora_dropout: float | None = field(default=None, metadata={"help": f"LoRA dropout; {LORA_DROPOUT} when left out."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules that get an adapter; all-linear for every linear layer but the head."}
-    )
-    use_dora: bool = field(default=False, metadata={"help": "DoRA instead of LoRA."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: the frozen weights in 4 bits (bitsandbytes)."})
-    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "4-bit type.", "choices": ["fp4", "nf4"]})
-    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the quantisation constants too."})
-    bnb_4bit_quant_storage: str = field(
-        default="uint8",
-        metadata={
-            "help": "What 4-bit weights are held as; FSDP2 shards none but floating ones.",
-            "choices": ["uint8", "bfloat16", "float16", "float32"],
-        },
+    use_dora: bool = flag(False, "DoRA instead of LoRA.")
+    load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes).")
+    bnb_4bit_quant_type: str = flag("nf4", "4-bit type.", choices=["fp4", "nf4"])
+    use_bnb_nested_quant: bool = flag(False, "Quantise the quantisation constants too.")
+    bnb_4bit_quant_storage: str = flag(
+        "uint8",
+        "Dtype in which 4-bit weights are stored; FSDP2 shards only floating-point ones.",
+        choices=["uint8", "bfloat16", "float16", "float32"],
     )
 
     def __post_init__(self) -> None:

@@ -44,41 +44,14 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     Raises:
         UserError: the class is not one that is trained on noise, or the resolution does not fit its VAE.
     """
-    try:
-        import diffusers
-    except ImportError as error:
-        raise UserError(
-            f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
-        ) from error
+    model, called = _build(name, config, settings)
     kind = config["_class_name"]
-    if kind not in KINDS:
-        raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
-    if not hasattr(diffusers, kind):
-        raise UserError(f"{name}: diffusers {diffusers.__version__} has no {kind}")
-    built_class, called = getattr(diffusers, kind), KINDS[kind]
-    try:
-        with torch.device("meta"):
-            model = built_class.from_config(dict(config))
-            nn.Module.to(model, DTYPES[settings.dtype])  # diffusers' own warns of modules that want float32
-            model.train()
-    except Exception as error:
-        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     sized = unet_sizes(name) if kind == UNET else None
     scale, prompt_tokens = sized or (called.pixels(model.config), CLIP_TOKENS)
-    own = model.config.get("sample_size") or called.own_side
-    side = settings.resolution // scale if settings.resolution else int(own)
-    if settings.resolution % max(scale, _LEAST):
-        raise UserError(
-            f"resolution {settings.resolution}: a latent holds {scale} x {scale} pixels, so it must be a multiple of "
-            f"{max(scale, _LEAST)}"
-        )
-    frames = (settings.frames or _FRAMES) if called.frames else 0
-    targets = settings.lora_targets or ATTENTION_PROJECTIONS
-    settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
-    peft = settings.peft
-    if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
-        settings = replace(settings, peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
+    side = _latent_side(model.config, called, scale, settings.resolution)
+    settings = _adapting_attention(settings)
     dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
+    frames = (settings.frames or _FRAMES) if called.frames else 0
     latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 
     sizes = sizes_of(settings.buckets, side * scale, max(scale, _LEAST)) if settings.buckets else []
@@ -118,6 +91,60 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
         notes=notes,
         lengths=Lengths.of((high * wide for high, wide in sizes), by_length=True, unit="pixels") if sizes else None,
     )
+
+
+def _build(name: str, config: Mapping[str, Any], settings: Settings) -> tuple[Any, Kind]:
+    """The model on meta, in the settings' dtype, and how its class is called.
+
+    Raises:
+        UserError: diffusers is missing or has no such class, no training step is known for it, or its config makes no
+            model.
+    """
+    try:
+        import diffusers
+    except ImportError as error:
+        raise UserError(
+            f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
+        ) from error
+    kind = config["_class_name"]
+    if kind not in KINDS:
+        raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
+    if not hasattr(diffusers, kind):
+        raise UserError(f"{name}: diffusers {diffusers.__version__} has no {kind}")
+    try:
+        with torch.device("meta"):
+            model = getattr(diffusers, kind).from_config(dict(config))
+            nn.Module.to(model, DTYPES[settings.dtype])  # diffusers' own warns of modules that want float32
+    except Exception as error:
+        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    return model.train(), KINDS[kind]
+
+
+def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
+    """Latents of a side of images of `resolution` pixels, `scale` of them for a latent; 0 pixels for the model's own.
+
+    Raises:
+        UserError: it is no whole number of latents, or none is given and the model's own is no square.
+    """
+    if resolution % max(scale, _LEAST):
+        raise UserError(
+            f"resolution {resolution}: a latent holds {scale} x {scale} pixels, so it must be a multiple of "
+            f"{max(scale, _LEAST)}"
+        )
+    own = config.get("sample_size") or called.own_side
+    if not resolution and not isinstance(own, int):
+        raise UserError(f"resolution: the model's own is no square ({own} latents); give the side of one in pixels")
+    return resolution // scale if resolution else int(own)
+
+
+def _adapting_attention(settings: Settings) -> Settings:
+    """`settings` whose adapters stand on the attention's projections where no other modules are named."""
+    targets = settings.lora_targets or ATTENTION_PROJECTIONS
+    settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
+    peft = settings.peft
+    if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
+        settings = replace(settings, peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
+    return settings
 
 
 def _inputs(

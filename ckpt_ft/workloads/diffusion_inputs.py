@@ -54,9 +54,9 @@ class Latents:
     def times(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.long)
 
-    def mask(self, tokens: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    def mask(self, tokens: int) -> torch.Tensor:
         """No prompt has padding."""
-        return torch.ones(self.size, tokens, dtype=dtype)
+        return torch.ones(self.size, tokens, dtype=torch.long)
 
 
 @dataclass(frozen=True)

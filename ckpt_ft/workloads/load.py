@@ -50,34 +50,9 @@ def load(
     if lengths is not None and settings.rows == "packed":
         raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
     workload = _by_kind(name, read_config(name), settings)
-    if "seq_length" in settings.given and "seq_length" not in workload.shape:
-        raise UserError(
-            f"sequence length {settings.seq_length}: the batches of {name}, a {workload.kind}, hold no sequences"
-        )
-    if lengths is not None and settings.images:
-        raise UserError("a dataset's lengths and images in every row: leave one of them out")
-    for asked, what in (("images", "images among text"), ("audio_seconds", "sound")):
-        if getattr(settings, asked) and asked not in workload.shape:
-            said = f"{asked.replace('_', ' ')} {getattr(settings, asked)}"
-            raise UserError(f"{said}: the batches of {name}, a {workload.kind}, hold no {what}")
-    for budget in ("max_pixels", "longest_side"):
-        if (asked := getattr(settings, budget)) and not settings.images and batches is None:
-            raise UserError(
-                f"{budget.replace('_', ' ')} {asked}: it is of images; say how many each row has, 1 for example"
-            )
-    if settings.resolution and "resolution" not in workload.shape:
-        raise UserError(f"resolution {settings.resolution}: the batches of {name}, a {workload.kind}, hold no images")
-    if settings.buckets and "height" not in workload.shape:
-        raise UserError(f"aspect ratio buckets: the batches of {name}, a {workload.kind}, hold no images in buckets")
-    for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
-        if getattr(settings, asked) and workload.kind != "diffusion model":
-            raise UserError(f"{asked.replace('_', ' ')}: {name}, a {workload.kind}, has no {what}")
-    if settings.frames and "frames" not in workload.shape:
-        raise UserError(f"{settings.frames} frames: the batches of {name}, a {workload.kind}, hold no videos")
-    if lengths is not None and workload.kind != "language model":
-        raise UserError(
-            f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
-        )
+    _check_samples(name, workload, settings, own_rows=batches is not None)
+    if lengths is not None:
+        _check_lengths(name, workload, settings)
     if batches is not None:
         workload = replace(workload, make_batch=batches(workload.model), notes=())  # of batches that are not made
     return replace(
@@ -93,6 +68,41 @@ def load(
         alloc_conf=settings.alloc_conf,
         notes=(*workload.notes, *notes_on(settings), *([gpu.note] if gpu and gpu.note else [])),
     )
+
+
+def _check_samples(name: str, workload: Workload, settings: Settings, own_rows: bool) -> None:
+    """Raises UserError where `settings` say something of samples that those of `workload` do not have.
+
+    own_rows: batches are of a dataset's own rows.
+    """
+    held = f"the batches of {name}, a {workload.kind}, hold no"
+    if "seq_length" in settings.given and "seq_length" not in workload.shape:
+        raise UserError(f"sequence length {settings.seq_length}: {held} sequences")
+    for asked, what in (("images", "images among text"), ("audio_seconds", "sound"), ("resolution", "images")):
+        if getattr(settings, asked) and asked not in workload.shape:
+            raise UserError(f"{asked.replace('_', ' ')} {getattr(settings, asked)}: {held} {what}")
+    for budget in ("max_pixels", "longest_side"):
+        if (given := getattr(settings, budget)) and not settings.images and not own_rows:
+            raise UserError(
+                f"{budget.replace('_', ' ')} {given}: it is of images; say how many each row has, 1 for example"
+            )
+    if settings.buckets and "height" not in workload.shape:
+        raise UserError(f"aspect ratio buckets: {held} images in buckets")
+    for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
+        if getattr(settings, asked) and workload.kind != "diffusion model":
+            raise UserError(f"{asked.replace('_', ' ')}: {name}, a {workload.kind}, has no {what}")
+    if settings.frames and "frames" not in workload.shape:
+        raise UserError(f"{settings.frames} frames: {held} videos")
+
+
+def _check_lengths(name: str, workload: Workload, settings: Settings) -> None:
+    """Raises UserError where the lengths of a dataset's rows say nothing of the batches of `workload`."""
+    if settings.images:
+        raise UserError("a dataset's lengths and images in every row: leave one of them out")
+    if workload.kind != "language model":
+        raise UserError(
+            f"a dataset's lengths: the batches of {name}, of kind '{workload.kind}', are all alike; leave it out"
+        )
 
 
 def _by_kind(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:

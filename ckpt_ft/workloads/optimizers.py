@@ -11,6 +11,8 @@ from torch import nn
 
 from ckpt_ft.reading import require_package
 
+_EMA_DECAY = 0.9999  # EMAModel's own
+
 
 def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None) -> Callable[[nn.Module], Any] | None:
     """model -> the optimizer of `settings.OPTIMIZERS` called `name` over its trainable parameters; None for "none".
@@ -77,8 +79,8 @@ def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
 class Averaged:
     """An optimizer with a moving average of its parameters, as diffusers' EMAModel makes it: one after another."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.9999) -> None:
-        self.optimizer, self.decay = optimizer, decay
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
 
     @torch.no_grad()
@@ -90,4 +92,4 @@ class Averaged:
         for at, parameter in enumerate(parameters):
             if at not in average:
                 average[at] = torch.empty_like(parameter, dtype=torch.float32)
-            average[at].sub_((1 - self.decay) * (average[at] - parameter))
+            average[at].sub_((1 - _EMA_DECAY) * (average[at] - parameter))

@@ -42,6 +42,28 @@ def test_a_language_model_gives_the_adapted_ones_logits(sample: tuple[Path, Path
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "<|pad|>"  # the base's
 
 
+def test_the_adapters_own_tokenizer_is_kept_or_the_merge_is_refused(
+    sample: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_random_lora(AutoModelForCausalLM.from_pretrained(sample[0]), ["q_proj"]).save_pretrained(tmp_path / "adapter")
+    own = AutoTokenizer.from_pretrained(sample[0])
+    own.pad_token = "<|system|>"
+    own.save_pretrained(tmp_path / "adapter")
+    merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").pad_token == "<|system|>"
+
+    (tmp_path / "adapter" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="adapter cannot be merged into its base"):
+        merge(str(tmp_path / "adapter"), str(tmp_path / "damaged"))
+
+    for file in (tmp_path / "adapter").glob("*token*"):
+        file.unlink()
+    shutil.copytree(sample[0], tmp_path / "base", ignore=shutil.ignore_patterns("*token*", "*chat*"))
+    merge(str(tmp_path / "adapter"), str(tmp_path / "bare"), base=str(tmp_path / "base"))
+    assert not list((tmp_path / "bare").glob("*token*"))
+    assert "merged without a tokenizer or processor: " in caplog.text
+
+
 def test_a_pipeline_gives_the_adapted_ones_noise(tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
     from diffusers.training_utils import _collate_lora_metadata

@@ -141,3 +141,14 @@ def test_what_no_latent_holds(asked: dict[str, int], says: str, tmp_path: Path) 
     config, _ = TINY["SanaTransformer2DModel"]
     with pytest.raises(UserError, match=says):
         load(written(tmp_path, "SanaTransformer2DModel", config), Settings(**asked))
+
+
+def test_a_model_of_images_that_are_no_squares(tmp_path: Path) -> None:
+    config = {
+        "sample_size": [8, 4], "block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1,
+        "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2,
+    }  # fmt: skip
+    file = written(tmp_path, "UNet2DModel", config)
+    assert load(file, Settings(resolution=16)).shape == {"resolution": 16}
+    with pytest.raises(UserError, match=r"resolution: the model's own is no square \(\[8, 4\] latents\)"):
+        load(file, Settings())

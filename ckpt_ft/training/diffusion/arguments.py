@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import require_package
@@ -11,6 +11,7 @@ from ckpt_ft.training.flags import (
     AT_LEAST_ONE,
     LORA_RANK,
     NOT_NEGATIVE,
+    OVERWRITE,
     POSITIVE,
     SEED,
     SHARE,
@@ -96,6 +97,11 @@ class PipelineArguments:
         """Whether adapters are trained instead of the weights."""
         return self.rank is not None or self.peft_config is not None
 
+    @property
+    def text_rate(self) -> float | None:
+        """The peak learning rate of the text encoders; None where they are frozen."""
+        return None
+
 
 @dataclass
 class DiffusionModelArguments(PipelineArguments):
@@ -105,14 +111,16 @@ class DiffusionModelArguments(PipelineArguments):
         UserError: what PipelineArguments refuses, or an SNR that is none.
     """
 
-    pretrained_vae_model_name_or_path: str | None = flag(None, "Another VAE, such as one that is stable in fp16.")
+    pretrained_vae_model_name_or_path: str | None = flag(
+        None, "Use this VAE instead of the pipeline's, for example one that is stable in fp16."
+    )
     prediction_type: str | None = flag(
         None, "What the U-Net predicts; the scheduler's own when left out.", choices=["epsilon", "v_prediction"]
     )
-    snr_gamma: float | None = flag(None, "Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
-    noise_offset: float = flag(0.0, "Share of noise that is constant over an image, usually 0.05 to 0.1.")
+    snr_gamma: float | None = flag(None, "Gamma of Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
+    noise_offset: float = flag(0.0, "Strength of offset noise, which is constant over an image; usually 0.05 to 0.1.")
     train_text_encoder: bool = flag(False, "LoRA on the text encoders too; prompts are then encoded in each step.")
-    text_encoder_lr: float | None = flag(None, "Their peak learning rate; 5e-6 when left out.")
+    text_encoder_lr: float | None = flag(None, "Peak learning rate of the text encoders; 5e-6 when left out.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +134,6 @@ class DiffusionModelArguments(PipelineArguments):
 
     @property
     def text_rate(self) -> float | None:
-        """The peak learning rate of the text encoders; None where they are frozen."""
         rate = 5e-6 if self.text_encoder_lr is None else self.text_encoder_lr  # diffusers' own
         return rate if self.train_text_encoder else None
 
@@ -140,18 +147,24 @@ class TransformerArguments(PipelineArguments):
         distribution of times has.
     """
 
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules that get an adapter; the attention's projections when left out."}
+    lora_target_modules: list[str] | None = flag(
+        None, "Modules that get an adapter; the attention's projections when left out."
     )
     load_in_4bit: bool = flag(False, "QLoRA: the frozen transformer in NF4 (bitsandbytes).")
-    max_sequence_length: int | None = flag(None, "Tokens of a prompt; as many as the family's pipeline when left out.")
-    weighting_scheme: str | None = flag(
-        None, "Which times are drawn, and what they weigh; the family's own when left out.", choices=WEIGHTING
+    max_sequence_length: int | None = flag(
+        None, "Tokens that prompts are padded to; the pipeline's own number when left out."
     )
-    logit_mean: float = flag(0.0, "Mean of logit-normal times.")
-    logit_std: float = flag(1.0, "Their deviation.")
-    mode_scale: float = flag(1.29, "Scale of the times that have a mode.")
-    guidance_scale: float = flag(1.0, "What a guidance-distilled transformer (FLUX.1-dev) is told in training.")
+    weighting_scheme: str | None = flag(
+        None,
+        "How diffusion times are drawn and weighted; the model family's own way when left out.",
+        choices=WEIGHTING,
+    )
+    logit_mean: float = flag(0.0, "Mean of the times under --weighting_scheme logit_normal.")
+    logit_std: float = flag(1.0, "Standard deviation of the times under --weighting_scheme logit_normal.")
+    mode_scale: float = flag(1.29, "Scale of --weighting_scheme mode.")
+    guidance_scale: float = flag(
+        1.0, "Guidance that a guidance-distilled transformer (FLUX.1-dev) is given in training."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,42 +185,38 @@ class LoopArguments:
     """
 
     output_dir: str = flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
-    seed: int = flag(0, "Of everything random.")
+    seed: int = flag(0, "Seed of every random choice.")
     train_batch_size: int = flag(16, "Images per device and forward pass.")
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
     num_train_epochs: int = flag(100, "Passes over the images, when max_train_steps is left out.")
     max_train_steps: int | None = flag(None, "Optimizer steps.")
     learning_rate: float = flag(1e-4, "Peak learning rate.")
-    scale_lr: bool = flag(False, "Multiply it by devices, accumulation steps and batch size.")
+    scale_lr: bool = flag(False, "Multiply --learning_rate by devices, accumulation steps and batch size.")
     lr_scheduler: str = flag("constant", "The learning rate's schedule.", choices=SCHEDULES)
-    lr_warmup_steps: int = flag(500, "Steps of warm-up, for schedules that have one.")
-    adam_beta1: float = flag(0.9, "First moment's decay.")
-    adam_beta2: float = flag(0.999, "Second moment's decay.")
+    lr_warmup_steps: int = flag(500, "Warm-up steps, for schedules that have a warm-up.")
+    adam_beta1: float = flag(0.9, "Decay rate of the optimizer's first moment.")
+    adam_beta2: float = flag(0.999, "Decay rate of the optimizer's second moment.")
     adam_weight_decay: float = flag(1e-2, "Decoupled weight decay.")
-    adam_epsilon: float = flag(1e-8, "Added to the denominator.")
+    adam_epsilon: float = flag(1e-8, "Added to the optimizer's denominator.")
     optimizer: str = flag(
         "adamw",
         "adamw, adafactor (second moments by rows and columns) or prodigy (finds its rate: --learning_rate 1).",
         choices=list(OPTIMIZERS),
     )
     use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
-    max_grad_norm: float = flag(1.0, "Gradients are clipped to this norm.")
-    use_ema: bool = flag(False, "Keep a moving average of what is trained; it is what is sampled and saved.")
+    max_grad_norm: float = flag(1.0, "Clip gradients to this norm; 0 for no clipping.")
+    use_ema: bool = flag(False, "Keep a moving average (EMA) of the trained weights; it is what is sampled and saved.")
     mixed_precision: str | None = flag(None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"])
     allow_tf32: bool = flag(False, "TF32 matrix products on Ampere and later.")
     checkpointing_steps: int = flag(500, "Steps between checkpoints.")
-    checkpoints_total_limit: int | None = flag(None, "Keep only the newest so many.")
+    checkpoints_total_limit: int | None = flag(None, "Keep only this many checkpoints, the newest.")
     resume_from_checkpoint: str | None = flag(None, "latest, or the path of a checkpoint.")
-    overwrite_output_dir: bool = flag(
-        False, "Throw the checkpoints and the result of an earlier run in output_dir away."
-    )
-    validation_prompt: list[str] | None = field(
-        default=None, metadata={"help": "Prompts that are drawn during training and at its end."}
-    )
+    overwrite_output_dir: bool = flag(False, OVERWRITE)
+    validation_prompt: list[str] | None = flag(None, "Prompts to draw images of during training and at its end.")
     num_validation_images: int = flag(1, "Images per prompt.")
     validation_steps: int = flag(500, "Steps between validations.")
     validation_inference_steps: int = flag(25, "Denoising steps per image.")
-    validation_guidance_scale: float = flag(7.5, "Classifier-free guidance.")
+    validation_guidance_scale: float = flag(7.5, "Scale of classifier-free guidance.")
     report_to: str = flag("none", "Trackers: tensorboard, wandb, ..., all, or none.")
     tracker_project_name: str = flag("diffusion_unet", "Name of the run's project at the trackers.")
     logging_dir: str = flag("logs", "Where trackers write, inside output_dir.")

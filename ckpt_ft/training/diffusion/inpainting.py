@@ -21,7 +21,6 @@ from .latents import FramedImages, Key, Row
 
 if TYPE_CHECKING:
     from .arguments import LoopArguments
-    from .prior import Pairs
 
 _GREY = (127, 127, 127)
 
@@ -54,10 +53,12 @@ def encode_masked(vae: Any, pixels: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"mask": functional.interpolate(hidden.float(), size=moments.shape[-2:]), "masked_moments": moments}
 
 
-def pictures(samples: FramedImages | Pairs | Any, args: LoopArguments) -> dict[str, Any]:
-    """What the inpainting pipeline draws in for `args.validation_prompt`: the first images, their masks of epoch 0."""
-    rows = getattr(samples, "rows", samples)  # of pairs: the subject's come first
-    rows = rows if isinstance(rows, MaskedImages) else samples
+def pictures(samples: Any, args: LoopArguments) -> dict[str, Any]:
+    """What the inpainting pipeline draws in for `args.validation_prompt`: the first images, their masks of epoch 0.
+
+    samples: MaskedImages, or Pairs of them, where the subject's come first.
+    """
+    rows: Any = samples if isinstance(samples, MaskedImages) else samples.rows
     shown = [rows[0, place % len(rows)] for place in range(len(args.validation_prompt or []))]
     shown = [row for row in shown for _ in range(args.num_validation_images)]
     images = [((row["pixels"].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy() for row in shown]

@@ -152,11 +152,12 @@ def leave_behind(
         Interrupted: the run was stopped before its end, by `signal`.
     """
     args, accelerator, validation = fitted.args, state.accelerator, data.validation
+    sampler = validation.sampler
     if state.done:
         with state.averaged():
             written(
-                accelerator, directory.path, "the result",
-                lambda: save_result(state.trained, validation.part, validation.vae, validation.model, args.output_dir),
+                accelerator, directory, "the result",
+                lambda: save_result(state.trained, sampler.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
         draw(validation, state)
@@ -167,9 +168,9 @@ def leave_behind(
     memory.report(
         args.output_dir,
         workload=replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
-        model=validation.model.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=validation.size,
-        rank=validation.model.rank, peft=kind_of(validation.model.peft_config),
+        model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=sampler.size,
+        rank=sampler.args.rank, peft=kind_of(sampler.args.peft_config),
     )  # fmt: skip
     accelerator.end_training()
     if not state.done:

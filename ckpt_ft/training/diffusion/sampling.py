@@ -30,13 +30,14 @@ class Sampler:
     """The pipeline that training began with, around a model as it stands.
 
     Args:
+        args: which pipeline that was.
         encoders: only the VAE is kept; it comes to the model's device to draw and goes back to where it was.
         size: side of the images in pixels.
         draw: what turns a pipeline and its arguments into images.
     """
 
-    def __init__(self, part: Trained, model: PipelineArguments, encoders: Frozen, size: int, draw: Draw) -> None:
-        self.part, self.model, self.size, self.draw = part, model, size, draw
+    def __init__(self, part: Trained, args: PipelineArguments, encoders: Frozen, size: int, draw: Draw) -> None:
+        self.part, self.args, self.size, self.draw = part, args, size, draw
         self.vae, self.absent = encoders.vae, encoders.absent
 
     @torch.no_grad()
@@ -75,12 +76,12 @@ class Sampler:
         from diffusers import DiffusionPipeline
 
         pipeline = DiffusionPipeline.from_pretrained(
-            self.model.pretrained_model_name_or_path,
-            revision=self.model.revision,
-            variant=self.model.variant,
+            self.args.pretrained_model_name_or_path,
+            revision=self.args.revision,
+            variant=self.args.variant,
             **{self.part.component: model, "vae": vae, **dict.fromkeys(self.absent)},
         )
-        predicts(pipeline.scheduler, self.model)
+        predicts(pipeline.scheduler, self.args)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

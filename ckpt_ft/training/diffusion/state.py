@@ -54,7 +54,7 @@ class TrainingState:
         self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
         self.step = self.samples_seen = 0
         scale = self.per_step if args.scale_lr else 1
-        text_rate = getattr(model_args, "text_rate", None)
+        text_rate = model_args.text_rate
         groups = with_text_rate(model, parameters, None if text_rate is None else text_rate * scale)
         optimizer = make_optimizer(groups, args, args.learning_rate * scale)
         self.lr_scheduler = get_scheduler(

@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
+from ckpt_ft.files import write
 from ckpt_ft.training.images.shapes import contact_sheet, drawings
 
 from .arguments import LoopArguments
@@ -30,16 +31,17 @@ class Validation:
 
     Args:
         more: arguments of the pipeline, such as the images to paint in.
-
-    Attributes:
-        part, model, vae, size: the sampler's.
     """
 
     def __init__(self, sampler: Sampler, args: LoopArguments, encoders: Frozen, folder: Path, **more: Any) -> None:
         self.sampler, self.args, self.folder, self.more = sampler, args, folder, more
-        self.part, self.model, self.vae, self.size = sampler.part, sampler.model, sampler.vae, sampler.size
         self.prompts = args.validation_prompt or []
         self.embeds = {name: value.cpu() for name, value in encoders.encode_prompts([*self.prompts, ""]).items()}
+
+    @property
+    def tile(self) -> int:
+        """Pixels of an image's side on a sheet; small ones are enlarged."""
+        return min(TILE, self.sampler.size * 3)
 
     def run(self, model: nn.Module, accelerator: Accelerator, step: int) -> None:
         """Draw all prompts, write `step-{step}.png` and send them to the trackers. Only on the main process.
@@ -47,15 +49,14 @@ class Validation:
         The run's own RNG is left alone: noise comes from a generator of its own, the same at each validation.
         """
         images = self._draw(model, accelerator)
-        self.folder.mkdir(parents=True, exist_ok=True)
         if step == 0:
             for old in self.folder.glob("step-*.png"):  # of an earlier run in the same place
                 old.unlink()
-        sheet = contact_sheet(images, columns=len(images), tile=min(TILE, self.size * 3), margin=_MARGIN)
-        sheet.save(self.folder / f"step-{step:06}.png")
-        if self.size > TILE:
+        sheet = contact_sheet(images, columns=len(images), tile=self.tile, margin=_MARGIN)
+        write(self.folder / f"step-{step:06}.png", sheet.save)
+        if self.sampler.size > TILE:
             for place, image in enumerate(images):
-                image.save(self.folder / f"step-{step:06}-{place}.png")
+                write(self.folder / f"step-{step:06}-{place}.png", image.save)
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
                 tracker.log_images({"validation": np.stack(images)}, step=step, dataformats="NHWC")
@@ -81,16 +82,15 @@ class Validation:
         known = {drawing.caption: drawing for drawing in drawings()}
         if all(prompt in known for prompt in self.prompts):
             wanted = [
-                known[prompt].image(self.size)
+                known[prompt].image(self.sampler.size)
                 for prompt in self.prompts
                 for _ in range(self.args.num_validation_images)
             ]
-            tile = min(TILE, self.size * 3)
-            rows.append(("asked for", contact_sheet(wanted, columns=len(wanted), tile=tile, margin=_MARGIN)))
+            rows.append(("asked for", contact_sheet(wanted, columns=len(wanted), tile=self.tile, margin=_MARGIN)))
         width, height = rows[0][1].size
         page = Image.new("RGB", (_LABEL + width, height * len(rows)), (128, 128, 128))
         draw = ImageDraw.Draw(page)
         for place, (name, row) in enumerate(rows):
             page.paste(row, (_LABEL, place * height))
             draw.text((_MARGIN, place * height + height // 2 - 6), name, fill=(255, 255, 255))
-        page.save(path)
+        write(path, page.save)

@@ -19,7 +19,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, check_numbers, flag
 from ckpt_ft.workloads.buckets import AUTO, Size, read_buckets
 
-from .files import named_columns, readable
+from .files import image_files, named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _NUMBERS = {
     "resolution": Range(0, PIXELS.most),
     "max_train_samples": AT_LEAST_ONE,
     "dataloader_num_workers": NOT_NEGATIVE,
+    "proportion_empty_prompts": SHARE,
 }
 
 
@@ -43,7 +44,7 @@ class ImageArguments:
     """
 
     dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
-    dataset_config_name: str | None = flag(None, "Its configuration.")
+    dataset_config_name: str | None = flag(None, "Configuration of the Hub dataset.")
     train_data_dir: str | None = flag(
         None,
         "Image folder with a metadata.jsonl of file_name and text, or a .txt of the same name beside each image; "
@@ -51,8 +52,8 @@ class ImageArguments:
     )
     image_column: str = flag("image", "Column of the images.")
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
-    max_train_samples: int | None = flag(None, "Take only the first so many rows.")
-    resolution: int | None = flag(None, "Side of the square images in pixels; the U-Net's own when left out.")
+    max_train_samples: int | None = flag(None, "Train on only this many rows, the first ones.")
+    resolution: int | None = flag(None, "Side of the square images in pixels; the model's own when left out.")
     aspect_ratio_buckets: str | None = flag(
         None,
         "'height,width;height,width': each image in the size nearest to its shape, batches of one size; auto makes "
@@ -64,7 +65,7 @@ class ImageArguments:
     skip_bad_images: bool = flag(False, "Train without images that cannot be read instead of stopping.")
     cache_latents: bool | None = flag(
         None,
-        "Encode images and captions once, into files; only the U-Net is then on the device. "
+        "Encode images and captions once, into files; only the trained model is then on the device. "
         "On when left out, unless images are cropped or flipped at random.",
     )
     dataloader_num_workers: int = flag(0, "Processes that prepare batches.")
@@ -78,10 +79,6 @@ class ImageArguments:
             read_buckets(str(self.aspect_ratio_buckets))
         if self.dataset_name is not None and self.train_data_dir is not None:
             raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
-        if not SHARE.holds(self.proportion_empty_prompts):
-            raise UserError(
-                f"--proportion_empty_prompts {self.proportion_empty_prompts}: give a share from 0 to below 1"
-            )
         if self.cache_latents and self.is_random:
             raise UserError(
                 "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "
@@ -158,8 +155,7 @@ def _with_text_files(folder: Path, caption_column: str) -> Dataset:
     """The layout of kohya's scripts: `1.png` and, beside it, `1.txt` with its caption."""
     from datasets import Dataset
 
-    suffixes = Image.registered_extensions()
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    images = image_files(folder)
     texts = [path.with_suffix(".txt") for path in images]
     if not any(text.is_file() for text in texts):
         raise UserError(

@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, changed, check_numbers, flag
 
 from .captioned import ImageArguments, first_rows, load_captioned
-from .files import readable
+from .files import UNDECODABLE, image_files, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,20 +58,24 @@ class DreamBoothArguments(ImageArguments):
     """
 
     instance_data_dir: str | None = flag(None, "DreamBooth: a folder of images of one subject, without captions.")
-    instance_prompt: str | None = flag(None, "The caption of them all, such as 'a photo of sks dog'.")
+    instance_prompt: str | None = flag(None, "The caption of all these images, such as 'a photo of sks dog'.")
     with_prior_preservation: bool = flag(
-        False, "Beside each image learn one of its class as well, drawn by the model itself where the folder lacks it."
+        False,
+        "Prior preservation: with each image also train on one of its class, which the model draws itself where the "
+        "folder has too few.",
     )
     class_data_dir: str | None = flag(None, "Folder of the class images.")
-    class_prompt: str | None = flag(None, "What they are drawn for, and their caption, such as 'a photo of a dog'.")
-    num_class_images: int | None = flag(None, "Class images there are to be; 100 when left out.")
-    sample_batch_size: int | None = flag(None, "Of them drawn at once; 4 when left out.")
+    class_prompt: str | None = flag(
+        None, "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
+    )
+    num_class_images: int | None = flag(None, "Number of class images; 100 when left out.")
+    sample_batch_size: int | None = flag(None, "Class images drawn at once; 4 when left out.")
     prior_generation_precision: str | None = flag(
         None,
-        "They are drawn in it; in that of --mixed_precision when left out.",
+        "Precision that class images are drawn in; --mixed_precision when left out.",
         choices=["no", "fp32", "fp16", "bf16"],
     )
-    prior_loss_weight: float | None = flag(None, "Weight of their loss; 1 when left out.")
+    prior_loss_weight: float | None = flag(None, "Weight of the class images' loss; 1 when left out.")
 
     def __post_init__(self) -> None:
         self.asked_to_cache = bool(self.cache_latents)
@@ -171,18 +175,16 @@ def load_class(prior: Prior, args: DreamBoothArguments) -> Dataset:
 
 
 def images_in(flag: str, folder: Path) -> list[Path]:
-    """The image files of `folder`, not of those below it, sorted by name; hidden ones are half written.
+    """The image files of `folder`, not of those below it (see `image_files`).
 
     Raises:
         UserError: there is no such folder, or it may not be read.
     """
-    suffixes = Image.registered_extensions()
     try:
-        found = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and path.name[0] != "."]
+        return image_files(folder, below=False)
     except (OSError, ValueError) as error:  # ValueError: a null in the name
         reason = "no such directory" if isinstance(error, FileNotFoundError) else one_line(error)
         raise UserError(f"{flag} {folder}: {reason}") from error
-    return sorted(found)
 
 
 def missing_class_images(prior: Prior) -> dict[int, Path]:
@@ -219,7 +221,7 @@ def _refuse_another_prompt(path: Path, prior: Prior) -> None:
     try:
         with Image.open(path) as image:
             prompt = image.info.get(_KEY, prior.prompt)
-    except (OSError, SyntaxError, ValueError):  # it is named when the rows are read
+    except UNDECODABLE:  # it is named when the rows are read
         return
     if prompt != prior.prompt:
         raise UserError(

@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
 DECODED = 5_000  # images that are decoded to their end before training; of those after them only the header is read
 _SHOWN = 3  # bad images named in an error
-_UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
+UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def image_files(folder: Path, *, below: bool = True) -> list[Path]:
+    """The image files in `folder`, and `below` it as well, sorted; no hidden ones: half written, or macOS's own."""
+    suffixes = Image.registered_extensions()
+    return sorted(
+        path
+        for path in (folder.rglob("*") if below else folder.iterdir())
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
@@ -86,7 +96,7 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
                 to_rgb(opened)
     except UnidentifiedImageError:
         return f"{name} is no image that Pillow can read", ""
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         return f"{name} cannot be read ({one_line(error)})", ""
     return None, kind
 
@@ -100,7 +110,7 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
     try:
         with _opened(image) as opened:
             return to_rgb(opened)
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         name = image["path"] or "an image"
         raise UserError(f"{name} cannot be read ({one_line(error)}); repair it or take it out") from error
 
@@ -115,7 +125,7 @@ def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
         with _opened(image) as opened:
             width, height = opened.size
             turned = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         raise UserError(f"{image['path'] or 'an image'} cannot be read ({one_line(error)})") from error
     return (width, height) if turned else (height, width)
 

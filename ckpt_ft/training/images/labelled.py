@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import PIXELS, SplitArguments, flag
+from ckpt_ft.training.flags import PIXELS, Range, SplitArguments, check_numbers, flag
 
-from .files import named_columns, readable
+from .files import image_files, named_columns, readable
 from .shapes import drawn_shapes
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _SHAPES_HELD_OUT = 512
 _SHAPES_RESOLUTION = 40  # as drawn; the model's own resolution decides what it is shown
+
+_NUMBERS = {"max_train_samples": Range(2), "resolution": PIXELS, "min_crop": Range(0, 1, open=True)}
 
 
 @dataclass
@@ -44,7 +45,7 @@ class VisionArguments(SplitArguments):
     )
     image_column: str = flag("image", "Column of images of a Hub dataset.")
     label_column: str = flag("label", "Column of classes of a Hub dataset.")
-    max_train_samples: int | None = flag(None, "Train on so many images only, drawn at random.")
+    max_train_samples: int | None = flag(None, "Train on only this many images, drawn at random.")
     skip_bad_images: bool = flag(False, "Leave out images that cannot be read.")
     resolution: int | None = flag(None, "Pixels of a side; by default the model's own.")
     augment: bool = flag(True, "Train on random crops that are mirrored half of the time (--no_augment).")
@@ -52,14 +53,7 @@ class VisionArguments(SplitArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_train_samples is not None and self.max_train_samples < 2:
-            raise UserError(f"--max_train_samples {self.max_train_samples}: give at least 2, of two classes")
-        if self.resolution is not None and not PIXELS.holds(self.resolution):
-            raise UserError(
-                f"--resolution {self.resolution}: give at least {PIXELS.least} pixels, and at most {PIXELS.most}"
-            )
-        if not 0 < self.min_crop <= 1:
-            raise UserError(f"--min_crop {self.min_crop}: give a share of the image, above 0 and up to 1")
+        check_numbers(self, _NUMBERS)
 
 
 def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None, list[str]]:
@@ -125,7 +119,7 @@ def _folder(args: VisionArguments, split: str) -> Dataset:
                 "--test_split_size 0.1, or name the folder with --dataset_test_split"
             )
         root = top
-    images = {folder.name: _image_files(folder) for folder in _visible(root) if folder.is_dir()}
+    images = {folder.name: image_files(folder) for folder in _visible(root) if folder.is_dir()}
     empty = [name for name, files in images.items() if not files]
     if not images:
         raise UserError(
@@ -145,15 +139,6 @@ def _folder(args: VisionArguments, split: str) -> Dataset:
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _image_files(folder: Path) -> list[Path]:
-    suffixes = Image.registered_extensions()
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
 
 
 def _undecoded(rows: Dataset) -> Dataset:

@@ -108,24 +108,21 @@ def drawings(count: int | None = None, seed: int = 0) -> list[Drawing]:
     return every[:count]
 
 
-def drawn_shapes(count: int | None = None, resolution: int = 64, seed: int = 0, skip: int = 0) -> Dataset:
-    """A data set of `drawings(count, seed)` without its first `skip`.
+def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
+    """A data set of `drawings(count)`.
 
-    A training set (`count=n`) and a test set (`count=n + m, skip=n`) of one seed never overlap. Columns: `image` (PIL,
-    RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`), and `colour`, `position`,
-    `size`, `background` as strings.
+    Columns: `image` (PIL, RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`), and
+    `colour`, `position`, `size`, `background` as strings.
 
     Raises:
-        UserError: `count` is out of range, nothing is left after `skip`, or `resolution` is below 8.
+        UserError: `count` is out of range, or `resolution` is below 8.
     """
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as ImageFeature
 
     if resolution < 8:
         raise UserError(f"shapes of {resolution} pixels cannot be told apart; give a resolution of at least 8")
-    chosen = drawings(count, seed)[skip:]
-    if not chosen:
-        raise UserError(f"{skip} of {count} drawn shapes are skipped and none is left; skip fewer")
+    chosen = drawings(count)
     names = ("colour", "position", "size", "background")
     features = Features(
         image=ImageFeature(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from accelerate.utils import DynamoBackend
 from transformers import TrainingArguments
@@ -13,7 +13,17 @@ from transformers.training_args import OptimizerNames, ParallelMode
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import require_package
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_numbers, check_trackers
+from ckpt_ft.training.flags import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    OVERWRITE,
+    POSITIVE,
+    SEED,
+    SHARE,
+    check_numbers,
+    check_trackers,
+    flag,
+)
 
 _EPOCHS = -1  # what --max_steps is where --num_train_epochs says how long
 _NUMBERS = {
@@ -62,9 +72,7 @@ class RunArguments(TrainingArguments):
         UserError: a number that nothing can be trained with, or a package that is asked for and not installed.
     """
 
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Throw the checkpoints and the result of an earlier run in output_dir away."}
-    )
+    overwrite_output_dir: bool = flag(False, OVERWRITE)
 
     def __post_init__(self) -> None:
         check_numbers(self, _NUMBERS)
@@ -90,9 +98,9 @@ class RunArguments(TrainingArguments):
             "--use_liger_kernel": ("liger_kernel", self.use_liger_kernel),
             f"--optim {optim}": ("bitsandbytes", any(part in optim for part in ("bnb", "8bit", "paged"))),
         }
-        for flag, (package, wanted) in needed.items():
+        for asked, (package, wanted) in needed.items():
             if wanted:
-                require_package(package, flag)
+                require_package(package, asked)
         check_trackers(self.report_to, get_available_reporting_integrations())
         self._check_optim_args(optim)
 

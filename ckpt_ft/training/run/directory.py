@@ -131,6 +131,13 @@ class RunDirectory:
         """The newest whole checkpoint of this run."""
         return last_complete_checkpoint(str(self.path), self.run)
 
+    def not_written(self, what: str, reason: str) -> WorkFailed:
+        """The error for `what` could not be written here: why, how much room is left, which checkpoint is whole."""
+        latest = self.last_complete()
+        intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
+        free = format_bytes(shutil.disk_usage(self.path).free)
+        return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
+
     def _refuse_a_used_one(self) -> None:
         there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER, *WHOLE))]
         used = next((path.name for path in there if path.exists()), None)

@@ -14,8 +14,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpt_ft.training.flags import OVERWRITE
+
 _WIDEST = 100
-_FEW = 5  # choices that are shown
+_FEW = 5  # choices that do not go behind the flag
 _FLAGS = 34  # characters of the column of flags
 
 
@@ -35,32 +37,37 @@ TRAINING = (
     Line("gradient_accumulation_steps", "N", "1", "Micro-batches of an optimizer step."),
     Line("learning_rate", "RATE", "5e-05", "Peak learning rate."),
     Line("num_train_epochs", "N", "3.0", "Passes over the data."),
-    Line("max_steps", "N", "-1", "Optimizer steps, in place of passes over the data."),
+    Line("max_steps", "N", "-1", "Optimizer steps; above 0 they decide, not the passes over the data."),
     Line("lr_scheduler_type", "NAME", "linear", "linear, cosine, constant, constant_with_warmup, ..."),
-    Line("warmup_steps", "N", "0", "Steps of warm-up; below 1, a share of all."),
+    Line("warmup_steps", "N", "0", "Warm-up steps; a number below 1 is a share of all steps."),
     Line("optim", "NAME", "adamw_torch_fused", "adamw_torch, adamw_bnb_8bit, paged_adamw_8bit, adafactor, sgd, ..."),
     Line("bf16", "", "", "Mixed precision in bfloat16."),
     Line("fp16", "", "", "Mixed precision in float16."),
-    Line("max_grad_norm", "NORM", "1.0", "Gradients are clipped to it; 0 for no clipping."),
+    Line("max_grad_norm", "NORM", "1.0", "Clip gradients to this norm; 0 for no clipping."),
     Line("torch_compile", "", "", "Compile the model."),
     Line("logging_steps", "N", "500", "Steps between two lines of the log."),
     Line("save_steps", "N", "500", "Steps between checkpoints."),
     Line("eval_strategy", "WHEN", "no", "no, steps or epoch."),
     Line("report_to", "NAME", "none", "Trackers: tensorboard, wandb, ..., all, or none."),
-    Line("seed", "N", "42", "Of everything random."),
+    Line("seed", "N", "42", "Seed of every random choice."),
 )
 DPO = (
     Line("max_length", "N", "1024", "Tokens of a prompt with its answer; longer ones are cut."),
-    Line("beta", "B", "0.1", "How far the model may go from the reference."),
+    Line("beta", "B", "0.1", "Weight of staying close to the reference model: the higher, the closer."),
     Line("loss_type", "NAME", "sigmoid", "sigmoid, hinge, ipo, ..."),
-    Line("precompute_ref_log_probs", "", "", "Run the reference once, before training; it is then not in memory."),
+    Line(
+        "precompute_ref_log_probs",
+        "",
+        "",
+        "Run the reference once, before training, so that it is not in memory then.",
+    ),
 )
 CONFIG = (
     Line("config", "FILE.yaml", "", "Flags from a file; those on the command line win."),
     Line("help-all", "", "", "Every flag."),
 )
 RUN = (
-    Line("overwrite_output_dir", "", "", "Throw an earlier run in output_dir away."),
+    Line("overwrite_output_dir", "", "", OVERWRITE),
     Line("resume_from_checkpoint", "WHICH", "", "latest, or the path of a checkpoint."),
     *CONFIG,
 )
@@ -92,7 +99,11 @@ def _line(field: Field[Any]) -> Line:
     choices = field.metadata.get("choices")
     if default is True:
         return Line(f"no_{field.name}", "", "", text)
-    value = "|".join(choices) if choices and len(choices) < _FEW else field.name.rpartition("_")[2].upper()
+    value = field.name.rpartition("_")[2].upper()
+    if choices and len(choices) < _FEW:
+        value = "|".join(choices)
+    elif choices:
+        text += f" One of {', '.join(choices)}."
     for kind, short in (("bool", ""), ("int", "N"), ("float", "X"), ("list", "A B ...")):
         if str(field.type).startswith(kind):
             value = short

@@ -24,11 +24,10 @@ from torch import Tensor
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import flush
 from ckpt_ft.reading import library_reads
-from ckpt_ft.units import format_bytes
 
 from .directory import RunDirectory
 from .manifest import write_manifest
-from .resume import checkpoints, last_complete_checkpoint, unfit
+from .resume import checkpoints, unfit
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,8 +72,8 @@ def save_checkpoint(
         flush(root)
 
     try:
-        written(accelerator, root, name, lambda: accelerator.save_state(str(partial)))
-        written(accelerator, root, name, publish, main_only=True)
+        written(accelerator, directory, name, lambda: accelerator.save_state(str(partial)))
+        written(accelerator, directory, name, publish, main_only=True)
     except WorkFailed:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)  # gives the disk back
@@ -152,12 +151,12 @@ def _are_tensors(values: list[Any]) -> bool:
 
 
 def written(
-    accelerator: Accelerator, root: Path, name: str, write: Callable[[], object], main_only: bool = False
+    accelerator: Accelerator, directory: RunDirectory, what: str, write: Callable[[], object], main_only: bool = False
 ) -> None:
     """Run `write` on every rank, or on the main one; when it fails on any, fail on all, so that none waits for ever.
 
     Raises:
-        WorkFailed: naming `name` in `root`, the reason, and the space that is left there.
+        WorkFailed: `what` could not be written (see `RunDirectory.not_written`).
     """
     from accelerate.utils import gather_object
 
@@ -169,15 +168,13 @@ def written(
             problems = [one_line(f"{type(error).__name__}: {error}")]
     problems = gather_object(problems)
     if problems:
-        latest = last_complete_checkpoint(str(root))
-        intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
-        free = format_bytes(shutil.disk_usage(root).free)
-        raise WorkFailed(f"writing {name} to {root} failed: {problems[0]} ({free} free on the disk){intact}")
+        raise directory.not_written(what, problems[0])
 
 
 @contextmanager
-def clear_when_disk_is_full() -> Iterator[None]:
-    """Turn a full disk, met elsewhere than in a checkpoint, into a `WorkFailed`. Also a decorator."""
+def explained_full_disk() -> Iterator[None]:
+    """Turn a full disk, met elsewhere than in a checkpoint, into a `WorkFailed` that says how to go on. Also a
+    decorator."""
     try:
         yield
     except OSError as error:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from ckpt_ft.errors import WorkFailed, one_line
-from ckpt_ft.units import format_bytes
+from ckpt_ft.errors import one_line
 
 from .directory import RunDirectory
 from .first_step import FirstStep, is_of_the_disk
@@ -99,7 +97,9 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
         except (OSError, RuntimeError, SafetensorError) as error:
             if not is_of_the_disk(error):
                 raise
-            raise WorkFailed(_not_written(directory, error)) from error
+            _drop_torn(directory)
+            reason = one_line(f"{type(error).__name__}: {error}", 300)
+            raise directory.not_written("a checkpoint or the result", reason) from error
     if keeper.stopping:
         raise stopped(stop.signal, directory.last_complete())
 
@@ -111,12 +111,8 @@ def load_finished(trainer: Trainer) -> None:
     trainer.save_model()
 
 
-def _not_written(directory: RunDirectory, error: Exception) -> str:
+def _drop_torn(directory: RunDirectory) -> None:
+    """Delete the newest checkpoint where it was not written to its end: gives the disk back."""
     for path in checkpoints(directory.path)[-1:]:
         if read_manifest(path) is None:
-            shutil.rmtree(path, ignore_errors=True)  # gives the disk back
-    latest = directory.last_complete()
-    intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
-    free = format_bytes(shutil.disk_usage(directory.path).free)
-    reason = one_line(f"{type(error).__name__}: {error}", 300)
-    return f"writing to {directory.path} failed: {reason} ({free} free on the disk){intact}"
+            shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
@@ -96,7 +96,7 @@ def _load_file(path: Path, split: str) -> Dataset:
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
         if path.suffix == ".jsonl":
-            _find_bad_line(path)
+            _check_json(path, every=True)  # the reader counts in blocks, a person counts lines
         raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
 
 
@@ -115,10 +115,10 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
         raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
 
 
-def _check_json(path: Path) -> None:
+def _check_json(path: Path, every: bool = False) -> None:
     """Name the first row that the readers below us would not survive: they end in a crash on a first row `null`.
 
-    Cheap: a row is parsed here only where it is nested deeply, or where the file is one array.
+    Cheap: a row is parsed here only where it is nested deeply, or where the file is one array; with `every` all are.
 
     Raises:
         UserError: a row is no object, not UTF-8, too long or too deep.
@@ -137,7 +137,7 @@ def _check_json(path: Path) -> None:
                 continue
             try:
                 line.decode("utf-8")
-                row = json.loads(line) if _nested(line) or not line.startswith(b"{") else {}
+                row = json.loads(line) if every or _nested(line) or not line.startswith(b"{") else {}
             except UnicodeDecodeError as error:
                 raise UserError(f"{place} is not UTF-8 ({one_line(error)}); convert the file") from None
             except (ValueError, RecursionError) as error:
@@ -159,18 +159,6 @@ def _check_array(path: Path) -> None:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise UserError(f"dataset {path}: row {number} is a JSON {type(row).__name__}, expected an object")
-
-
-def _find_bad_line(path: Path) -> None:
-    """Name the first line that is no JSON object; the readers below us count in blocks, a person counts lines."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row: Any = json.loads(line) if line.strip() else {}
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"dataset {path}: line {number} is not valid JSON ({one_line(error, 200)})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"dataset {path}: line {number} is a JSON {type(row).__name__}, expected an object")
 
 
 def _reason(error: BaseException) -> str:

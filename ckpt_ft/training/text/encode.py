@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.reading import library_reads
 
 from .columns import known_columns
 from .data import DataArguments
@@ -167,14 +168,10 @@ def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) ->
 
 
 def _render(tokenizer: Renderer, messages: list[Any], index: int, **kwargs: bool) -> str:
-    from jinja2 import TemplateError
-
     if not messages:
         return ""
-    try:
+    with library_reads(f"row {index + 1}: the chat template refuses these messages"):
         return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-    except TemplateError as error:
-        raise UserError(f"row {index + 1}: the chat template refuses these messages: {error}") from error
 
 
 @dataclass

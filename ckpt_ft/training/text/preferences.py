@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, SplitArguments, check_numbers
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_numbers, flag
 from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.manifest import make_whole
 
@@ -35,11 +35,6 @@ _PAIRS = 2_000  # of the built-in sample
 
 
 @dataclass
-class PreferenceArguments(SplitArguments):
-    """Which preferences are trained on; how long they may be is TRL's `max_length`."""
-
-
-@dataclass
 class DPOArguments(RunArguments, DPOConfig):
     """TRL's `DPOConfig`, every flag of TrainingArguments among its own, with what a run needs.
 
@@ -47,9 +42,7 @@ class DPOArguments(RunArguments, DPOConfig):
     flags say is left to them.
     """
 
-    gradient_checkpointing: bool | None = field(
-        default=None, metadata={"help": "The library's own checkpointing; --ac_policy is instead of it."}
-    )
+    gradient_checkpointing: bool | None = flag(None, "The library's own checkpointing; use --ac_policy instead.")
     model_init_kwargs: Any = field(default=None, init=False)
     trust_remote_code: bool = field(default=False, init=False)
     pad_token: str | None = field(default=None, init=False)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SplitArguments, check_numbers, flag
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.workloads.defaults import TRAINED_TOWERS
+
+_NUMBERS = {
+    "answered": NOT_NEGATIVE,
+    "dataset_num_proc": NOT_NEGATIVE,
+    "max_pixels": AT_LEAST_ONE,
+    "longest_side": AT_LEAST_ONE,
+}
 
 
 @dataclass
@@ -37,9 +44,12 @@ class VisionLanguageArguments(SplitArguments):
     image_column: str = flag("images", "Column of each row's images: files, or images of the dataset; also one image.")
     image_folder: str | None = flag(None, "Folder of images that rows name by path; by default the dataset's own.")
     dataset_num_proc: int | None = flag(None, "Processes that look through the rows.")
-    max_length: int = flag(2048, "Tokens per sequence, images included; what is longer is cut, behind the images.")
+    max_length: int = flag(
+        2048,
+        "Tokens per sequence, images included; text beyond it is cut, and rows whose images do not fit are left out.",
+    )
     packing: bool = flag(False, "Several rows per sequence; attention and loss stay within each row.")
-    max_pixels: int | None = flag(None, "Of an image; larger ones are scaled down (Qwen-VL and its kin).")
+    max_pixels: int | None = flag(None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin).")
     longest_side: int | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
     answered: int = flag(0, "Held-out questions to answer before and after training: how many are right.")
 
@@ -47,7 +57,4 @@ class VisionLanguageArguments(SplitArguments):
         super().__post_init__()
         if self.max_length < 2:
             raise UserError(f"--max_length {self.max_length}: a sequence needs at least 2 tokens to learn anything")
-        for name in ("max_pixels", "longest_side"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise UserError(f"--{name} {size}: give a number of pixels")
-        check_numbers(self, {"answered": NOT_NEGATIVE, "dataset_num_proc": NOT_NEGATIVE})
+        check_numbers(self, _NUMBERS)

@@ -13,7 +13,7 @@ from ckpt_ft.workloads.model_config import read_config
 
 from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
 from .encode import encode_conversations
-from .models import collator_of, load_processor
+from .models import collator_of, load_processor, patch_of
 from .rows import Pictures, load_conversations
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def rows_with_images(dataset: str, model: str, settings: Settings) -> DatasetRow
     Raises:
         UserError: the dataset or the processor cannot be read, or a row is wrong.
     """
-    tower = read_config(model)["vision_config"]
+    smallest = patch_of(read_config(model))
     data = VisionLanguageArguments(
         dataset_name=dataset,
         max_length=settings.seq_length,
@@ -77,7 +77,7 @@ def rows_with_images(dataset: str, model: str, settings: Settings) -> DatasetRow
     try:
         rows, _, folder = load_conversations(data, evaluate=False, seed=0)
         processor: Any = load_processor(VisionLanguageModelArguments(model_name_or_path=source), data)
-        pictures = Pictures(folder, smallest=tower.get("patch_size") or 1)
+        pictures = Pictures(folder, smallest)
         return DatasetRows(encode_conversations(rows, processor, pictures, data), processor.tokenizer.pad_token_id)
     except UserError as error:
         raise UserError(f"--dataset {dataset}: {error}") from error

@@ -18,7 +18,7 @@ from ckpt_ft.training.text.encode import IGNORED, PadCollator, chat_segments, on
 from ckpt_ft.training.text.packing import pack
 from ckpt_ft.workloads.packing import ImagePositions
 
-from .beside_text import MASK, check_all_see, seen_tiles
+from .cross_attention import MASK, check_images_in_all, cross_attention_mask
 from .rows import Cell, Pictures, conversation
 from .stamp import stamp_of
 
@@ -63,7 +63,7 @@ def encode_conversations(
     if len(encoded) < len(rows):
         left_out = len(rows) - len(encoded)
         print(f"{left_out} of {len(rows)} rows are left out: nothing to learn within --max_length {args.max_length}")
-    check_all_see(processor, encoded["pixels"])
+    check_images_in_all(processor, encoded["pixels"])
     if args.packing:
         encoded = encoded.map(
             pack,
@@ -221,7 +221,7 @@ class PixelCollator:
     """Rows to one batch: tokens padded to the longest, `(batch, longest)`, and all images after one another.
 
     kinds: of `KINDS`, those that the model takes. beside: the positions that it takes of packed rows besides those
-    along the tokens. in_one: as `PadCollator`'s. image_token: stands for an image, where models see beside their text.
+    along the tokens. in_one: as `PadCollator`'s. image_token: stands for an image, where there is cross-attention.
     """
 
     pad_token_id: int
@@ -241,7 +241,7 @@ class PixelCollator:
             batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
         batch |= images
         if MASK in batch:
-            batch[MASK] = seen_tiles(batch["input_ids"], batch["aspect_ratio_mask"], self.image_token)
+            batch[MASK] = cross_attention_mask(batch["input_ids"], batch["aspect_ratio_mask"], self.image_token)
         if packed and self.beside is not None:
             batch["position_ids"] = self.beside.beside(batch)
         return batch

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
@@ -48,10 +47,10 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     return processor
 
 
-def patch_of(model: nn.Module) -> int:
-    """Pixels of a side of what the vision tower sees as one; 1 where it does not say."""
-    patch = getattr(getattr(model.config, "vision_config", None), "patch_size", 1)
-    return patch if isinstance(patch, int) else min(patch)
+def patch_of(config: Mapping[str, Any]) -> int:
+    """Pixels of a patch's shorter side, by the configuration of a model that sees; 1 where it does not say."""
+    patch = (config.get("vision_config") or {}).get("patch_size") or 1
+    return min(patch) if isinstance(patch, (list, tuple)) else int(patch)
 
 
 def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> PixelCollator:

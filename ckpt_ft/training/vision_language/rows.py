@@ -140,8 +140,9 @@ def _marked(text: str) -> Iterator[dict[str, Any]]:
 def _cell(image: Any, place: str) -> Cell:
     if isinstance(image, str):
         return {"bytes": None, "path": image}
-    if isinstance(image, dict) and (image.get("bytes") or image.get("path")):
-        return image
+    given = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (None, None)
+    if isinstance(given[0] or b"", bytes) and isinstance(given[1] or "", str) and any(given):
+        return {"bytes": given[0], "path": given[1]}
     raise UserError(f"{place}: an image is a file's path or an image of the dataset, not {image!r:.60}")
 
 

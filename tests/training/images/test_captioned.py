@@ -44,6 +44,7 @@ def test_captions_beside_the_images(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         Image.new("RGB", (40, 40)).save(path)
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    (tmp_path / "._b.png").write_bytes(b"macOS")  # beside each file that was copied from a Mac
     args = ImageArguments(train_data_dir=str(tmp_path))
     rows = load_captioned(args, 32)
     assert [Path(image["path"]).name for image in rows["image"]] == ["a.jpg", "b.png", "c.png"]
@@ -158,7 +159,7 @@ def test_random_framing() -> None:
         (lambda: ImageArguments(resolution=0), "--resolution 0"),
         (lambda: ImageArguments(dataset_name="a", train_data_dir="b"), "two sources"),
         (lambda: ImageArguments(cache_latents=True, random_flip=True), "--cache_latents encodes each image once"),
-        (lambda: ImageArguments(proportion_empty_prompts=1.0), "share from 0 to below 1"),
+        (lambda: ImageArguments(proportion_empty_prompts=1.0), "give a number from 0 up to, but not including, 1"),
         (lambda: DiffusionModelArguments(rank=0), "--rank 0: a LoRA rank is at least 1"),
         (lambda: DiffusionModelArguments(lora_alpha=4), "belong to LoRA"),
         (lambda: DiffusionModelArguments(rank=4, lora_dropout=1.0), "--lora_dropout"),

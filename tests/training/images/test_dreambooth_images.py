@@ -68,6 +68,17 @@ def test_images_of_another_prompt(tmp_path: Path) -> None:
         missing_class_images(prior(tmp_path))
 
 
+def test_a_class_image_of_too_many_pixels_is_named_when_the_rows_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "class", "class-00000.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    there = prior(tmp_path / "class", images=1)
+    assert missing_class_images(there) == {}
+    with pytest.raises(UserError, match="class-00000.png cannot be read .*960 pixels.*exceeds limit"):
+        load_class(there, DreamBoothArguments())
+
+
 def test_a_class_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--class_data_dir .*file cannot be made \(.*File exists"):

@@ -78,7 +78,7 @@ def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) 
         (ImageArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 0 to 16384"),
         (ImageArguments, ["--dataloader_num_workers", "-1"], "--dataloader_num_workers -1: give a number from 0 on"),
         (DPOArguments, ["--use_cpu", "--output_dir", "out", "--beta", "nan"], "--beta nan: give a number from 0 on"),
-        (VisionArguments, ["--resolution", "100000"], "give at least 8 pixels, and at most 16384"),
+        (VisionArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 8 to 16384"),
     ],
 )
 def test_what_else_is_no_number(kind: type, flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

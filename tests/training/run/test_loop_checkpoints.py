@@ -22,7 +22,7 @@ from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.run import loop_checkpoints
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import (
-    clear_when_disk_is_full,
+    explained_full_disk,
     hold_state,
     load_checkpoint,
     save_checkpoint,
@@ -142,7 +142,7 @@ def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
 
 
 def test_disk_full_elsewhere() -> None:
-    @clear_when_disk_is_full()
+    @explained_full_disk()
     def work(number: int) -> None:
         raise OSError(number, os.strerror(number), "losses.jsonl")
 

@@ -68,6 +68,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(sample: tuple[Path, P
         encode([{"messages": [ASK, ANSWER, MORE, LAST]}], tokenizer)
 
 
+def test_a_row_that_the_template_fails_on_is_one_line(tokenizer, sample: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]
+    """Most published templates join strings; parts of a message are a list, which they cannot join."""
+    joining = AutoTokenizer.from_pretrained(sample[0])
+    joining.chat_template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    parts = [{"role": role, "content": [{"type": "text", "text": "Hi."}]} for role in ("user", "assistant")]
+    for row, words in ((parts, "can only concatenate str"), ([{"role": "user"}, ANSWER], "'content'")):
+        with pytest.raises(UserError, match=f"row 1: the chat template refuses these messages: .*{words}"):
+            encode([{"messages": row}], joining)
+
+
 def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_left_out(tokenizer) -> None:  # type: ignore[no-untyped-def]
     rows = [{"prompt": "x " * 50, "completion": "lost"}, {"prompt": "Hi. ", "completion": "kept " * 50}]
     (row,) = encode(rows, tokenizer, max_length=20)

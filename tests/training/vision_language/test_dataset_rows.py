@@ -9,8 +9,10 @@ import pytest
 from PIL import Image
 
 from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+from ckpt_ft.training.vision_language.models import patch_of
 from ckpt_ft.training.vision_language.sample import make_sample
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.settings import Settings
 
 
@@ -53,3 +55,10 @@ def test_rows_of_text_alone_are_left_to_the_tokenizer(model: str, tmp_path: Path
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     assert rows_with_images(str(file), model, Settings(seq_length=512)) is None
+
+
+def test_a_patch_has_one_side_or_two(model: str) -> None:
+    """InternVL's configurations say height and width."""
+    assert patch_of(read_config(model)) == 12
+    assert patch_of({"vision_config": {"patch_size": [16, 14]}}) == 14
+    assert patch_of({"vision_config": {}}) == patch_of({}) == 1

@@ -28,7 +28,7 @@ from ckpt_ft.training.text.sample import make_tokenizer
 from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments
 from ckpt_ft.training.vision_language.encode import encode_conversations, joined
 from ckpt_ft.training.vision_language.models import collator_of
-from ckpt_ft.training.vision_language.rows import Pictures
+from ckpt_ft.training.vision_language.rows import Pictures, conversation
 from ckpt_ft.training.vision_language.sample import CHAT_TEMPLATE
 
 TEXT = {
@@ -135,6 +135,16 @@ def test_what_does_not_fit_is_left_out_and_nothing_left_is_an_error(
     assert "1 of 3 rows are left out: nothing to learn within --max_length 35" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the 3 rows"):
         encoded(processor, tmp_path, max_length=3)
+
+
+def test_an_image_is_its_bytes_or_a_path() -> None:
+    turns = [{"role": "user", "content": "<image>What is it?"}]
+    for image in ({"bytes": b"\x89PNG"}, {"path": "a.png"}, "a.png"):
+        (cell,) = conversation({"messages": turns, "images": [image]}, "row 1").images
+        assert cell.keys() == {"bytes", "path"}
+    for image in ({"bytes": "iVBORw0KGgo="}, {"bytes": "iVBORw0KGgo=", "path": None}, {"path": 3}, {"bytes": b""}, 3):
+        with pytest.raises(UserError, match="row 1: an image is a file's path or an image of the dataset, not "):
+            conversation({"messages": turns, "images": [image]}, "row 1")
 
 
 def test_smaller_tensors_are_padded_with_zeros() -> None:

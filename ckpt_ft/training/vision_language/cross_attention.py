@@ -1,5 +1,5 @@
-"""Models that see beside their text (Llama 3.2 Vision): no token stands for an image's features, a mask says which
-tokens see which tiles of which image.
+"""Models whose text reads images by cross-attention (Llama 3.2 Vision): no token stands for an image's features, a
+mask says which tokens see which tiles of which image.
 
 The processor makes the mask of the text that it is given. Rows are cut, padded and asked in parts, so it is made here
 of the tokens themselves, by the processor's own rules.
@@ -18,7 +18,7 @@ from ckpt_ft.errors import UserError
 MASK = "cross_attention_mask"
 
 
-def seen_tiles(input_ids: Tensor, tiles: Tensor, image_token: int) -> Tensor:
+def cross_attention_mask(input_ids: Tensor, tiles: Tensor, image_token: int) -> Tensor:
     """The mask of a batch of tokens (B, length), (B, length, images, tiles).
 
     tiles: (B, images, tiles), which of them an image has. image_token: what stands where an image is.
@@ -32,11 +32,11 @@ def seen_tiles(input_ids: Tensor, tiles: Tensor, image_token: int) -> Tensor:
     return torch.from_numpy(mask)
 
 
-def check_all_see(processor: ProcessorMixin, pixels: Sequence[int]) -> None:
+def check_images_in_all(processor: ProcessorMixin, pixels: Sequence[int]) -> None:
     """Raises UserError where some rows have `pixels` and others none: such models take batches of one kind."""
     blind = sum(not count for count in pixels)
     if MASK in processor.model_input_names and 0 < blind < len(pixels):
         raise UserError(
-            f"{blind} of {len(pixels)} rows have no image: this model sees beside its text, and takes no batch of "
-            "rows with and without; leave them out, or train on them by themselves"
+            f"{blind} of {len(pixels)} rows have no image: this model reads images by cross-attention, and takes "
+            "no batch of rows with and without; leave them out, or train on them by themselves"
         )

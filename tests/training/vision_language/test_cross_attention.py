@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision, which sees beside its text: what each token sees follows the row, however it is cut and padded."""
+"""Llama 3.2 Vision's cross-attention: what each token sees follows the row, however it is cut and padded."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def test_a_second_image_does_not_begin_the_text_anew(processor: Any, model: Any,
 
 def test_rows_with_and_without_an_image_are_refused(processor: Any, tmp_path: Path) -> None:
     assert len(rows_of(processor, tmp_path, [BLIND, SHORT], [BLIND, LONG])) == 2
-    with pytest.raises(UserError, match="1 of 2 rows have no image: this model sees beside its text"):
+    with pytest.raises(UserError, match="1 of 2 rows have no image: this model reads images by cross-attention"):
         rows_of(processor, tmp_path, [ASKED, SHORT], [BLIND, LONG])

@@ -1,0 +1,61 @@
+"""Pictures of what a run has learned: whole or not there, and all of them on one sheet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from ckpt_ft.training.diffusion.arguments import LoopArguments
+from ckpt_ft.training.diffusion.validation import Validation
+
+SIDE = 128
+ACCELERATOR: Any = SimpleNamespace(device=torch.device("cpu"), autocast=None, trackers=[])
+
+
+def validation(folder: Path, images: int) -> Validation:
+    drawn = [Image.new("RGB", (SIDE, SIDE), "red")] * images
+    sampler: Any = SimpleNamespace(size=SIDE, images=lambda *args, **more: drawn)
+    encoders: Any = SimpleNamespace(encode_prompts=lambda prompts: {"prompt_embeds": torch.zeros(len(prompts), 1)})
+    return Validation(sampler, LoopArguments(validation_prompt=["a red circle"] * images), encoders, folder)
+
+
+def size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        return image.size
+
+
+def test_steps_are_rows_of_one_sheet(tmp_path: Path) -> None:
+    pictures = validation(tmp_path / "samples", images=2)
+    model: Any = None
+    for step in (0, 10):
+        pictures.run(model, ACCELERATOR, step)
+    names = [f"step-{step:06}{place}.png" for step in (0, 10) for place in ("", "-0", "-1")]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == sorted(names)
+    pictures.write_sheet(tmp_path / "samples.png")
+    row = size(tmp_path / "samples" / "step-000010.png")
+    assert row == (2 * (96 + 4) + 4, 96 + 2 * 4)
+    assert size(tmp_path / "samples.png") == (72 + row[0], 2 * row[1])
+    pictures.run(model, ACCELERATOR, 0)  # another run in the same place
+    assert not (tmp_path / "samples" / "step-000010.png").exists()
+
+
+def test_a_picture_that_is_cut_short_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = validation(tmp_path, images=1)
+    model: Any = None
+    pictures.run(model, ACCELERATOR, 0)
+    before = (tmp_path / "step-000000.png").read_bytes()
+
+    def cut(image: Image.Image, path: Path) -> None:
+        path.write_bytes(b"\x89PNG")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Image.Image, "save", cut)
+    with pytest.raises(OSError, match="no space left"):
+        pictures.run(model, ACCELERATOR, 10)
+    assert (tmp_path / "step-000000.png").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000-0.png", "step-000000.png"]
