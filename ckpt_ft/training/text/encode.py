@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 IGNORED = -100
-_LAYOUT = 1  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
+_LAYOUT = 2  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
 Segments = list[tuple[str, bool]]
 Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
 
@@ -150,6 +150,7 @@ def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) ->
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise UserError(f"row {index + 1}: expected a list of messages with 'role' and 'content'")
     whole = _render(tokenizer, messages, index)
+    _check_parts(messages, whole, index)
     segments: Segments = []
     at = 0
     for turn, message in enumerate(messages):
@@ -165,6 +166,17 @@ def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) ->
         segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
         at = len(after)
     return [*segments, (whole[at:], False)]
+
+
+def _check_parts(messages: list[dict[str, Any]], whole: str, index: int) -> None:
+    """Raises UserError where the template wrote a message's parts as Python does: Llama 3's trims what it is given."""
+    for message in messages:
+        parts = message.get("content")
+        if parts and isinstance(parts, (list, dict)) and str(parts) in whole:
+            raise UserError(
+                f"row {index + 1}: the chat template knows no parts of a message and writes their brackets into the "
+                f"text ({parts!s:.40} ...); give 'content' as a text"
+            )
 
 
 def _render(tokenizer: Renderer, messages: list[Any], index: int, **kwargs: bool) -> str:

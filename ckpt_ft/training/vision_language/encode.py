@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one for each token
 KINDS = TOKENS[3:]  # which tokens are an image's, as some models ask
-_LAYOUT = 2  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
+_LAYOUT = 3  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
 
 
 def encode_conversations(

@@ -78,6 +78,20 @@ def test_a_row_that_the_template_fails_on_is_one_line(tokenizer, sample: tuple[P
             encode([{"messages": row}], joining)
 
 
+def test_parts_of_a_message_are_not_learned_with_their_brackets(sample: tuple[Path, Path]) -> None:
+    trimming = AutoTokenizer.from_pretrained(sample[0])
+    trimming.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
+    parts = [{"role": role, "content": [{"type": "text", "text": "Hi."}]} for role in ("user", "assistant")]
+    with pytest.raises(
+        UserError, match=r"row 1: the chat template knows no parts .* \(\[{'type': 'text', 'text': 'Hi.'"
+    ):
+        encode([{"messages": parts}], trimming)
+    knowing = "{% for m in messages %}{{ m['role'] }}: {{ m['content'][0]['text'] }}\n{% endfor %}"
+    trimming.chat_template = knowing + "{% if add_generation_prompt %}assistant:{% endif %}"
+    (row,) = encode([{"messages": parts}], trimming)
+    assert learned(row, trimming) == " Hi.\n"
+
+
 def test_what_is_too_long_is_cut_and_what_then_teaches_nothing_is_left_out(tokenizer) -> None:  # type: ignore[no-untyped-def]
     rows = [{"prompt": "x " * 50, "completion": "lost"}, {"prompt": "Hi. ", "completion": "kept " * 50}]
     (row,) = encode(rows, tokenizer, max_length=20)
