@@ -106,11 +106,17 @@ def _quantise(model: Any, settings: Settings) -> None:
 
 
 def _show_weights(adapted: Any) -> None:
-    """Tell PEFT's layers that work on the weight itself (SHiRA) how it is unpacked, as of bitsandbytes' they know."""
+    """Tell PEFT's layers that work on the weight itself how it is unpacked, as of bitsandbytes' they know."""
     from ckpt_ft.standins.nf4 import NF4Linear
 
     for layer in adapted.modules():
-        if getattr(layer, "quantization_backend", layer) is None and isinstance(layer.get_base_layer(), NF4Linear):
+        if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
+            continue
+        if hasattr(layer, "hira_A"):
+            from ckpt_ft.standins.hira import HiraOverNF4
+
+            layer.__class__ = HiraOverNF4
+        elif getattr(layer, "quantization_backend", layer) is None:  # SHiRA's
             from peft.utils.quantization_utils import HqqBackend
 
             layer.quantization_backend = HqqBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -172,8 +173,21 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:
         _untie(model)
+    _keep_in_float32(model, settings.dtype)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as the recipes train it
     return model.train()
+
+
+def _keep_in_float32(model: Any, dtype: str) -> None:
+    """What a checkpoint of this class is loaded in whatever half precision is asked for, or float16 alone (T5's `wo`).
+
+    [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]
+    """
+    kept = () if dtype == "float32" else model._keep_in_fp32_modules_strict or ()
+    kept = [*kept, *(model._keep_in_fp32_modules or ())] if dtype == "float16" else kept
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
+            tensor.data = tensor.data.float()
 
 
 def _untie(model: Any) -> None:

@@ -159,6 +159,24 @@ def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:
     assert len(unpacked) == 2 * 2  # in either step: the base layer is not run
 
 
+def test_hira_multiplies_the_weights_that_it_unpacks(config: str) -> None:
+    """Over 4 bits, beside the base layer that unpacks them too, as PEFT's layer over bitsandbytes' does."""
+    settings = replace(PLAIN, peft=configuration("HIRA"), load_in_4bit=True)
+    unpacked = [
+        op.phase for op in load(config, settings).trace(1).ops if "dequantize" in op.name and "q_proj" in op.module
+    ]
+    assert unpacked == 2 * (
+        2 * 2 * ["forward"] + ["backward"]
+    )  # in either step; nothing asks the first layer for a gradient
+    base = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+    given = {"peft_type": "HIRA", "target_modules": ["0"]}
+    layer: Any = adapt(base, replace(settings, peft=given)).base_model.model[0]
+    factors = nn.init.normal_(layer.hira_B["default"]) @ layer.hira_A["default"]
+    weight, x = layer.base_layer.dequantize(), torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = nn.functional.linear(x, weight) + nn.functional.linear(x.float(), weight * factors).bfloat16()
+    assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("way", ["corda", "loftq", "pissa", "olora"])
 def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
     """Also where its values are computed from data, or by a package that a trace does without."""

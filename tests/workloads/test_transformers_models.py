@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
@@ -206,3 +207,31 @@ def test_a_backbone_alone_is_trained_with_the_head_of_its_type(
     workload = load(written(tmp_path, {**small, **config}, backbone), Settings(), "cpu")
     assert type(workload.model).__name__ == trained
     assert workload.notes == (f"a backbone alone has no loss: {trained} is trained",)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["t5", "gpt_oss"])
+def test_weights_are_in_the_dtypes_that_a_checkpoint_is_loaded_in(kind: str, dtype: str, tmp_path: Path) -> None:
+    """T5's `wo` and gpt-oss' norms are in float32 where float16 is asked for, and where bfloat16 is they are not."""
+    sizes = {
+        "t5": {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16, "decoder_start_token_id": 0},
+        "gpt_oss": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+        },
+    }[kind]  # fmt: skip
+    auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(kind, vocab_size=64, **sizes))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    workload = load(str(tmp_path / "config.json"), Settings(dtype=dtype, seq_length=16))
+    assert _dtypes(workload.model) == _dtypes(loaded)
+    kept = {"t5": ".wo.", "gpt_oss": "norm."}[kind]
+    assert {found for name, found in _dtypes(loaded).items() if kept in name} == {
+        torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    }
+    assert workload.trace(1).peak_allocated > 0  # the forward takes them so
+
+
+def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}

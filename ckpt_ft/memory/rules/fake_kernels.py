@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from ckpt_ft.memory.record.opinfo import Rule
 
@@ -24,6 +25,32 @@ def mixed_norm(at_weight: int, func: Any, args: tuple[Any, ...], kwargs: dict[st
     out, mean, rstd = func(*args, **kwargs)
     dtype = args[0].dtype if args[at_weight] is None else args[at_weight].dtype
     return out, as_dtype(mean, dtype), as_dtype(rstd, dtype)
+
+
+def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Contiguous or channels last, whatever the input's strides, like the gradient. [native/Normalization.cpp]"""
+    out, mean, rstd = mixed_norm(1, func, args, kwargs)
+    return _laid_out(out), mean, rstd
+
+
+def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same."""
+    grad, *others = func(*args, **kwargs)
+    return (grad if grad is None else _laid_out(grad), *others)
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """`tensor`, or one like it in the memory format that its strides are nearest to."""
+    asked = suggest_memory_format(tensor)
+    dense = tensor.is_contiguous(memory_format=asked)
+    return tensor if dense else torch.empty_like(tensor, memory_format=asked)
+
+
+def layer_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The input's gradient is contiguous. [native/layer_norm.cpp; native/cuda/layer_norm_kernel.cu]"""
+    grad, *others = func(*args, **kwargs)
+    dense = grad is None or grad.is_contiguous()
+    return (grad if dense else torch.empty_like(grad, memory_format=torch.contiguous_format), *others)
 
 
 def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,7 +127,9 @@ def reduced_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 RULES: dict[Any, Rule] = {
     aten.native_layer_norm.default: partial(mixed_norm, 2),
     aten.native_group_norm.default: partial(mixed_norm, 1),
-    aten.native_batch_norm.default: partial(mixed_norm, 1),
+    aten.native_batch_norm.default: batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten._grouped_mm.default: grouped_mm,
     aten.nll_loss_forward.default: nll_loss,
