@@ -42,7 +42,7 @@ from .fake_tracker import FakeTracker, sm
 from .fakes import Fakes
 from .interrupts import Interrupts
 from .skipping import Skipping, Whole
-from .surroundings import device_calls, faked_model, quiet, tensors_of_fakes, unnoticed
+from .surroundings import device_calls, faked_model, lists_of_fakes, quiet, tensors_of_fakes, unnoticed
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -165,6 +165,7 @@ def _traced(
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         stack.enter_context(device_calls(tracker))
+        stack.enter_context(lists_of_fakes(tracker))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())

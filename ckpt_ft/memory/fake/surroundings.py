@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy
@@ -27,6 +27,9 @@ from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
 from .values import attach, holds_sizes
+
+if TYPE_CHECKING:
+    from .fake_tracker import FakeTracker
 
 _TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
 _CACHE = type(functools.cache(lambda: None))
@@ -211,6 +214,23 @@ def device_calls(tracker: Tracker) -> Iterator[None]:
         for module in (torch.cuda, torch.accelerator):
             for name, answer in answers.items():
                 stack.enter_context(patch.object(module, name, answer, create=True))
+        yield
+
+
+@contextmanager
+def lists_of_fakes(tracker: FakeTracker) -> Iterator[None]:
+    """`tolist` copies a tensor to the host once; a fake one asks for each number, and the host waits each time."""
+    each = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        numbers = tracker.values.numbers(tensor) if tensor.dim() else None
+        if numbers is None:
+            return each(tensor)
+        if not tracker.is_ignored(tensor):
+            tracker.await_device()
+        return numbers
+
+    with patch.object(FakeTensor, "tolist", tolist):
         yield
 
 

@@ -83,6 +83,21 @@ def test_a_model_that_drops_padding_keeps_as_many_tokens() -> None:
     assert seen == [143, 64, 0, 64, 104, 113, 143]
 
 
+def test_a_list_of_numbers_is_one_wait_for_the_device() -> None:
+    """Qwen2.5-VL splits its patches into windows by such a list, in each block of its tower."""
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.zeros(4, 8)).sum().backward()
+        bounds = torch.arange(0, 4001, 4)
+        assert (bounds[1:] - bounds[:-1]).tolist() == [4] * 1000
+
+    trace = trace_step(nn.Linear(8, 8), step, device="a100-80gb", warmup_steps=0)
+    assert [op.name for op in trace.ops if op.name in ("event.await", "aten._local_scalar_dense.default")] == [
+        "event.await"
+    ]
+    assert trace.seconds < 1e-3  # a wait for each number made it 28 ms
+
+
 def test_what_is_written_to_is_followed_or_forgotten() -> None:
     mine = torch.arange(6)
 
