@@ -165,7 +165,7 @@ def _traced(
         stack.callback(tracker.let_go)
         stack.enter_context(tracker)
         stack.enter_context(device_calls(tracker))
-        stack.enter_context(lists_of_fakes(tracker))
+        stack.enter_context(lists_of_fakes(tracker, tracker.values))
         if whole is not None:
             tracker.skipping = Skipping(model, tracker, fakes, whole)
             stack.enter_context(tracker.skipping.on())

@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -26,10 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .fakes import Fakes
-from .values import attach, holds_sizes
-
-if TYPE_CHECKING:
-    from .fake_tracker import FakeTracker
+from .values import Values, attach, holds_sizes
 
 _TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
 _CACHE = type(functools.cache(lambda: None))
@@ -218,12 +215,12 @@ def device_calls(tracker: Tracker) -> Iterator[None]:
 
 
 @contextmanager
-def lists_of_fakes(tracker: FakeTracker) -> Iterator[None]:
+def lists_of_fakes(tracker: Tracker, values: Values) -> Iterator[None]:
     """`tolist` copies a tensor to the host once; a fake one asks for each number, and the host waits each time."""
     each = FakeTensor.tolist
 
     def tolist(tensor: FakeTensor) -> Any:
-        numbers = tracker.values.numbers(tensor) if tensor.dim() else None
+        numbers = values.numbers(tensor) if tensor.dim() else None
         if numbers is None:
             return each(tensor)
         if not tracker.is_ignored(tensor):
