@@ -38,6 +38,10 @@ def adapt(model: Any, settings: Settings) -> Any:
     if not settings.adapts:
         if towers is not None:
             towers.freeze_others()
+        if settings.frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(
+                f"frozen parts {', '.join(settings.frozen)}: nothing is left to train, nor are there adapters"
+            )
         return model
     from peft import get_peft_model
 

@@ -126,7 +126,10 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
 def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, batch: Batch) -> torch.Tensor:
     """`loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
     try:
-        return loss(model, batch)
+        lost = loss(model, batch)
+        if torch.is_grad_enabled() and not lost.requires_grad:
+            raise UserError(refused.get(RuntimeError, "nothing that is trained has a part in the loss"))
+        return lost
     except UserError:
         raise
     except tuple(refused) as error:

@@ -251,6 +251,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--load-in-8bit"), "8-bit weights cannot be trained themselves"),
         (("estimate", "CONFIG", "--double-quant"), "double quantisation is of weights in 4 bits"),
         (("estimate", "CONFIG", "--freeze", "vision"), "frozen part 'vision': no parameter has it in its name"),
+        (("estimate", "CONFIG", "--freeze", "model,lm_head"), "frozen parts model, lm_head: nothing is left to train"),
         (("estimate", "CONFIG", "--bf16", "--fp16"), "mixed precision bf16 and fp16: give one of them"),
         (("estimate", "CONFIG", "--batch-size", "0"), "batch size 0: a batch has at least 1 sample"),
         (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),

@@ -192,6 +192,7 @@ def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
     ("kind", "bits", "says"),
     [
         ("LOHA", 4, "LOHA does not run over weights in 4 bits: .*must have same reduction dim"),
+        ("SUPERTUNING", 8, "SUPERTUNING does not run over weights in 8 bits"),
         ("PSOFT", 8, "the PEFT configuration: TypeError: PSOFT init requires float32"),
         ("XLORA", 0, "X-LoRA mixes adapters that there are: its 'adapters' names none of them"),
     ],
