@@ -31,7 +31,7 @@ EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
-EFA = 45e9  # bytes/s of a machine of AWS with A100 of 80 GB (p4de): 90 % of its network's 400 Gb/s
+REACHED = 0.9  # of a network's rate (memory/distributed/links.py)
 CARDS = {"H100": "h100-500w", "A100": "a100-80gb"}  # torchtitan's H100; torchao's rows do not say, by the same authors
 
 
@@ -48,11 +48,6 @@ class Row:
     keeps: bool  # gathered parameters after forward
     reserved: float | None
     seconds: float
-
-    @property
-    def link(self) -> float | None:
-        """The A100 were AWS's, for which the project's script to start on several machines is written."""
-        return EFA if self.card == "A100" else None
 
     @property
     def shape(self) -> str:
@@ -73,9 +68,11 @@ def published(rows: Path) -> Iterator[tuple[Row, StepTrace]]:
             reserved = float(cells["reserved"]) if cells["reserved"] else None
             card = cells["gpu"].split()[0]
             row = Row(cells["model"], gpus, card, batch, tokens, kind, keeps, reserved, took)
-            model = torchtitan.llama(row.model, fused_norms=row.card == "A100")
+            model = torchtitan.llama(row.model, fused_norms=cells.get("norms") == "fused")
             trace = torchtitan.trace(model, POLICIES[kind], batch, tokens, keeps, gpus, CARDS[card])
-            launch = Launch("fsdp2", gpus, link=row.link)  # for the seconds of its collectives
+            network = cells.get("network_of_a_machine")  # as "400 Gb/s"
+            link = REACHED * float(network.split()[0]) * 1e9 / 8 if network else None
+            launch = Launch("fsdp2", gpus, link=link)  # for the seconds of its collectives
             options = "" if cells["allocator"] == "not printed" else cells["allocator"]
             yield row, replace(trace, launch=launch, alloc_conf=options)
 
