@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "ckpt_ft")
-_WRAPPERS = re.compile(r"(^|\.)(base_model\.model|base_layer|module|_orig_mod)(?=\.)")
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod)(?=\.)")  # of DDP and torch.compile
+_PEFT_CHILDREN = ("base_model", "model", "base_layer", "original_module")
 
 
 def versions() -> dict[str, str]:
@@ -43,15 +44,44 @@ def check_versions(made_with: Mapping[str, str], source: str) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the parameters' names, shapes and dtypes, the same with adapters as without, on any device."""
+    """Returns a digest of the base model's parameter names, shapes and dtypes.
+
+    It is the same with adapters of any PEFT kind as without, inside DDP or `torch.compile`, and on any device.
+    """
+    inner = _wrapped_children(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
+        plain = _base_name(name, inner)
+        if plain is None:
             continue
-        plain = _WRAPPERS.sub("", name).lstrip(".").replace("..", ".")
         packed = parameter.element_size() == 1  # 4- and 8-bit weights: each library lays them out its own way
         digest.update(f"{plain} {'packed' if packed else (tuple(parameter.shape), parameter.dtype)}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _wrapped_children(model: nn.Module) -> dict[str, str]:
+    """Maps the path of each PEFT module to the name of its child that holds what PEFT wraps."""
+    found = {}
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            child = next((name for name in _PEFT_CHILDREN if name in module._modules), None)
+            if child is not None:
+                found[path] = child
+    return found
+
+
+def _base_name(name: str, wrapped: Mapping[str, str]) -> str | None:
+    """Returns the name that a parameter has in the base model; None for a parameter that PEFT added."""
+    parts: list[str] = []
+    path: list[str] = []
+    for part in name.split("."):
+        child = wrapped.get(".".join(path))
+        path.append(part)
+        if child is None:
+            parts.append(part)
+        elif part != child:
+            return None
+    return _WRAPPERS.sub("", ".".join(parts)).lstrip(".").replace("..", ".")
 
 
 @lru_cache(maxsize=1)

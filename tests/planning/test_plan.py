@@ -97,12 +97,25 @@ def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:
         Plan.from_json("[]")
 
 
-def test_adapters_do_not_change_the_fingerprint() -> None:
-    from peft import LoraConfig, get_peft_model
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoKrConfig", "IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig"])
+def test_adapters_do_not_change_the_fingerprint(kind: str) -> None:
+    import peft
 
     plain = fingerprint(MODELS["llama"]().model)
-    adapted = get_peft_model(MODELS["llama"]().model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["norm"]}
+    if kind == "IA3Config":
+        options["feedforward_modules"] = ["down_proj"]
+    if kind == "OFTConfig":
+        options["oft_block_size"] = 4
+    if kind == "VeraConfig":
+        options["target_modules"] = ["q_proj"]
+    if kind == "PromptTuningConfig":
+        options = {"num_virtual_tokens": 2}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    adapted = peft.get_peft_model(MODELS["llama"]().model, config)  # type: ignore[arg-type]
+    assert sum(p.numel() for p in adapted.parameters()) > sum(p.numel() for p in MODELS["llama"]().model.parameters())
     assert fingerprint(adapted) == plain
+    assert fingerprint(torch.nn.ModuleDict({"module": adapted})) == plain  # as DDP names it
     assert fingerprint(MODELS["llama"]().model.half()) != plain
 
 

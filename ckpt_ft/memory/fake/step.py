@@ -141,7 +141,7 @@ def _traced(
             mesh = stack.enter_context(rank_of(launch.processes, rank=launch.rank))
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake_mode.cache_enabled = False  # memo.py is faster, and gives a slice of something larger its whole storage
-        stack.enter_context(quiet())
+        freezes = stack.enter_context(quiet())
         stack.enter_context(cuda.fakes_are_tensors())
         stack.enter_context(unnoticed())
         stack.enter_context(tensors_of_fakes())
@@ -184,7 +184,7 @@ def _traced(
                 tracker.again = Again(model, tracker, fakes, after, tracker.skipping.repeated)
             for number, step in enumerate(steps):
                 gc.collect()
-                if number:
+                if number and freezes:
                     gc.freeze()  # as in `quiet`: the record of one step is not looked through in all that follow
                 if number == 1 and tracker.again is not None:
                     again, tracker.again = tracker.again, None

@@ -232,8 +232,11 @@ def lists_of_fakes(tracker: Tracker, values: Values) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
+def quiet() -> Iterator[bool]:
+    """Yields whether objects may be frozen (`gc.freeze`): not if the caller has frozen some, which nothing could tell
+    from ours afterwards.
+
+    Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
 
     Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation. What an
     op refuses is raised; that torch logs it too is left out.
@@ -242,14 +245,17 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     gc.disable()
-    gc.freeze()  # collections look at what the step makes, not at what was there
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()  # collections then look only at what the step makes
     try:
         with torch.random.fork_rng(devices=[]):
-            yield
+            yield freezes
     finally:
         logger.disabled = silent
         random.setstate(python)
         numpy.random.set_state(drawn)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if enabled:
             gc.enable()
