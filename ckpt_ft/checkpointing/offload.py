@@ -21,7 +21,7 @@ from ckpt_ft.units import MIB, format_bytes
 
 from .parking import Parking, Saved, Usage, unpack
 from .standin import Installed, StandIn, Treated
-from .views import is_dtensor
+from .tensor_identity import is_dtensor
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
 

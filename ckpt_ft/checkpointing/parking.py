@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .views import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
+from .tensor_identity import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
 
 _PARKED = "_ckpt_ft_parked"
 

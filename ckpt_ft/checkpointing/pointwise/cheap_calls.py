@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
-from ckpt_ft.checkpointing.views import is_dtensor, version_of
+from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
 from .discard import Pass
 from .rebuild import Saved, claim_on

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ckpt_ft.checkpointing.views import is_wrapper, version_of, view_of
+from ckpt_ft.checkpointing.tensor_identity import is_wrapper, version_of, view_of
 
 from .rebuild import CLAIM, CheapCall, Claim, Discarded, Frame, Handed, Input, Saved, claim_on
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.views import View, looked_at, version_of, view_of, written_to
+from ckpt_ft.checkpointing.tensor_identity import View, looked_at, version_of, view_of, written_to
 
 CLAIM = "_ckpt_ft_claim"
 _rebuilding = threading.RLock()  # backward has one thread per device
