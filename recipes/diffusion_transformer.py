@@ -60,11 +60,11 @@ from ckpt_ft.training.diffusion.transformer_encoders import (
     transformer_config,
 )
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.replan import Attempt, run_within
+from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.session import Session
 
 # What runs when no pipeline is named.
 BUILT_IN = {
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
     )
     directory = RunDirectory.of(args, lora=model_args.adapts)
-    run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
+    run_with_replanning(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
 @explained_full_disk()
@@ -127,7 +127,7 @@ def train(
     transformer.to(accelerator.device)
     workload = flow_workload(transformer, attempt.args, accelerator, data.noisy, data.latents, image_args.prior)
     fitted = fit_loop(workload, accelerator, attempt)
-    memory = LoopMemory(fitted, accelerator)
+    memory = Session(fitted, accelerator)
     memory.apply(transformer)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on

@@ -59,11 +59,11 @@ from ckpt_ft.training.diffusion.state import TrainingState
 from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
 from ckpt_ft.training.diffusion.trained import UNET, UNET_XL, prepare
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.replan import Attempt, run_within
+from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.session import Session
 from ckpt_ft.workloads.pipeline_parts import inpaints
 
 # What runs when no pipeline is named.
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
     )
     directory = RunDirectory.of(args, lora=model_args.adapts)
-    run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
+    run_with_replanning(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
 @explained_full_disk()
@@ -124,7 +124,7 @@ def train(
     asked = model_args.snr_gamma, data.latents, dtype, image_args.prior
     workload = unet_workload(unet, attempt.args, accelerator, data.noisy, *asked)
     fitted = fit_loop(workload, accelerator, attempt)
-    memory = LoopMemory(fitted, accelerator)
+    memory = Session(fitted, accelerator)
     memory.apply(unet)
 
     # 3. Optimizer, schedule, moving average: what changes from step to step, from the checkpoint on

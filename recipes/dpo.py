@@ -42,12 +42,12 @@ from trl import DPOTrainer
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.session import advise_on_oom
 from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import (
@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report
     memory = ACCallback(ac_args).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
 
     # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
     # a sample of answers and the memory table

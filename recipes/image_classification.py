@@ -39,7 +39,6 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
 from ckpt_ft.training.images.classifiers import (
     load_classifier,
@@ -48,13 +47,13 @@ from ckpt_ft.training.images.classifiers import (
     own_resolution,
     position_arguments,
 )
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.session import advise_on_oom
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -109,12 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
 
-    # 4. What --ac_policy auto and --find_max_batch_size leave open
     collator = Collator(position_arguments(model, data_args.resolution))
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-    training_args = mind_batch_norm(model, fitted.args, len(train_rows))
 
-    # 5. Training: the policy and the memory report are one callback
+    # 4. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -127,11 +124,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             preprocess_logits_for_metrics=choose,
             callbacks=[NewCropsEachEpoch(train_dataset)],
         )
-    memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
+    memory = ACCallback(ac_args).attach(trainer)
+    trainer.args = mind_batch_norm(model, trainer.args, len(train_rows))  # for the batch that was found
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
 
-    # 6. What is left behind beside the weights or the adapter and the image processor, which training ends with:
+    # 5. What is left behind beside the weights or the adapter and the image processor, which training ends with:
     # metrics, a card with the memory table
     trainer.save_state()
     if metrics:

@@ -40,14 +40,13 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.session import advise_on_oom
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, encode_rows
 from ckpt_ft.training.text.packing import check_cache, check_rows_apart
@@ -108,25 +107,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if data_args.packing:
         check_rows_apart(model)
 
-    # 3. What --ac_policy auto and --find_max_batch_size leave open
     collator = PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
 
-    # 4. Training: the policy and the memory report are one callback
+    # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
-            args=fitted.args,
+            args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             data_collator=collator,
         )
-    memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
+    memory = ACCallback(ac_args).attach(trainer)
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
 
-    # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
+    # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
     # a sample of answers and the memory table
     trainer.save_state()
     if metrics:

@@ -40,14 +40,13 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.session import advise_on_oom
 from ckpt_ft.training.text.packing import check_cache
 from ckpt_ft.training.vision_language.answers import Questions, check_answers
 from ckpt_ft.training.vision_language.encode import encode_conversations
@@ -118,14 +117,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         alone = replace(data_args, packing=False)  # questions are answered one by one
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, alone)
 
-    # 3. What --ac_policy auto and --find_max_batch_size leave open
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-
-    # 4. Training: the policy and the memory report are one callback
+    # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
-            args=fitted.args,
+            args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processor,
@@ -136,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
         questions = Questions(asked, processor.tokenizer, collator)
         before = questions.right(model)
-    memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
+    memory = ACCallback(ac_args).attach(trainer)
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
 
-    # 5. What is left behind beside the weights or the adapter and the processor, which training ends with: metrics, a
+    # 4. What is left behind beside the weights or the adapter and the processor, which training ends with: metrics, a
     # card with the memory table
     trainer.save_state()
     if metrics:

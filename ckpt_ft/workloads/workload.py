@@ -22,6 +22,8 @@ from .lengths import Lengths
 from .training_step import ALONE, Ranks, optimizer_step, update
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
@@ -106,6 +108,13 @@ class Workload:
             loop=step if lengths else lambda samples, length: step(samples),
             name=name or type(model).__name__,
         )
+
+    @classmethod
+    def from_trainer(cls, trainer: Trainer) -> Workload:
+        """The step of a transformers Trainer, with its own loss, data and auxiliary models (from_trainer.py)."""
+        from .from_trainer import from_trainer
+
+        return from_trainer(trainer)
 
     def step(self, samples: int, length: int | None = None) -> Step:
         """One optimizer step on micro-batches of `samples`, the longest of them `length` tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ from tqdm.auto import tqdm
 
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.fit import Fitted
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.replan import Attempt
-from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.first_step import FirstStep
 from ckpt_ft.training.run.loop_checkpoints import written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped
+from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.workloads.training_step import optimizer_step
 from ckpt_ft.workloads.workload import Batch
 
@@ -52,7 +50,7 @@ def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
 
 
 def resume(
-    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: LoopMemory, directory: RunDirectory, *asked: Any
+    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: Session, directory: RunDirectory, *asked: Any
 ) -> None:
     """Seeds, what `attempt` goes on from, trackers (told all flags, `asked` among them), room on the disk."""
     args, accelerator = fitted.args, state.accelerator
@@ -60,7 +58,7 @@ def resume(
     if attempt.checkpoint is not None:
         state.load(attempt.checkpoint)
     if args.report_to != "none":
-        flags = {name: value for given in (*asked, args, fitted.settings) for name, value in vars(given).items()}
+        flags = {f.name: getattr(given, f.name) for given in (*asked, args, fitted.settings) for f in fields(given)}
         flags["policy"] = memory.policy
         accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in flags.items()})
     directory.check_space(state.trained, state.optimizer)
@@ -72,7 +70,7 @@ def run_steps(
     batches: Iterator[Row],
     data: Data,
     fitted: Fitted,
-    memory: LoopMemory,
+    memory: Session,
     directory: RunDirectory,
 ) -> int | None:
     """All steps that are left, or those until a Ctrl-C or a scheduler's SIGTERM, of which the number is returned."""
@@ -113,7 +111,7 @@ def run_steps(
     return stop.signal
 
 
-def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Iterator[Batch]:
+def noted(micro_batches: Iterable[Batch], data: Data, memory: Session) -> Iterator[Batch]:
     """`micro_batches`; of images in buckets the largest of a measured step is noted, to predict it in the report."""
     for batch in micro_batches:
         if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
@@ -121,7 +119,7 @@ def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Ite
         yield batch
 
 
-def checked(micro_batches: Iterable[Batch], memory: LoopMemory) -> Iterator[Batch]:
+def checked(micro_batches: Iterable[Batch], memory: Session) -> Iterator[Batch]:
     """`micro_batches`; with --ac_check a step on each is first compared with and without the policy."""
     for batch in micro_batches:
         memory.check(batch["inputs"])
@@ -142,7 +140,7 @@ def leave_behind(
     state: TrainingState,
     data: Data,
     fitted: Fitted,
-    memory: LoopMemory,
+    memory: Session,
     directory: RunDirectory,
     signal: int | None,
 ) -> None:
@@ -165,9 +163,9 @@ def leave_behind(
             with never_fatal("drawing samples.png"):
                 validation.write_sheet(Path(args.output_dir, "samples.png"))
     state.unwrap()
-    memory.report(
+    memory.write_report(
         args.output_dir,
-        workload=replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
+        workload=lambda: replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
         model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=sampler.size,
         rank=sampler.args.rank, peft=kind_of(sampler.args.peft_config),

@@ -9,7 +9,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_ft.memory.measure.largest_batch import LargestBatch
+from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.text_and_unet import conditions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text.data import load_rows
-from ckpt_ft.training.trainer_workload import by_length
+from ckpt_ft.workloads.lengths import rows_by_length
 from ckpt_ft.workloads.model_config import read_config
 
 from .arguments import VisionLanguageArguments, VisionLanguageModelArguments
@@ -34,7 +34,7 @@ class DatasetRows:
 
     @property
     def lengths(self) -> Lengths:
-        lengths = by_length(self.encoded)[1]
+        lengths = rows_by_length(self.encoded)[1]
         assert lengths is not None, "encoded rows have tokens"
         return lengths
 
@@ -46,11 +46,11 @@ class DatasetRows:
     def batches(self, model: nn.Module) -> MakeBatch:
         """(samples, length) -> a batch of these rows for `model`: the one of that length, and others."""
         collate = collator_of(model, self.pad_token_id)
-        of_length, lengths = by_length(self.encoded)
+        chosen, lengths = rows_by_length(self.encoded)
         assert lengths is not None, "encoded rows have tokens"
 
         def make_batch(samples: int, length: int | None) -> Batch:
-            return collate(of_length(samples, lengths.longest if length is None else length))
+            return collate(chosen(samples, length))
 
         return make_batch
 
