@@ -1,7 +1,7 @@
 """Fits a run to memory: asks the planner for what `--ac_policy auto` and `--find_max_batch_size` leave open.
 
-`ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes with
-the workload of their loop (diffusion/loop_workload.py). replan.py handles memory that runs out all the same.
+`ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
+call it with the workload of their loop (diffusion/loop_workload.py). replan.py handles memory that still runs out.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _modelled(launch: Callable[[], Launch | None]) -> Launch | None:
 def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
     """`fitted` with the largest micro-batch that keeps the effective batch.
 
-    Gradients live from one micro-batch to the next, so a batch that fits as a whole step may not fit as one of several.
-    The search is repeated with the number of micro-batches that follows from its result.
+    Gradients live from one micro-batch to the next, so a batch that fits as a whole step may not fit as one of
+    several. The search is repeated with the number of micro-batches that follows from its result.
     """
     args, most = fitted.args, _MOST
     while True:

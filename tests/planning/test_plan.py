@@ -97,7 +97,9 @@ def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:
         Plan.from_json("[]")
 
 
-@pytest.mark.parametrize("kind", ["LoraConfig", "LoKrConfig", "IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig"])
+@pytest.mark.parametrize(
+    "kind", ["LoraConfig", "LoKrConfig", "IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig"]
+)
 def test_adapters_do_not_change_the_fingerprint(kind: str) -> None:
     import peft
 

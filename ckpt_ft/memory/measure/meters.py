@@ -19,8 +19,8 @@ Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
 
 
 class Meter(Protocol):
-    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the step's peaks, `cancel`
-    drops the step."""
+    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the step's peaks and
+    `cancel` drops the step."""
 
     def begin(self) -> None: ...
     def enter(self, phase: str) -> None: ...

@@ -321,7 +321,7 @@ def merge_peaks(into: Peaks, step: Peaks) -> None:
 
 
 def resident_bytes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
-    """Bytes on the GPU of a model's parameters, its buffers and its optimizer's state; a shared storage counts once."""
+    """Bytes on the GPU of a model's parameters, buffers and optimizer state; a shared storage counts once."""
     from torch.distributed.tensor import DTensor
 
     state = [] if optimizer is None else list(tensors(list(values.values()) for values in optimizer.state.values()))

@@ -1,6 +1,6 @@
 """MemoryReport: what a run needed, what held memory at its peak, and how the prediction compares.
 
-`MemoryProfiler.report()` makes one, complete and frozen. memory_report.json holds all of it; `from_json` reads it back.
+`MemoryProfiler.report()` makes one, complete and frozen. memory_report.json holds it, and `from_json` reads it back.
 The tables are made by report_tables.py and the page by run_view.py.
 """
 
@@ -255,7 +255,7 @@ class MemoryReport:
         return self.timeline.draw(path, headline(self))
 
     def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
-        """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, each whole or not at all.
+        """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.
 
         Returns:
             The files written, in the order of `kinds`; none on other processes than the main one.
@@ -282,7 +282,7 @@ class MemoryReport:
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """What a report is of: the command without its secrets, versions and machine, then `facts` (policy, shapes, ...)."""
+    """Where a report comes from: the command without its secrets, versions, machine, and `facts` (policy, shapes)."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,0 +1,281 @@
+"""ACCallback: a policy and a memory report in any `transformers.Trainer`, TRL's trainers included.
+
+trainer = Trainer(...)                                   # as it was
+ACCallback("save:attention+matmul").attach(trainer)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import send_to_device
+from transformers import TrainerCallback
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+from ckpt_ft.workloads.from_trainer import (
+    auxiliary_models,
+    from_trainer,
+    loss_of,
+    measured_workload,
+    require_batches,
+    rows_of,
+)
+
+from .arguments import ACArguments
+from .fit import Fitted, fit
+from .flags import changed
+from .launched import launch_ahead
+from .session import Session, never_fatal, refuse_fsdp
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from ckpt_ft.checkpointing.handle import AppliedPolicy
+    from ckpt_ft.memory.measure.profiler import MemoryProfiler
+    from ckpt_ft.memory.measure.report import MemoryReport
+
+logger = logging.getLogger(__name__)
+
+
+class ACCallback(TrainerCallback):
+    """Drives a `Session` from a Trainer's events: applies the policy when training begins, measures, reports.
+
+    Args:
+        policy: a policy, `ACArguments` for all settings, or what `fit` chose for them; None only measures.
+
+    Attributes:
+        session: the run's session.
+        policy: the policy; None if the model is left as it is.
+        fitted: what `auto` and `find_max_batch_size` chose; None if nothing was left open.
+        applied: the policy while it is on the model.
+        profiler: measures the run.
+        report: the MemoryReport of all ranks, once training has ended; None with `ac_report="none"`.
+
+    Raises:
+        UserError: (when training begins) the policy matches nothing.
+        WorkFailed: (when training begins) `ac_check` found a number that the policy changes.
+    """
+
+    def __init__(self, policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None) -> None:
+        if not isinstance(policy, (ACArguments, Fitted)):
+            policy = ACArguments(ac_policy=None if policy is None else str(Policy.parse(policy)))
+        self.session = Session(policy)
+        self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
+        self._scalars: dict[str, float] = {}
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.session.policy
+
+    @property
+    def fitted(self) -> Fitted | None:
+        return self.session.fitted
+
+    @property
+    def applied(self) -> AppliedPolicy | None:
+        return self.session.applied
+
+    @property
+    def profiler(self) -> MemoryProfiler | None:
+        return self.session.profiler
+
+    @property
+    def report(self) -> MemoryReport | None:
+        return self.session.report
+
+    def attach(self, trainer: Trainer) -> ACCallback:
+        """Adds this callback to `trainer`, before its trackers' callbacks, so that they get the `memory/...` scalars.
+
+        Policy "auto", a plan's file and `find_max_batch_size` are settled here, for the trainer's model, arguments,
+        data and loss. The library's own activation checkpointing, which TRL switches on by default, is switched off
+        with a note. When `trainer.train()` raises, measuring stops and the policy is taken off. A callback that is
+        given as `Trainer(callbacks=[...])` comes after the trackers, cannot plan, and is not told of an error: a
+        script that goes on after one calls `close()`.
+
+        Raises:
+            UserError: FSDP's own checkpointing is on; (under "auto") nothing fits, there is no budget on a CPU, rows
+                are streamed, or batches are made while training.
+        """
+        session = self.session
+        session.accelerator = trainer.accelerator
+        session.auxiliary_models = auxiliary_models(trainer)
+        self._loss = loss_of(trainer)
+        if session.policy is not None:
+            trainer.args = self._without_own_checkpointing(trainer.args)
+        self._plan(trainer)
+        if session.settings.ac_check:
+            require_batches(trainer, "--ac_check")
+        trainer.compute_loss = self._noting(trainer.compute_loss)
+        trainer.callback_handler.callbacks.insert(0, self)
+        trainer.train = self._stopped_by_errors(trainer.train)
+        return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.close()
+        session, model = self.session, kwargs["model"]
+        if session.policy is not None:
+            if session.policy.auto:
+                raise UserError(
+                    "ACCallback('auto') plans from the trainer that it is attached to: make the trainer without it, "
+                    "then ACCallback('auto').attach(trainer)"
+                )
+            if self._without_own_checkpointing(args) is not args:  # given by `callbacks`, and switched on by now
+                getattr(model, f"{_own_name(args)}_disable")()
+        if session.settings.ac_check:
+            session.model = model
+            session.check(_first_batch(kwargs["train_dataloader"], args, session), self._loss)
+        session.apply(model)
+        session.start(model, kwargs["optimizer"], state.max_steps - state.global_step, args.output_dir)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.session.begin_step()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._scalars = self.session.step() or self._scalars
+
+    def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is not None and "loss" in logs:
+            logs.update(self._scalars)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        session, profiler = self.session, self.session.profiler
+        if profiler is not None:
+            with never_fatal("the memory report"):
+                session.write_report(
+                    args.output_dir,
+                    workload=lambda: measured_workload(kwargs["model"], profiler, args, self._loss),
+                    model=type(kwargs["model"]).__name__,
+                    per_device_batch_size=args.per_device_train_batch_size,
+                    gradient_accumulation_steps=args.gradient_accumulation_steps,
+                )
+        self.close()
+
+    def close(self) -> None:
+        """Stops measuring and takes the policy off; for a script that goes on after training has failed."""
+        self.session.close()
+        self.session.profiler = None
+
+    def peak_holders(self, n: int = 5) -> list[str]:
+        """What held this process's highest peak so far, the largest first; empty before a step has been measured."""
+        return self.session.peak_holders(n)
+
+    def _plan(self, trainer: Trainer) -> None:
+        """Chooses what the flags leave open."""
+        session, settings = self.session, self.session.settings
+        if session.fitted is None and settings.plan is not None:
+            settings.plan.check_model(trainer.model, f"--ac_policy {settings.ac_policy}")
+        if session.fitted is None and (settings.ac_policy == "auto" or settings.find_max_batch_size):
+            flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
+            workload, args = from_trainer(trainer, flag), trainer.args
+            session.use(fit(workload, args, settings, args.device, lambda: launch_ahead(args)))
+            assert session.fitted is not None
+            trainer.args = session.fitted.args
+            trainer._train_batch_size = trainer.args.train_batch_size
+        _refuse_no_batch(trainer)
+
+    def _without_own_checkpointing(self, args: Any) -> Any:
+        """`args` with the library's activation checkpointing switched off; the same object if it was off."""
+        assert self.session.policy is not None
+        if _fsdp_checkpoints(args):
+            refuse_fsdp(self.session.policy)
+        name = _own_name(args)
+        if not getattr(args, name):
+            return args
+        logger.warning("policy '%s' takes the place of %s, which is switched off", self.session.policy, name)
+        names = {old for old in (name, "gradient_checkpointing") if hasattr(args, old)}
+        return changed(args, **dict.fromkeys(names, False))
+
+    def _stopped_by_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """`train` that leaves nothing on when it raises: a Trainer tells its callbacks nothing of errors."""
+
+        @functools.wraps(train)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            except BaseException:
+                self.session.stop(failed=True)
+                self.session.close()
+                raise
+
+        return watched
+
+    def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute_loss` that tells the profiler of its batches in training."""
+
+        @functools.wraps(compute_loss)
+        def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training and self.session.profiler is not None:
+                self.session.profiler.note_loss(args, kwargs)
+            return compute_loss(model, *args, **kwargs)
+
+        return noting
+
+
+def check_conflicts(args: TrainingArguments, policy: Policy | None) -> None:
+    """Raises UserError if flags ask for `policy` and other activation checkpointing: blocks would be re-run twice."""
+    if policy is None:
+        return
+    name = _own_name(args)
+    kwargs = getattr(args, f"{name}_kwargs")
+    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        raise UserError(
+            "use_reentrant=True: reentrant checkpointing trains nothing behind inputs without gradients, as in LoRA; "
+            f"policy '{policy}' is always non-reentrant: drop {name}_kwargs"
+        )
+    if getattr(args, name):
+        raise UserError(
+            f"policy '{policy}' and {name} are both on: blocks would be re-run twice; "
+            f"pass {name}=False (TRL's configs turn it on by default), or drop the policy"
+        )
+    if _fsdp_checkpoints(args):
+        refuse_fsdp(policy)
+
+
+def _own_name(args: TrainingArguments) -> str:
+    """The name of the library's own checkpointing: transformers 5.23 renamed it and keeps the old name until v6."""
+    return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+
+
+def _fsdp_checkpoints(args: TrainingArguments) -> bool:
+    """Whether `--fsdp_config` or `accelerate launch` (through the environment) asks FSDP to checkpoint."""
+    given = (
+        args.fsdp_config.get("activation_checkpointing") if args.fsdp and isinstance(args.fsdp_config, dict) else None
+    )
+    launched = (
+        os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") if os.environ.get("ACCELERATE_USE_FSDP") == "true" else None
+    )
+    return str(given or launched).lower() in ("true", "1")
+
+
+def _refuse_no_batch(trainer: Trainer) -> None:
+    """Raises UserError if there is no whole batch: a Trainer would end at once and save an untrained model."""
+    args: Any = trainer.args
+    rows, batch = trainer.train_dataset, args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and hasattr(rows, "__len__") and len(rows) < batch:
+        raise UserError(
+            f"--dataloader_drop_last: the {len(rows)} rows make no whole batch of {batch}, and nothing would be "
+            "trained; drop it, or make the batch smaller"
+        )
+
+
+def _first_batch(loader: Any, args: TrainingArguments, session: Session) -> dict[str, Any]:
+    """The first rows as a batch; the order of the data stays as it is."""
+    if args.deepspeed_plugin is not None:
+        raise UserError(
+            "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to compare; "
+            f"drop --ac_check, and run `ckpt-ft check MODEL --policy {session.policy}` in one process"
+        )
+    rows = rows_of(loader, "--ac_check")
+    first = [rows[i] for i in range(min(len(rows), args.train_batch_size))]
+    return dict(send_to_device(dict(loader.collate_fn(first)), args.device))
