@@ -19,7 +19,7 @@ from ckpt_ft.units import is_bare, parse_budget
 from .flags import flag
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.answer import Plan
+    from ckpt_ft.planning.results import Plan
 
 logger = logging.getLogger(__name__)
 ON_OOM = ("replan", "stop")
@@ -129,7 +129,7 @@ class ACArguments:
         """
         if self.ac_policy is None or not self.ac_policy.endswith(".json"):
             return None
-        from ckpt_ft.planning.answer import Plan
+        from ckpt_ft.planning.results import Plan
 
         path = Path(self.ac_policy)
         if not path.is_file():

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.zero_options import ZeroOptions
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.zero_options import ZeroOptions
+from ckpt_ft.workloads.from_trainer import precision_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -96,7 +97,10 @@ def _zero(plugin: Any) -> dict[str, Any]:
 
 
 def found_by_main(find: Callable[[], Answer]) -> Answer:
-    """Runs `find` on the main process; returns its answer, or raises its UserError, on all. Every process must call it."""
+    """Runs `find` on the main process and returns its answer, or raises its UserError, on every process.
+
+    Every process must call it.
+    """
     state = PartialState()
     if state.num_processes == 1:
         return find()

@@ -1,8 +1,8 @@
 """Continues training from the last checkpoint under a policy that needs less, after memory ran out under `auto`.
 
-`train_with_replanning` is for a Trainer, whose `train` is called again; `run_with_replanning` is for a loop, which runs
-again from loading the model. Several processes are not replanned: one runs out of memory while the others wait for it
-in a collective, so they cannot agree on a new plan, and training stops with advice.
+`train_with_replanning` is for a Trainer, whose `train` is called again; `run_with_replanning` is for a loop, which
+runs again from loading the model. Several processes are not replanned: one runs out of memory while the others wait
+for it in a collective, so they cannot agree on a new plan, and training stops with advice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelerate import PartialState
 from transformers import Trainer
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.trainer_checkpoints import Finished, load_finished
 from ckpt_ft.units import format_bytes
@@ -135,7 +135,7 @@ def run_with_replanning(
 
 
 def smaller_budget(failed: Plan) -> int:
-    """The budget to plan for after the pick of `failed` ran out of memory: less than that pick was predicted to need."""
+    """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
     budget, needed = failed.room.budget, failed.room.needs(failed.best)
     while budget >= min(needed, failed.room.budget):
         budget = round(budget * _NEXT_BUDGET)
