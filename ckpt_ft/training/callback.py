@@ -175,7 +175,8 @@ class ACCallback(TrainerCallback):
         session, settings = self.session, self.session.settings
         if session.fitted is None and settings.plan is not None:
             settings.plan.check_model(trainer.model, f"--ac_policy {settings.ac_policy}")
-        if session.fitted is None and (settings.ac_policy == "auto" or settings.find_max_batch_size):
+        automatic = session.policy is not None and session.policy.auto
+        if session.fitted is None and (automatic or settings.find_max_batch_size):
             flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
             workload, args = from_trainer(trainer, flag), trainer.args
             session.use(fit(workload, args, settings, args.device, lambda: launch_ahead(args)))

@@ -376,6 +376,7 @@ def test_cheaper_policies_keep_less() -> None:
         assert str(ACArguments(ac_policy=policy).policy) == policy
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of TRL's default
 def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple[Path, Path]) -> None:
     trl = pytest.importorskip("trl")
     from peft import LoraConfig

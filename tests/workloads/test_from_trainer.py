@@ -231,7 +231,7 @@ def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
             return (model(**inputs).logits - aside).square().mean() + 1
 
     args = TrainingArguments(
-        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+        str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
     )
     trainer = WithReference(tiny(), args, train_dataset=ROWS, data_collator=PadCollator(0))
     callback = ACCallback("none").attach(trainer)
