@@ -1,7 +1,7 @@
 """The same bits on every architecture, plain, with LoRA and with dropout.
 
-Three architectures run under every policy: a plain decoder, an encoder-decoder, and a mixture of experts. The others run
-under the policies that differ in mechanism; `pytest -m slow` runs all of them under every policy.
+Three architectures run under every policy: a plain decoder, an encoder-decoder, and a mixture of experts. The others
+run under the policies that differ in mechanism; `pytest -m slow` runs all of them under every policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ POLICIES = [
 ]  # fmt: skip
 THOROUGH = ("llama", "t5", "mixtral")
 MECHANISMS = {  # by variant: dropout asks for the random state of a re-run block, adapters for what is frozen
-    "plain": ["full", "every:2", "segments:2", "modules:attention+mlp,save:matmul", "save:attention+matmul", "save:conv+router"],
+    "plain": [
+        "full", "every:2", "segments:2", "modules:attention+mlp,save:matmul", "save:attention+matmul", "save:conv+router",
+    ],
     "lora": ["full", "segments:2", "save:attention+matmul"],
     "dropout": ["full", "save:attention+matmul"],
 }  # fmt: skip
