@@ -23,7 +23,8 @@ POLICIES = [
 THOROUGH = ("llama", "t5", "mixtral")
 MECHANISMS = {  # by variant: dropout asks for the random state of a re-run block, adapters for what is frozen
     "plain": [
-        "full", "every:2", "segments:2", "modules:attention+mlp,save:matmul", "save:attention+matmul", "save:conv+router",
+        "full", "every:2", "segments:2", "modules:attention+mlp,save:matmul", "save:attention+matmul",
+        "save:conv+router",
     ],
     "lora": ["full", "segments:2", "save:attention+matmul"],
     "dropout": ["full", "save:attention+matmul"],
