@@ -10,10 +10,10 @@ from fuzz import assert_one_line, damaged
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.memory.record.events import Holder
-from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.results import Plan

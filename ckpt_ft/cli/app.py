@@ -19,9 +19,9 @@ import typer
 
 import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.synonyms import typed_as
 from ckpt_ft.tables import Table, print_table

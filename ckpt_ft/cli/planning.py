@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.spec.launch_file import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import print_table
