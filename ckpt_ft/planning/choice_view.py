@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_ft.export.holders import holders_table
+from ckpt_ft.export.outline import StepOutline
+from ckpt_ft.export.page import Figure, Page, Section
+from ckpt_ft.export.step_page import STEP_TITLE, StepView
 from ckpt_ft.memory.gpus import gpu_of
-from ckpt_ft.memory.record.holders import holders_table
-from ckpt_ft.memory.record.views.outline import Outline
-from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
-from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.tables import Table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
@@ -29,7 +29,7 @@ class Point:
     seconds: float
     speed: float
     flags: str
-    outline: Outline
+    outline: StepOutline
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _point(candidate: Candidate, sweep: BudgetSweep) -> Point:
         candidate.seconds,
         candidate.samples_per_second,
         f"--ac_policy {candidate.policy} --per_device_train_batch_size {candidate.batch}",
-        Outline.of(trace, spans(trace)),
+        StepOutline.from_trace(trace, spans(trace)),
     )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from made_traces import HOSTILE, layered
 
-from ckpt_ft.memory.record.views.step_view import StepView
-from ckpt_ft.page.document import Page, Section
+from ckpt_ft.export.page import Page, Section
+from ckpt_ft.export.step_page import StepView
 
 
 def data_of(text: str) -> dict[str, object]:

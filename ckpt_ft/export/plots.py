@@ -1,7 +1,7 @@
-"""The pictures: memory over a step, and plans as speed against memory. The only importer of matplotlib.
+"""Plots as PNG, SVG or PDF: memory over a step, and a plan's candidates by speed and memory.
 
-Through its object interface, on a canvas of Agg: no display, no global state, whatever $MPLBACKEND says. What is drawn
-is handed in; a picture is whole or not there.
+This is the only module that imports matplotlib. It uses the object interface and an Agg canvas, so it needs no
+display, changes no global state and ignores $MPLBACKEND. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -13,51 +13,25 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from .colours import COLOURS
-from .errors import UserError
-from .files import write
-from .units import GIB, MIB, format_bytes
+from ckpt_ft.errors import UserError
+from ckpt_ft.files import write
+from ckpt_ft.units import GIB, MIB, format_bytes
+
+from .colours import CATEGORY_COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from ckpt_ft.planning.candidate import Candidate
 
-# Where a label may stand: points away from what it names, and the directions that are tried.
+    from .timeline import Timeline
+
+# The positions that are tried for a label: distances from its point in points, and directions.
 _AWAY = (9, 22, 36, 52, 70)
 _AROUND = ((1, 0), (-1, 0), (0, 1), (0, -1), (0.8, 0.8), (0.8, -0.8), (-0.8, 0.8), (-0.8, -0.8))
-
-
-class Step(Protocol):
-    """Bytes by category at moments of one step, as Timeline has them.
-
-    marks: (moment, phase that begins there). peak: its moment. held: what held it, a line each. source: "measured" or
-    "predicted".
-    """
-
-    moments: list[int]
-    series: dict[str, list[int]]
-    marks: list[tuple[int, str]]
-    peak: int
-    source: str
-
-    @property
-    def held(self) -> list[str]: ...
-
-
-class Candidate(Protocol):
-    """A policy at a batch size, as a plan's candidates are: bytes reserved, samples a second."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def reserved(self) -> int: ...
-    @property
-    def samples_per_second(self) -> float: ...
 
 
 def available() -> bool:
@@ -65,26 +39,29 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_step(path: str | Path, step: Step, title: str = "") -> Path:
-    """Draw a step as stacked areas to `path`: PNG, SVG or PDF by its suffix.
+def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
+    """Draw memory over a step as stacked areas to `path`: PNG, SVG or PDF by its suffix.
 
     Raises:
-        UserError: matplotlib is not installed, or the suffix is another.
+        UserError: matplotlib is not installed, or the suffix is another one.
     """
     figure, axes = _figure(10, 5.5)
-    peak = max(map(sum, zip(*step.series.values(), strict=True)), default=0)
+    moments, peak = timeline.moments, timeline.peak_bytes
     unit, name = _unit(peak)
-    visible = {category: values for category, values in step.series.items() if max(values) > peak / 500}
-    stacks = [[nbytes / unit for nbytes in values] for values in visible.values()]
-    colours = [COLOURS[category][0] for category in visible]
-    axes.stackplot(step.moments, *stacks, labels=list(visible), colors=colours, step="post", linewidth=0)
-    axes.set(ylabel=f"{name} allocated ({step.source})", xlabel="allocations and frees of one step, in order")
-    axes.set_xlim(step.moments[0], step.moments[-1])
+    for category, low, top in timeline.layers():
+        if max(timeline.series[category]) > peak / 500:
+            below, above = ([nbytes / unit for nbytes in edge] for edge in (low, top))
+            colour = CATEGORY_COLOURS[category][0]
+            axes.fill_between(moments, below, above, label=category, color=colour, step="post", linewidth=0)
+    axes.set(ylabel=f"{name} allocated ({timeline.source})", xlabel="allocations and frees of one step, in order")
+    axes.set_xlim(moments[0], moments[-1])
     axes.set_ylim(0, peak / unit * 1.3)
     axes.set_title(title, loc="left", fontsize=11)
-    _mark_phases(axes, step.marks, step.moments[-1])
-    right = step.peak > (step.moments[0] + step.moments[-1]) / 2
-    _label_peak(axes, step.peak, peak / unit, [f"peak {format_bytes(peak)}", *step.held[:4]], right)
+    for phase, at, end in timeline.phases():
+        _mark_phase(axes, phase, at, end, moments[-1])
+    right = timeline.peak > (moments[0] + moments[-1]) / 2
+    lines = [f"peak {format_bytes(peak)}", *timeline.peak_holders[:4]]
+    _label_peak(axes, timeline.peak, peak / unit, lines, right)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -100,12 +77,13 @@ def draw_plan(
     title: str,
     speed: str,
 ) -> Path:
-    """Draw samples a second against GiB reserved, the frontier as a line, the limit as another, to `path`.
+    """Draw a plan's candidates, samples per second against GiB reserved, to `path`.
 
-    The first candidate is the pick; those beyond the limit are hollow. `speed` names its axis.
+    The frontier is a line and the limit a dashed one. The first candidate is the pick; candidates beyond the limit are
+    hollow. `speed` is the label of the speed axis.
 
     Raises:
-        UserError: as `draw_step`.
+        UserError: see `draw_step`.
     """
     figure, axes = _figure(8, 5)
     unit, name = _unit(max(limit, *(candidate.reserved for candidate in candidates)))
@@ -129,12 +107,12 @@ def draw_plan(
 
 
 def _label_points(figure: Figure, axes: Axes, points: Sequence[tuple[tuple[float, float], str]]) -> None:
-    """Write a text beside each point, the first ones nearest, where it hides neither points nor other texts."""
+    """Write a text beside each point where it covers no point and no other text; earlier points choose first."""
     from matplotlib.patheffects import withStroke
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()  # from here on it is known what lies where
+    figure.draw_without_rendering()  # fixes the positions on the canvas
     renderer, frame = figure.canvas.get_renderer(), axes.get_window_extent()  # type: ignore[attr-defined]
     spots = [axes.transData.transform(point) for point, _ in points]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
@@ -152,25 +130,24 @@ def _label_points(figure: Figure, axes: Axes, points: Sequence[tuple[tuple[float
                 arrowprops={"arrowstyle": "-", "color": "#888888", "lw": 0.6} if distance > _AWAY[0] else None,
             )
             label.update_positions(renderer)
-            box = Text.get_window_extent(label, renderer)  # of the words, without the line to the point
+            box = Text.get_window_extent(label, renderer)  # the words without the line to the point
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if inside and not any(box.overlaps(other) for other in taken):
                 break
             label.remove()
         else:
-            continue  # the table has it
+            continue  # no room: the candidate is in the table
         taken.append(box)
 
 
-def _mark_phases(axes: Axes, marks: Sequence[tuple[int, str]], last: int) -> None:
-    ends = [at for at, _ in marks[1:]] + [last]
-    for (at, phase), end in zip(marks, ends, strict=True):
-        if at > 0.005 * last:
-            axes.axvline(at, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
-        if end - at >= 0.02 * last:  # else there is no room for its name
-            middle, upright = (at + end) / 2, 90 if end - at < 0.09 * last else 0
-            where = axes.get_xaxis_transform()
-            axes.text(middle, 0.985, phase, transform=where, ha="center", va="top", rotation=upright)
+def _mark_phase(axes: Axes, phase: str, begin: int, end: int, last: int) -> None:
+    """Draw a line where a phase begins, and its name where there is room for it."""
+    if begin > 0.005 * last:
+        axes.axvline(begin, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
+    if end - begin >= 0.02 * last:
+        middle, upright = (begin + end) / 2, 90 if end - begin < 0.09 * last else 0
+        where = axes.get_xaxis_transform()
+        axes.text(middle, 0.985, phase, transform=where, ha="center", va="top", rotation=upright)
 
 
 def _label_peak(axes: Axes, x: int, y: float, lines: Sequence[str], right: bool) -> None:
@@ -206,9 +183,9 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _import_matplotlib() -> None:
-    """Import it without $MPLBACKEND: a backend that is not installed here (Jupyter's, inherited) fails the import.
+    """Import matplotlib without $MPLBACKEND: a backend that is not installed, as Jupyter's may be, fails the import.
 
-    Where it is installed, the user's own plots still find it.
+    If the backend is installed, it is set afterwards for the user's own plots.
     """
     if "matplotlib" in sys.modules:
         return

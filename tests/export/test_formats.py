@@ -12,8 +12,8 @@ import torch.cuda._memory_viz as memory_viz
 from made_traces import layered, traced
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.perfetto import DEVICE, HOST
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.perfetto import DEVICE, HOST
 
 CONFS = ["", "expandable_segments:True", "max_split_size_mb:64"]
 
@@ -54,7 +54,7 @@ def test_a_snapshots_events_are_the_steps() -> None:
 
 
 def snapshot_of(trace: StepTrace) -> dict[str, list[list[dict[str, int]]]]:
-    from ckpt_ft.memory.record.views.snapshot import snapshot
+    from ckpt_ft.export.memory_viz import snapshot
 
     return snapshot(trace)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_ft import plots
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.record.events import Holder
-from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.export import plots
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.units import GIB, MIB
 
@@ -23,7 +23,8 @@ STEP = Timeline([0, 1, 2, 4], {"activations": [0, 6 * MIB, MIB, 0]}, MARKS, 1, H
 
 DRAW = """
 from test_plots import STEP
-STEP.draw(PATH, "a step")
+from ckpt_ft.export.plots import draw_step
+draw_step(PATH, STEP, "a step")
 import matplotlib, os, sys
 print(os.environ.get("MPLBACKEND"), "matplotlib.pyplot" in sys.modules, matplotlib.rcParams._get("backend"))
 """
@@ -59,13 +60,13 @@ def test_a_broken_backend_does_not_matter(backend: str, later: str | None, tmp_p
 def test_a_suffix_that_is_no_picture(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UserError, match=f"{name}: a plot is a PNG, SVG or PDF by its suffix"):
-        STEP.draw(tmp_path / name)
+        plots.draw_step(tmp_path / name, STEP)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_picture_names_phases_and_holders(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    text = STEP.draw(tmp_path / "step.svg", "a step").read_text()
+    text = plots.draw_step(tmp_path / "step.svg", STEP, "a step").read_text()
     for words in ("a step", "forward", "backward", "peak 6.0 MiB", "6.0 MiB  activations layers.*.mlp mm"):
         assert f"<!-- {words} -->" in text or words in text, (
             words

@@ -15,8 +15,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ckpt_ft.colours import COLOURS
 from ckpt_ft.files import write
+
+from .colours import CATEGORY_COLOURS
 
 SCRIPTS = (
     "base", "step", "stretch", "paint", "chart", "minimap", "gestures", "icicle", "table", "step_view",
@@ -72,7 +73,7 @@ def _asset(name: str) -> str:
 
 
 def _categories() -> str:
-    colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in COLOURS.items())
+    colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in CATEGORY_COLOURS.items())
     return f":root{{{colours}}}\n"
 
 

@@ -1,9 +1,9 @@
-"""What holds the peak: layers alike are one row, and the rows add up."""
+"""The holders of the peak: repeated layers are one row, and the rows add up."""
 
 from __future__ import annotations
 
-from ckpt_ft.memory.record.events import Holder, Storage
-from ckpt_ft.memory.record.holders import grouped, holder_line, holders_table
+from ckpt_ft.export.holders import Holder, group_holders, holder_line, holders_table
+from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.tables import markdown_table
 from ckpt_ft.units import MIB
@@ -15,7 +15,7 @@ def trace() -> StepTrace:
     return StepTrace("cpu", [*mlps, *rest], [4, 0, 1, 2, 3, 5], marks=[(1, "step"), (1, "forward")])
 
 
-def test_layers_alike_are_one() -> None:
+def test_repeated_layers_are_one_row() -> None:
     assert trace().holders(2) == [
         Holder("", "", "parameters", 8 * MIB, 1),
         Holder("layers.0.mlp", "aten.mm.default", "activations", 3 * MIB, 1),
@@ -26,7 +26,7 @@ def test_layers_alike_are_one() -> None:
     ]
     assert trace().grouped_holders(2) == alike
     assert sum(holder.nbytes for holder in trace().grouped_holders()) == trace().peak_allocated
-    assert grouped(alike) == alike
+    assert group_holders(alike) == alike
 
 
 def test_the_table_adds_up_to_the_peak() -> None:

@@ -11,7 +11,6 @@ from frames import settled, until
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.lives import lives
 from ckpt_ft.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def test_the_icicle_adds_up(page: Page, trace: StepTrace) -> None:
 def test_the_table_has_every_allocation(page: Page, trace: StepTrace) -> None:
     page.get_by_text("every allocation").click()
     settled(page)
-    every = lives(trace)
+    every = trace.lifetimes()
     assert f"{len(every)} of {len(every)} rows" in page.locator(".data-table .muted").inner_text()
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.get_by_text("copy as CSV").click()

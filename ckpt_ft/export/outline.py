@@ -1,29 +1,30 @@
-"""Outline: a step in short, to be laid over another: memory over time, what held the peak, what ran in backward."""
+"""A step in outline, to be laid over another one: memory over time, holders of the peak, ops of backward."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckpt_ft.memory.record.cost import Span
-from ckpt_ft.memory.record.holders import short_op, together
-from ckpt_ft.memory.record.recorded import Recorded
-from ckpt_ft.memory.record.timeline import Timeline
+from .holders import merge_layer_numbers, short_op
+from .timeline import Timeline
 
-from .lives import ticks
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.cost import Span
+    from ckpt_ft.memory.record.trace import StepTrace
 
 MOMENTS = 400
 
 
 @dataclass
-class Outline:
-    """A measured step; a model's repeated layers are taken together.
+class StepOutline:
+    """A measured step with a model's repeated layers merged.
 
-    microseconds: of each moment that is kept; of each stretch of the step the fullest. series: category -> its bytes.
+    microseconds: of each moment that is kept (see Timeline). series: category -> bytes at these moments.
     phases: (microseconds, phase that begins there). peak: bytes.
     held: (module, op, category, bytes, count) at the peak.
-    backward: (module, op, kernels, microseconds) of what ran in backward; a policy re-runs what another has fewer of.
+    backward: (module, op, kernels, microseconds) of each op that ran in backward, recomputed ones included.
     """
 
     microseconds: list[int]
@@ -34,20 +35,20 @@ class Outline:
     backward: list[tuple[str, str, int, int]]
 
     @classmethod
-    def of(cls, trace: Recorded, spans: Iterable[Span]) -> Outline:
-        """The measured step of `trace`, whose schedule is `spans`."""
+    def from_trace(cls, trace: StepTrace, spans: Iterable[Span]) -> StepOutline:
+        """The measured step of `trace`; `spans` is its schedule."""
         spans = list(spans)
-        clock, timeline = ticks(trace, spans), Timeline.from_trace(trace, MOMENTS)
+        times, timeline = trace.moment_times(spans), Timeline.from_trace(trace, MOMENTS)
         ran: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
         for span in spans:
             if span.op.phase == "backward" and span.end > span.start:
-                entry = ran[together(span.op.module), short_op(span.op.name)]
+                entry = ran[merge_layer_numbers(span.op.module), short_op(span.op.name)]
                 entry[0] += span.op.kernels or 1
                 entry[1] += span.end - span.start
         return cls(
-            microseconds=[round(1e6 * clock[moment]) for moment in timeline.moments],
+            microseconds=[round(1e6 * times[moment]) for moment in timeline.moments],
             series=timeline.series,
-            phases=[(round(1e6 * clock[at]), phase) for at, phase in timeline.marks],
+            phases=[(round(1e6 * times[at]), phase) for at, phase in timeline.marks],
             peak=trace.replay.peak_allocated(trace.start),
             held=[
                 (held.module, short_op(held.op), held.category, held.nbytes, held.count)
