@@ -14,7 +14,7 @@ import torch
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
-from ckpt_ft.workloads.peft_file import NAME
+from ckpt_ft.spec.peft_file import NAME
 
 from .diffusion.parts import in_dtype
 from .run.resume import PIPELINE_LORA

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.defaults import TRAINED_TOWERS
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SplitArguments, check_numbers, flag
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.workloads.defaults import TRAINED_TOWERS
 
 _NUMBERS = {
     "answered": NOT_NEGATIVE,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
+    from ckpt_ft.spec.training_spec import TrainingSpec
     from ckpt_ft.workloads.lengths import Lengths
-    from ckpt_ft.workloads.settings import Settings
     from ckpt_ft.workloads.workload import Batch, MakeBatch
 
 
@@ -55,7 +55,7 @@ class DatasetRows:
         return make_batch
 
 
-def rows_with_images(dataset: str, model: str, settings: Settings) -> DatasetRows | None:
+def rows_with_images(dataset: str, model: str, spec: TrainingSpec) -> DatasetRows | None:
     """The rows of `dataset`, of at most the settings' tokens and pixels, as the processor of `model` makes them; None
     where they have no images.
 
@@ -67,9 +67,9 @@ def rows_with_images(dataset: str, model: str, settings: Settings) -> DatasetRow
     smallest = patch_of(read_config(model))
     data = VisionLanguageArguments(
         dataset_name=dataset,
-        max_length=settings.seq_length,
-        max_pixels=settings.max_pixels or None,
-        longest_side=settings.longest_side or None,
+        max_length=spec.data.tokens,
+        max_pixels=spec.data.max_pixels or None,
+        longest_side=spec.data.longest_side or None,
     )
     if not {"images", "image"} & set(load_rows(data, evaluate=False, seed=0)[0].column_names):
         return None
