@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.launch_file import sharing_options
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.launch_file import sharing_options
 from ckpt_ft.workloads.settings import Settings
 
 if TYPE_CHECKING:

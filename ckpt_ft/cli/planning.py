@@ -11,9 +11,9 @@ import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.spec.launch_file import accelerate_config
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 from ckpt_ft.workloads.settings import Settings

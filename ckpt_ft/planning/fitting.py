@@ -10,10 +10,10 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.reading import Bytes
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import format_bytes, parse_budget
 
 from .candidate import Candidate

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.launch import Launch
 
 from .candidate import better
 

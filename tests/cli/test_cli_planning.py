@@ -18,13 +18,13 @@ from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.cli.how_to_run import command, launch_words
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.memory.distributed.launch import Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.planning import choice_view, survey
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.answer import Plan, Stopped
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.fitting import Room
+from ckpt_ft.spec.launch import Launch, launches_on
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments

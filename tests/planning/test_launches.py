@@ -11,8 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.candidate import Candidate
@@ -21,6 +19,8 @@ from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
+from ckpt_ft.spec.launch import Launch, launches_on
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch
 from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
