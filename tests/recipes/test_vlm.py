@@ -20,12 +20,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.vision_language.conversations import VisionLanguageModelArguments
 from ckpt_ft.training.vision_language.models import load_model
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 SMALL = {
     "max_steps": 4,
@@ -287,7 +287,9 @@ def test_an_estimate_trains_what_the_recipe_trains(drawn: tuple[Path, Path], lor
             model_name_or_path=model, train_towers=towers, use_peft=bool(lora), lora_r=lora or None
         )
     )
-    estimated = load(model, Settings(train_towers=towers, lora_r=lora, images=1, image_size=(48, 48)), "cpu").model
+    estimated = load(
+        TrainingSpec.of(model, train_towers=towers, lora_r=lora, images=1, image_size=(48, 48)), "cpu"
+    ).model
     assert trainable(estimated) == trainable(recipe)
     assert any("vision" in name for name in trainable(recipe)) is (towers != "language")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.defaults import SEQ_LENGTH
 from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
-from ckpt_ft.workloads.defaults import SEQ_LENGTH
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.defaults import TRAINED_TOWERS
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SplitArguments, check_numbers, flag
 from ckpt_ft.training.images.files import named_columns, open_image
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.text.data import LOADERS, ROW_NUMBER, check_max_length, load_rows
-from ckpt_ft.workloads.defaults import TRAINED_TOWERS
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -44,7 +44,7 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     """
     from transformers import AutoProcessor
 
-    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), _without_videos():
+    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
         processor = AutoProcessor.from_pretrained(args.model_name_or_path, **args.source)
     if not hasattr(processor, "image_processor"):
         raise UserError(
@@ -183,7 +183,7 @@ class _VideoSettings(BaseVideoProcessor):
 
 
 @contextmanager
-def _without_videos() -> Iterator[None]:
+def without_videos() -> Iterator[None]:
     """Lets `AutoProcessor` load a processor of images and videos without torchvision, which only videos need."""
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 

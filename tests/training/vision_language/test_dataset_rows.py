@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.vision_language.models import patch_size, rows_with_images
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, 
     words = "why " * 60
     rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
     assert rows is not None
-    workload = load(model, Settings(), "cpu", rows.lengths, rows.batches)
+    workload = load(TrainingSpec.of(model), "cpu", rows.lengths, rows.batches)
     assert rows.pixels[1] > rows.pixels[0] == rows.pixels[2]
     worst = workload.make_batch(3, rows.lengths.longest)
     assert worst["input_ids"].shape == (3, rows.lengths.longest)

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from versions import needs_processor
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.text.encode import pack
 from ckpt_ft.training.vision_language.encode import TOKEN_TYPES, concatenated_images
 from ckpt_ft.training.vision_language.models import collator_of
 from ckpt_ft.workloads.images import pictured
 from ckpt_ft.workloads.packing import READING, SEEING
-from ckpt_ft.workloads.settings import Settings
 
 IGNORED = -100
 
@@ -35,7 +35,7 @@ def row(model: Any, images: int, words: int) -> dict[str, Any]:
     """An encoded row: some images of noise, then words."""
     ids, seen = torch.randint(20, 64, (words,)).tolist(), None
     if images:
-        seen = pictured(model, {}, Settings(images=images, image_size=(100, 60), seq_length=512))
+        seen = pictured(model, {}, TrainingSpec.of(images=images, image_size=(100, 60), seq_length=512))
         ids = seen.ids[0].tolist() + ids
     encoded = {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "images": {}}
     encoded |= {kind: [0] * len(ids) for kind in TOKEN_TYPES}
