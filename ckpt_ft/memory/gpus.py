@@ -33,7 +33,8 @@ import sys
 from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import GIB, MIB
+from ckpt_ft.spec.defaults import DEFAULT_GPU
+from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget
 
 from .gpu_variants import GPU_VARIANTS, LAPTOP_NOTE
 
@@ -262,6 +263,34 @@ def find_gpu(name: str) -> GPU:
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; of another, the memory and a card like it)")
+
+
+def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
+    """The GPU that is asked for: by name, the one at hand where nothing is named, or one that is in no table.
+
+    Args:
+        device: a GPU's name, or "cpu".
+        gpu_memory: memory of a GPU that is in no table, "24GiB" or a bare number of GiB.
+        gpu_like: the GPU in the table that is as fast as that one.
+
+    Returns:
+        None for the CPU.
+
+    Raises:
+        UserError: no such GPU, or one of the last two without the other.
+    """
+    if not gpu_memory and not gpu_like:
+        return gpu_of(device) if device else current_gpu() or find_gpu(DEFAULT_GPU)
+    if not gpu_memory or not gpu_like or device:
+        given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
+        said = " ".join(f"{option} {value}" for option, value in given if value)
+        raise UserError(
+            f"{said}: a card that is in no table is --gpu-memory 24GiB with --gpu-like rtx-4090, one that is --device"
+        )
+    nbytes, like = parse_budget(gpu_memory), find_gpu(gpu_like)
+    if nbytes <= like.context:
+        raise UserError(f"--gpu-memory {gpu_memory}: the CUDA context alone takes {format_bytes(like.context)}")
+    return replace(like, name=f"{like.name} with {format_bytes(nbytes)}", memory=nbytes)
 
 
 def current_gpu(index: int | None = None) -> GPU | None:

@@ -1,4 +1,4 @@
-"""Settings: what the recipes take where nothing was asked for, and errors in words that no single command owns."""
+"""A spec: what the recipes take where nothing was asked for, and errors in words that no single command owns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -44,8 +44,8 @@ def dropouts(model: nn.Module) -> set[float]:
 def test_lora_has_the_recipes_dropout(tmp_path: Path) -> None:
     """What the adapters' dropout keeps: of every layer's input a copy, and a mask of a byte an element."""
     file = written(tmp_path, LLAMA)
-    taken = load(file, Settings(lora_r=2, seq_length=16))
-    without = load(file, Settings(lora_r=2, seq_length=16, lora_dropout=0.0))
+    taken = load(TrainingSpec.of(file, lora_r=2, seq_length=16), "t4")
+    without = load(TrainingSpec.of(file, lora_r=2, seq_length=16, lora_dropout=0.0), "t4")
     assert dropouts(taken.model) == {ModelArguments().lora["lora_dropout"]} == {0.05}
     assert dropouts(without.model) == set()
     kept = [sum(w.trace(8).module_activations().values()) for w in (taken, without)]
@@ -60,16 +60,18 @@ def test_diffusion_lora_has_none(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     file = written(tmp_path, UNET)
     assert DiffusionModelArguments(rank=2).lora_dropout == 0.0
-    assert dropouts(load(file, Settings(lora_r=2)).model) == set()
-    assert dropouts(load(file, Settings(lora_r=2, lora_dropout=0.1)).model) == {0.1}
+    assert dropouts(load(TrainingSpec.of(file, lora_r=2), "t4").model) == set()
+    assert dropouts(load(TrainingSpec.of(file, lora_r=2, lora_dropout=0.1), "t4").model) == {0.1}
 
 
 def test_flux_without_a_resolution_is_1024_pixels(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    workload = load(written(tmp_path, FLUX), Settings())
+    workload = load(TrainingSpec.of(written(tmp_path, FLUX)), "t4")
     assert workload.shape == {"resolution": 1024}
     assert workload.make_batch(1, None)["hidden_states"].shape == (1, 64 * 64, 64)
-    assert load(written(tmp_path, FLUX), Settings(resolution=512)).make_batch(1, None)["img_ids"].shape == (1024, 3)
+    assert load(TrainingSpec.of(written(tmp_path, FLUX), resolution=512), "t4").make_batch(1, None)[
+        "img_ids"
+    ].shape == (1024, 3)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_flux_without_a_resolution_is_1024_pixels(tmp_path: Path) -> None:
 )
 def test_errors_name_no_flag(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        Settings(**asked)
+        TrainingSpec.of(**asked)
     assert "--" not in str(refused.value)
 
 
@@ -95,13 +97,13 @@ def test_errors_name_no_flag(asked: dict[str, Any], says: str) -> None:
     [("bert-base-uncased", 512), ("openai/clip-vit-base-patch32", 77), ("openai/whisper-tiny", 448)],
 )
 def test_where_no_length_is_asked_for_the_models_positions_are_the_most(name: str, positions: int) -> None:
-    workload = load(name, Settings())
+    workload = load(TrainingSpec.of(name), "t4")
     assert workload.shape["seq_length"] == positions
     assert workload.notes[0] == f"sequences of {positions} tokens: {name} has no more positions"
     with pytest.raises(UserError, match=f"sequence length 1024: {name} has {positions} positions"):
-        load(name, Settings(given=frozenset({"seq_length"})))
+        load(TrainingSpec.of(name, seq_length=1024), "t4")
 
 
 def test_a_model_with_positions_enough_is_asked_for_the_default(tmp_path: Path) -> None:
-    workload = load("gpt2", Settings())
+    workload = load(TrainingSpec.of("gpt2"), "t4")
     assert (workload.shape, workload.notes) == ({"seq_length": 1024}, ())
