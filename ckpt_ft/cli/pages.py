@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.page import Figure, Page, Section
+from ckpt_ft.export.step_page import STEP_TITLE, StepView
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
-from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.units import format_bytes, format_number
 
 from .estimate import Estimate

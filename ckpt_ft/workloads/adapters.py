@@ -12,11 +12,11 @@ import torch
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
+from ckpt_ft.spec.defaults import LORA_DROPOUT
+from ckpt_ft.spec.peft_file import configuration, takes
+from ckpt_ft.spec.training_spec import TrainingSpec
 
-from .defaults import LORA_DROPOUT
 from .dtypes import DTYPES
-from .peft_file import configuration, takes
-from .settings import Settings
 from .trained_towers import TrainedTowers
 from .valueless import Valueless
 
@@ -28,90 +28,95 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def adapt(model: Any, settings: Settings) -> Any:
+def adapt(model: Any, spec: TrainingSpec) -> Any:
     """`model` with quantised weights, frozen parts, adapters (fp32 on a half-precision base, as peft makes them)."""
-    if settings.quantised:
-        _quantise(model, settings)
-    for part in settings.frozen:
+    if spec.quantisation.bits:
+        _quantise(model, spec)
+    for part in spec.model.frozen:
         _freeze(model, part)
-    towers = TrainedTowers(model, settings.train_towers) if settings.train_towers else None
-    if not settings.adapts:
+    towers = TrainedTowers(model, spec.model.train_towers) if spec.model.train_towers else None
+    if not spec.adapter.trains:
         if towers is not None:
             towers.freeze_others()
-        if settings.frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        if spec.model.frozen and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError(
-                f"frozen parts {', '.join(settings.frozen)}: nothing is left to train, nor are there adapters"
+                f"frozen parts {', '.join(spec.model.frozen)}: nothing is left to train, nor are there adapters"
             )
         return model
     from peft import get_peft_model
 
     on_meta = next(model.parameters()).is_meta
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
-    asked = f"LoRA targets {', '.join(settings.lora_targets)}" if settings.lora_r else "the PEFT configuration"
+    asked = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT sets it right for GPT-2's Conv1D
-        adapted = get_peft_model(model, _configuration(settings, towers, on_meta))
+        adapted = get_peft_model(model, _configuration(spec, towers, on_meta))
     if on_meta:
         _train_rank_numbers(adapted)
         tell_sizes(adapted)
-    if settings.load_in_4bit:
+    if spec.quantisation.load_in_4bit:
         _show_weights(adapted)
     return adapted.train()
 
 
-def notes_on(settings: Settings) -> tuple[str, ...]:
+def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
     """Which of two ways was taken where users may expect the other, one sentence each."""
     notes = []
-    if settings.quantised:
-        bits = "4 bits" if settings.load_in_4bit else "8 bits"
-        if settings.prepare_kbit:
+    if spec.quantisation.bits:
+        bits = "4 bits" if spec.quantisation.load_in_4bit else "8 bits"
+        if spec.quantisation.prepare_kbit:
             notes.append(
                 f"{bits}: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them"
             )
         else:
             notes.append(
-                f"{bits}: embeddings, norms and head in {settings.dtype}, as loaded, without peft's k-bit preparation"
+                f"{bits}: embeddings, norms and head in {spec.precision.dtype}, as loaded, without peft's k-bit "
+                "preparation"
             )
-    if settings.load_in_8bit:
+    if spec.quantisation.load_in_8bit:
         notes.append("8 bits: no column of an input is an outlier")
-    if settings.attn_implementation == "flash_attention_2" and settings.rows == "padded":
+    if spec.kernels.attn_implementation == "flash_attention_2" and spec.data.rows == "padded":
         notes.append("flash attention of padded rows: as many tokens as with the padding")
     return tuple(notes)
 
 
-def by_task(settings: Settings) -> bool:
+def by_task(spec: TrainingSpec) -> bool:
     """Whether the adapters are of several tasks, so that a batch says of each of its rows which one it is of."""
-    return settings.peft is not None and settings.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
+    return spec.adapter.peft is not None and spec.adapter.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
-def refusals(settings: Settings) -> dict[type[Exception], str]:
+def refusals(spec: TrainingSpec) -> dict[type[Exception], str]:
     """Errors with which a model's forward refuses what it is given, and what to say of each; "" where it is the batch.
 
     Kinds of PEFT that work on the weight itself find its packed bits there.
     """
     refused = dict.fromkeys((AttributeError, TypeError, ValueError), "")
-    if settings.quantised and settings.peft is not None:
-        bits = 4 if settings.load_in_4bit else 8
-        refused[RuntimeError] = f"{settings.peft.get('peft_type')} does not run over weights in {bits} bits"
+    if spec.quantisation.bits and spec.adapter.peft is not None:
+        bits = 4 if spec.quantisation.load_in_4bit else 8
+        refused[RuntimeError] = f"{spec.adapter.peft.get('peft_type')} does not run over weights in {bits} bits"
     return refused
 
 
-def _quantise(model: Any, settings: Settings) -> None:
-    from ckpt_ft.standins.int8 import to_int8
-    from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
+def _quantise(model: Any, spec: TrainingSpec) -> None:
+    from ckpt_ft.standins.quantised_layers import prepare_kbit, to_int8, to_nf4
 
-    if settings.load_in_8bit:
+    if spec.quantisation.load_in_8bit:
         to_int8(model)
     else:
-        compute = torch.bfloat16 if settings.dtype == "float32" else DTYPES[settings.dtype]
-        to_nf4(model, compute, nested=settings.double_quant, storage=getattr(torch, settings.quant_storage))
-    if settings.prepare_kbit:
+        compute = torch.bfloat16 if spec.precision.dtype == "float32" else DTYPES[spec.precision.dtype]
+        to_nf4(
+            model,
+            compute,
+            nested=spec.quantisation.double_quant,
+            storage=getattr(torch, spec.quantisation.quant_storage),
+        )
+    if spec.quantisation.prepare_kbit:
         prepare_kbit(model)
 
 
 def _show_weights(adapted: Any) -> None:
     """Tell PEFT's layers that work on the weight itself how it is unpacked, as of bitsandbytes' they know."""
-    from ckpt_ft.standins.nf4 import NF4Linear
+    from ckpt_ft.standins.quantised_layers import NF4Linear
 
     for layer in adapted.modules():
         if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
@@ -170,13 +175,13 @@ def _check_mixed(adapters: Mapping[str, str]) -> None:
         raise UserError(f"X-LoRA's adapters {', '.join(adapters)}: PEFT knows them by number: call them 0, 1, ...")
 
 
-def _configuration(settings: Settings, towers: TrainedTowers | None, without_values: bool) -> Any:
+def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
 
-    if settings.peft is not None:
+    if spec.adapter.peft is not None:
         asked = "the PEFT configuration"
-        given = dict(settings.peft)
+        given = dict(spec.adapter.peft)
         if given["peft_type"] == "XLORA":
             _check_mixed(given.get("adapters") or {})
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
@@ -185,11 +190,11 @@ def _configuration(settings: Settings, towers: TrainedTowers | None, without_val
         if towers is not None and takes(given, "target_modules", asked):
             config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")
         return config
-    rank, dropout, targets = settings.lora_r, settings.lora_dropout, list(settings.lora_targets)
+    rank, dropout, targets = spec.adapter.lora_r, spec.adapter.lora_dropout, list(spec.adapter.lora_targets)
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=LORA_DROPOUT if dropout is None else dropout,
         target_modules=targets or "all-linear" if towers is None else towers.adapted_layers(targets or None),
-        use_dora=settings.use_dora,
+        use_dora=spec.adapter.use_dora,
     )

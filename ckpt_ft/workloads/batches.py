@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 from . import losses
 from .dtypes import DTYPES
-from .settings import Settings
 from .workload import Batch, Loss
 
 _RATE = 16_000  # samples a second, of all models that take a waveform
@@ -47,7 +47,7 @@ class Task:
 
     kind: str
     table: str
-    fields: Callable[[Any, Settings], Fields]
+    fields: Callable[[Any, TrainingSpec], Fields]
     sized: tuple[str, ...] = ("seq_length",)
     loss: Loss = losses.own_loss
     beside: frozenset[str] = frozenset()
@@ -61,13 +61,13 @@ class Task:
         return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in table.items()}
 
 
-def _text(model: Any, settings: Settings) -> Fields:
-    ids = Field((settings.seq_length,), model.config.get_text_config().vocab_size)
+def _text(model: Any, spec: TrainingSpec) -> Fields:
+    ids = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
     return {"input_ids": ids, "labels": ids}
 
 
-def _speech(model: Any, settings: Settings) -> Fields:
-    labels = Field((settings.seq_length,), model.config.vocab_size)
+def _speech(model: Any, spec: TrainingSpec) -> Fields:
+    labels = Field((spec.data.tokens,), model.config.vocab_size)
     return {"input_features": _log_mel(model), "labels": labels}
 
 
@@ -79,68 +79,68 @@ def _log_mel(model: Any) -> Field:
     return Field((config.num_mel_bins, 2 * config.max_source_positions))
 
 
-def _sound(model: Any, settings: Settings) -> Fields:
+def _sound(model: Any, spec: TrainingSpec) -> Fields:
     """The waveform, or what of it the model is given in its place."""
     config, taken = model.config, inspect.signature(model.forward).parameters
     if (
         hasattr(config, "feature_projection_input_dim") and "input_features" in taken
     ):  # wav2vec2-BERT: two frames stacked
-        return {"input_features": Field((settings.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
+        return {"input_features": Field((spec.data.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
     if "input_features" in taken:
         return {"input_features": _log_mel(model)}
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram, of its only length
         return {"input_values": Field((config.max_length, config.num_mel_bins))}
-    return {"input_values": Field((settings.audio_seconds * _RATE,))}
+    return {"input_values": Field((spec.data.audio_seconds * _RATE,))}
 
 
-def _letters(model: Any, settings: Settings) -> Fields:
-    letters = Field((settings.audio_seconds * _LETTERS,), model.config.vocab_size)
-    return {**_sound(model, settings), "labels": letters}
+def _letters(model: Any, spec: TrainingSpec) -> Fields:
+    letters = Field((spec.data.audio_seconds * _LETTERS,), model.config.vocab_size)
+    return {**_sound(model, spec), "labels": letters}
 
 
-def _whole_sound(model: Any, settings: Settings) -> Fields:
-    return {**_sound(model, settings), "labels": Field((), model.config.num_labels)}
+def _whole_sound(model: Any, spec: TrainingSpec) -> Fields:
+    return {**_sound(model, spec), "labels": Field((), model.config.num_labels)}
 
 
-def _pixels(model: Any, settings: Settings) -> Field:
-    side = settings.resolution
+def _pixels(model: Any, spec: TrainingSpec) -> Field:
+    side = spec.data.resolution
     return Field((getattr(model.config, "num_channels", 3), side, side))
 
 
-def _image(model: Any, settings: Settings) -> Fields:
-    return {"pixel_values": _pixels(model, settings), "labels": Field((), model.config.num_labels)}
+def _image(model: Any, spec: TrainingSpec) -> Fields:
+    return {"pixel_values": _pixels(model, spec), "labels": Field((), model.config.num_labels)}
 
 
-def _each_pixel(model: Any, settings: Settings) -> Fields:
-    side = settings.resolution
-    return {"pixel_values": _pixels(model, settings), "labels": Field((side, side), model.config.num_labels)}
+def _each_pixel(model: Any, spec: TrainingSpec) -> Fields:
+    side = spec.data.resolution
+    return {"pixel_values": _pixels(model, spec), "labels": Field((side, side), model.config.num_labels)}
 
 
-def _image_and_text(model: Any, settings: Settings) -> Fields:
-    return {"input_ids": _text(model, settings)["input_ids"], "pixel_values": _pixels(model, settings)}
+def _image_and_text(model: Any, spec: TrainingSpec) -> Fields:
+    return {"input_ids": _text(model, spec)["input_ids"], "pixel_values": _pixels(model, spec)}
 
 
-def _pair(model: Any, settings: Settings) -> Fields:
+def _pair(model: Any, spec: TrainingSpec) -> Fields:
     check_fields(model, {"input_ids"})
-    ids = _text(model, settings)["input_ids"]
+    ids = _text(model, spec)["input_ids"]
     return {"input_ids": ids, losses.POSITIVES: ids}
 
 
-def _whole_text(model: Any, settings: Settings) -> Fields:
+def _whole_text(model: Any, spec: TrainingSpec) -> Fields:
     classes = model.config.num_labels
     several = model.config.problem_type == "multi_label_classification"
     labels = Field((classes,) if several else (), 0 if several or classes == 1 else classes)
-    return {"input_ids": _text(model, settings)["input_ids"], "labels": labels}
+    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
 
 
-def _each_token(model: Any, settings: Settings) -> Fields:
-    labels = Field((settings.seq_length,), model.config.num_labels)
-    return {"input_ids": _text(model, settings)["input_ids"], "labels": labels}
+def _each_token(model: Any, spec: TrainingSpec) -> Fields:
+    labels = Field((spec.data.tokens,), model.config.num_labels)
+    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
 
 
-def _span(model: Any, settings: Settings) -> Fields:
-    position = Field((), settings.seq_length)
-    ids = _text(model, settings)["input_ids"]
+def _span(model: Any, spec: TrainingSpec) -> Fields:
+    position = Field((), spec.data.tokens)
+    ids = _text(model, spec)["input_ids"]
     return {"input_ids": ids, "start_positions": position, "end_positions": position}
 
 
@@ -186,11 +186,11 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
         raise UserError(f"no batch is known for {type(model).__name__}, which takes {wants}")
 
 
-def notes_on(model: Any, task: Task, settings: Settings) -> tuple[str, ...]:
+def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     """What a batch of the task leaves out or takes for granted, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
-    if task.fields is not _text or settings.images:
+    if task.fields is not _text or spec.data.images:
         return ()
     senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
     if senses:
@@ -199,9 +199,9 @@ def notes_on(model: Any, task: Task, settings: Settings) -> tuple[str, ...]:
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 
-def zeros(fields: Fields, samples: int, settings: Settings) -> Batch:
+def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
     """A micro-batch of zeros; floats in float32 under autocast, else in the weights' dtype."""
-    floats = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
+    floats = torch.float32 if spec.precision.mixed_precision != "no" else DTYPES[spec.precision.dtype]
     return {
         name: torch.zeros(samples, *field.shape, dtype=torch.long if field.top else floats)
         for name, field in fields.items()

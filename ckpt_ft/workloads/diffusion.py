@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.peft_file import takes
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .adapters import adapt, without_adapters
 from .buckets import sizes_of
 from .diffusion_inputs import CLIP_TOKENS, KINDS, Kind, Latents
 from .dtypes import DTYPES, MIXED_PRECISION
 from .lengths import Lengths
-from .peft_file import takes
 from .pipeline_parts import (
     TEXT_ENCODERS,
     UNET,
@@ -28,7 +28,6 @@ from .pipeline_parts import (
     part_configs,
     unet_sizes,
 )
-from .settings import Settings
 from .text_and_unet import TextAndUNet, add_text_adapters, text_inputs
 from .valueless import Valueless
 from .workload import Batch, Forward, Workload
@@ -38,33 +37,33 @@ _LEAST = 8  # pixels that a resolution is a multiple of, also where a latent is 
 _FRAMES = 49  # of a video, where none are asked for: about two seconds
 
 
-def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """The workload of a diffusers model config (the one with `_class_name`).
 
     Raises:
         UserError: the class is not one that is trained on noise, or the resolution does not fit its VAE.
     """
-    model, called = _build(name, config, settings)
+    model, called = _build(name, config, spec)
     kind = config["_class_name"]
     sized = unet_sizes(name) if kind == UNET else None
     scale, prompt_tokens = sized or (called.pixels(model.config), CLIP_TOKENS)
-    side = _latent_side(model.config, called, scale, settings.resolution)
-    settings = _adapting_attention(settings)
-    dtype = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
-    frames = (settings.frames or _FRAMES) if called.frames else 0
+    side = _latent_side(model.config, called, scale, spec.data.resolution)
+    spec = _adapting_attention(spec)
+    dtype = torch.float32 if spec.precision.mixed_precision != "no" else DTYPES[spec.precision.dtype]
+    frames = (spec.data.frames or _FRAMES) if called.frames else 0
     latent_frames = (frames - 1) // called.frames + 1 if frames else 0
 
-    sizes = sizes_of(settings.buckets, side * scale, max(scale, _LEAST)) if settings.buckets else []
+    sizes = sizes_of(spec.data.buckets, side * scale, max(scale, _LEAST)) if spec.data.buckets else []
     sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
 
     inputs = partial(_inputs, called, model.config, latent_frames, dtype, prompt_tokens)
     masked = kind == UNET and inpaints(model.config)
     whole = {**model.config, "_class_name": kind}
-    model, encoding = adapt(model, settings), None
-    if settings.train_text_encoder or settings.encode_each_step or masked:
+    model, encoding = adapt(model, spec), None
+    if spec.adapter.train_text_encoder or spec.data.encode_each_step or masked:
         prompt = inputs(1, (side, side)).get("encoder_hidden_states")
         tokens = None if kind == UNET else 0 if prompt is None else prompt.shape[1]
-        model, encoding = _with_parts(name, part_configs(name, whole), settings, model, tokens, masked)
+        model, encoding = _with_parts(name, part_configs(name, whole), spec, model, tokens, masked)
 
     def make_batch(samples: int, length: int | None) -> Batch:
         nearest = max(sides) if length is None else min(sides, key=lambda pixels: abs(pixels - length))
@@ -93,7 +92,7 @@ def diffusion_model(name: str, config: Mapping[str, Any], settings: Settings) ->
     )
 
 
-def _build(name: str, config: Mapping[str, Any], settings: Settings) -> tuple[Any, Kind]:
+def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[Any, Kind]:
     """The model on meta, in the settings' dtype, and how its class is called.
 
     Raises:
@@ -114,7 +113,7 @@ def _build(name: str, config: Mapping[str, Any], settings: Settings) -> tuple[An
     try:
         with torch.device("meta"):
             model = getattr(diffusers, kind).from_config(dict(config))
-            nn.Module.to(model, DTYPES[settings.dtype])  # diffusers' own warns of modules that want float32
+            nn.Module.to(model, DTYPES[spec.precision.dtype])  # diffusers' own warns of modules that want float32
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     return model.train(), KINDS[kind]
@@ -137,14 +136,14 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
     return resolution // scale if resolution else int(own)
 
 
-def _adapting_attention(settings: Settings) -> Settings:
+def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
     """`settings` whose adapters stand on the attention's projections where no other modules are named."""
-    targets = settings.lora_targets or ATTENTION_PROJECTIONS
-    settings = replace(settings, lora_targets=targets, lora_dropout=settings.lora_dropout or 0.0)
-    peft = settings.peft
+    targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
+    spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
+    peft = spec.adapter.peft
     if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
-        settings = replace(settings, peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
-    return settings
+        spec = spec.edit(peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
+    return spec
 
 
 def _inputs(
@@ -160,23 +159,23 @@ def _inputs(
 
 
 def _with_parts(
-    name: str, parts: Mapping[str, Any], settings: Settings, model: Any, tokens: int | None, masked: bool
+    name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
 ) -> tuple[Any, Encoding | None]:
     """`model`, with its text encoders where they are trained too; and what encodes in each step, if anything does.
 
     Raises:
         UserError: the pipeline's other parts are not known, or text encoders are to be trained that are no U-Net's.
     """
-    if settings.train_text_encoder and tokens is not None:
+    if spec.adapter.train_text_encoder and tokens is not None:
         raise UserError(f"train text encoder: {name} is no U-Net, whose text encoders alone are trained with it")
-    dtype = MIXED_PRECISION[settings.mixed_precision] or DTYPES[settings.dtype]
+    dtype = MIXED_PRECISION[spec.precision.mixed_precision] or DTYPES[spec.precision.dtype]
     encoders = [build_text_encoder(name, parts[part], dtype) for part in TEXT_ENCODERS if part in parts]
-    if settings.train_text_encoder:
+    if spec.adapter.train_text_encoder:
         with torch.device("meta"), Valueless():
             model = TextAndUNet(model, encoders)
-            add_text_adapters(model, settings.lora_r, dropout=settings.lora_dropout or 0.0)
+            add_text_adapters(model, spec.adapter.lora_r, dropout=spec.adapter.lora_dropout or 0.0)
         encoders = []
-    if not (settings.encode_each_step or masked):
+    if not (spec.data.encode_each_step or masked):
         return model, None
     return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens, masked)
 

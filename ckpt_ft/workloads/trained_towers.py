@@ -11,8 +11,7 @@ from torch import nn
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.errors import UserError
-
-from .defaults import TRAINED_TOWERS
+from ckpt_ft.spec.defaults import TRAINED_TOWERS
 
 
 class TrainedTowers:
