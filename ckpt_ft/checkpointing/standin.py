@@ -43,7 +43,9 @@ class StandIn:
         table: list[StandIn] = self.module.__dict__.setdefault(_FORWARDS, [])
         if not any(self is other for other in table):
             table.append(self)
-        return ForwardOfModule(next(i for i, other in enumerate(table) if other is self), inspect.signature(self))
+        return ForwardOfModule(
+            next(i for i, other in enumerate(table) if other is self), inspect.signature(self.forward)
+        )
 
     @property
     def __code__(self) -> CodeType:  # from which torch.export reads file and line
@@ -102,10 +104,9 @@ class ForwardOfModule:
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         self.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
 
-    def stand_in(self, module: nn.Module) -> StandIn:
+    def stand_in(self, module: nn.Module) -> Any:
         """The module's stand-in that this function calls."""
-        found: StandIn = module.__dict__[_FORWARDS][self.index]
-        return found
+        return module.__dict__[_FORWARDS][self.index]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.stand_in(module)(*args, **kwargs)

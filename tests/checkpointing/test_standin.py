@@ -47,6 +47,7 @@ def test_a_pickled_model_trains_as_the_original_with_weights_of_its_own(policy: 
     assert _loss(model) == loss
 
 
+@pytest.mark.filterwarnings("ignore:policy 'pointwise' does nothing under torch.compile")
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # without a policy, too
 @pytest.mark.parametrize(
     ("policy", "strict"),
