@@ -27,7 +27,7 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
     from ckpt_ft.training.vision_language.models import DatasetRows
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.sample_sizes import Lengths
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[

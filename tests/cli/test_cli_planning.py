@@ -33,7 +33,7 @@ from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.text.data import DataArguments
 from ckpt_ft.units import GIB, parse_bytes
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("own_cache")
