@@ -16,7 +16,7 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
+from ckpt_ft.training.images.classification import VisionArguments, accuracy, load_images, most_likely_class
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
 
@@ -39,11 +39,13 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
-from ckpt_ft.training.images.classifiers import (
+from ckpt_ft.training.images.classification import (
+    Collator,
+    ImageRows,
+    check_batch_norm,
     load_classifier,
     load_processor,
-    mind_batch_norm,
+    new_crops_each_epoch,
     own_resolution,
     position_arguments,
 )
@@ -121,11 +123,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             processing_class=processor,
             data_collator=collator,
             compute_metrics=accuracy,
-            preprocess_logits_for_metrics=choose,
-            callbacks=[NewCropsEachEpoch(train_dataset)],
+            preprocess_logits_for_metrics=most_likely_class,
+            callbacks=[new_crops_each_epoch(train_dataset)],
         )
     memory = ACCallback(ac_args).attach(trainer)
-    trainer.args = mind_batch_norm(model, trainer.args, len(train_rows))  # for the batch that was found
+    trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the batch that was found
     with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
         metrics = train_with_replanning(trainer, memory.session, directory)
 

@@ -28,9 +28,9 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.memory.record.holders import holder_line
 from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
@@ -69,7 +69,7 @@ class Session:
         self.policy = settings.policy
         self.model: nn.Module | None = None
         self.applied: AppliedPolicy | None = None
-        self.auxiliary_models = () if self.fitted is None else self.fitted.workload.beside
+        self.auxiliary_models = () if self.fitted is None else self.fitted.workload.auxiliary_models
         self.profiler: MemoryProfiler | None = None
         self.report: MemoryReport | None = None
         self._accelerator = accelerator
@@ -86,7 +86,7 @@ class Session:
 
     def use(self, fitted: Fitted) -> None:
         """Trains under `fitted` from the next `apply` on."""
-        self.fitted, self.policy, self.auxiliary_models = fitted, fitted.policy, fitted.workload.beside
+        self.fitted, self.policy, self.auxiliary_models = fitted, fitted.policy, fitted.workload.auxiliary_models
 
     def apply(self, model: nn.Module) -> None:
         """Puts the policy on `model`.

@@ -21,9 +21,8 @@ from ckpt_ft.memory.distributed.sharded import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
 
-from .dtypes import MIXED_PRECISION
-from .lengths import rows_by_length
-from .workload import Batch, Forward, Workload
+from .sample_sizes import rows_by_length
+from .workload import MIXED_PRECISION, Batch, Forward, Workload
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -78,7 +77,7 @@ def from_trainer(trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
         autocast=MIXED_PRECISION[precision_of(args)],
         accumulation=args.gradient_accumulation_steps,
         max_grad_norm=args.max_grad_norm,
-        beside=auxiliary_models(trainer),
+        auxiliary_models=auxiliary_models(trainer),
         lengths=lengths,
         name=type(model).__name__,
     )
@@ -118,7 +117,7 @@ def measured_workload(
         device=current_gpu(args.device.index) or "cpu",
         accumulation=args.gradient_accumulation_steps,
         max_grad_norm=args.max_grad_norm,
-        beside=profiler.auxiliary_models,
+        auxiliary_models=profiler.auxiliary_models,
     )
 
 

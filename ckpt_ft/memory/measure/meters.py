@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from ckpt_ft.memory.fake.surroundings import tensors_held
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.uncompiled import run_eagerly
 
 Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
 
@@ -31,8 +32,7 @@ class Meter(Protocol):
 class CpuMeter:
     """Runs a Tracker for the length of a step and keeps the trace of the step with the highest peak.
 
-    Compiled functions run eagerly in a measured step: a dispatch mode is on, under which `torch.compile` would give
-    them up for the rest of the run, or refuse to run them (`fullgraph=True`, as in torchao's optimizers).
+    Compiled functions run eagerly in a measured step, and compiled in the others.
 
     Args:
         limit: bytes; a step that exceeds it raises torch.OutOfMemoryError.
@@ -57,7 +57,7 @@ class CpuMeter:
         for module in self.model.modules() if self.model is not None else ():  # also those that this step leaves alone
             self._tracker.add_resident(tensors_held(module).values(), "activations")
         self._tracker.__enter__()
-        self._eager = torch.compiler.set_stance("force_eager")
+        self._eager = run_eagerly()
         self._tracker.start_step()
 
     def enter(self, phase: str) -> None:

@@ -26,12 +26,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.fake.values import is_small
-from ckpt_ft.memory.record.events import PHASES, Holder
+from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.opinfo import tensors
-from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.step_view import StepView
 
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
 from .report import History, MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory, provenance

@@ -16,14 +16,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft import plots
 from ckpt_ft.errors import UserError
+from ckpt_ft.export import plots
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
-from ckpt_ft.memory.record.events import PHASES, Holder
-from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.step_view import StepView
-from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.reading import Bytes, Seconds, read_json
 from ckpt_ft.redact import redacted
 
@@ -252,7 +253,7 @@ class MemoryReport:
         """
         if self.timeline is None:
             return None
-        return self.timeline.draw(path, headline(self))
+        return plots.draw_step(path, self.timeline, headline(self))
 
     def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
         """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
+
+import torch
 
 _RECORDS = ("ckpt_ft.memory.record", "ckpt_ft.memory.measure", "ckpt_ft.memory.fake")
 
@@ -26,3 +30,12 @@ def _pass_over() -> None:
 
     for name in _RECORDS:
         trace_rules.add(name)
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Runs compiled functions eagerly from this call on until the context ends.
+
+    Under a dispatch mode `torch.compile` would give them up for the rest of the process, or refuse to run them
+    (`fullgraph=True`, as in torchao's optimizers).
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

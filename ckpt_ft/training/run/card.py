@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
-from ckpt_ft.training.reporting import never_fatal
+from ckpt_ft.training.session import never_fatal
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import POINTS, Timeline
 from ckpt_ft.memory.measure import report as report_module
 from ckpt_ft.memory.measure.profiler import MemoryProfiler, merge_peaks
 from ckpt_ft.memory.measure.report import (
@@ -21,8 +23,7 @@ from ckpt_ft.memory.measure.report import (
     RankMemory,
     provenance,
 )
-from ckpt_ft.memory.record.events import Holder, Storage
-from ckpt_ft.memory.record.timeline import POINTS, Timeline
+from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB
 

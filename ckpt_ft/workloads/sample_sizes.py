@@ -1,0 +1,201 @@
+"""The sizes of a dataset's samples: histograms of row lengths, and aspect-ratio buckets of images."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ckpt_ft.errors import UserError
+
+PREFERENCES = ("prompt_ids", "chosen_ids", "rejected_ids")  # columns of TRL's DPOTrainer
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per row, as a histogram: `tokens`, in order, each in so many `rows`.
+
+    by_length: batches are of rows of like length, not drawn at random.
+    unit: what is counted, where rows are no text.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    by_length: bool = False
+    unit: str = "tokens"
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], by_length: bool = False, unit: str = "tokens") -> Lengths:
+        """The histogram of at least one length."""
+        tokens, rows = zip(*sorted(Counter(lengths).items()), strict=True)
+        return cls(tokens, rows, by_length, unit)
+
+    @property
+    def longest(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def mean(self) -> float:
+        return sum(t * n for t, n in zip(self.tokens, self.rows, strict=True)) / sum(self.rows)
+
+    def padded(self, batch: int) -> int:
+        """Tokens that a row takes, padding included, in a usual batch of `batch` rows: the expected longest of it."""
+        if self.by_length:
+            return round(self.mean)
+        total = sum(self.rows)
+        at_most = [(n / total) ** batch for n in accumulate(self.rows)]  # a whole batch is
+        return round(sum(t * (p - q) for t, p, q in zip(self.tokens, at_most, [0.0, *at_most], strict=False)))
+
+    def quantile(self, share: float) -> int:
+        """The length that at least `share` of the rows do not exceed."""
+        enough = share * sum(self.rows)
+        return next(t for t, n in zip(self.tokens, accumulate(self.rows), strict=True) if n >= enough)
+
+    def cut(self, longest: int) -> Lengths:
+        """These rows, none longer than `longest`."""
+        kept = [(t, n) for t, n in zip(self.tokens, self.rows, strict=True) if t < longest]
+        tokens, rows = zip(*kept, (longest, sum(self.rows) - sum(n for _, n in kept)), strict=True)
+        return Lengths(tokens, rows, self.by_length, self.unit)
+
+    def __str__(self) -> str:
+        return f"{sum(self.rows)} rows of {self.tokens[0]} to {self.longest} {self.unit}, {self.mean:.0f} on average"
+
+
+Size = tuple[int, int]  # height, width
+AUTO = "auto"
+_STEPS, _MOST_STEP = 16, 64  # of the side of the square; pixels of a step
+_LONGEST = 2.0  # long side over short
+_LEAST, _MOST = 8, 2**14  # pixels of a side
+
+
+def read_buckets(text: str) -> list[Size]:
+    """The sizes in 'height,width;height,width'.
+
+    Raises:
+        UserError: they are none.
+    """
+    sizes = []
+    for part in text.split(";"):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*,\s*(\d{1,6})\s*", part)
+        sides = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not all(_LEAST <= side <= _MOST for side in sides):
+            raise UserError(
+                f"aspect ratio buckets {text}: '{part.strip()}' is no height,width in pixels, each from {_LEAST} to "
+                f"{_MOST}; give '1024,1024;832,1216' for example, or {AUTO}"
+            )
+        sizes.append(sides)
+    return list(dict.fromkeys(sizes))
+
+
+def sizes_of(text: str | None, resolution: int, token: int) -> list[Size]:
+    """The sizes that images are trained in: the square of `resolution` where `text` asks for no others.
+
+    token: pixels that each side holds a whole number of.
+
+    Raises:
+        UserError: a side does not.
+    """
+    if not text:
+        return [(resolution, resolution)]
+    if text == AUTO:
+        return _around(resolution, token)
+    sizes = read_buckets(text)
+    for height, width in sizes:
+        if height % token or width % token:
+            nearest = ",".join(str(max(token, round(side / token) * token)) for side in (height, width))
+            raise UserError(
+                f"aspect ratio buckets: {height},{width} is not in whole steps of {token} pixels, which this model "
+                f"needs; {nearest} is"
+            )
+    return sizes
+
+
+def _around(resolution: int, token: int) -> list[Size]:
+    """Sizes of no more than `resolution`**2 pixels, in steps of a sixteenth of it, the square among them."""
+    step = max(token, min(resolution // _STEPS, _MOST_STEP) // token * token)
+    found = {(resolution, resolution)}
+    for short in range(step, resolution, step):
+        long = resolution**2 // short // step * step
+        if long / short <= _LONGEST:
+            found |= {(short, long), (long, short)}
+    return sorted(found, key=lambda size: (size[0] / size[1], size))
+
+
+def nearest(image: Size, sizes: Sequence[Size]) -> int:
+    """Which of `sizes` has most nearly the shape of an image; of several, the one of most nearly as many pixels."""
+    height, width = image
+
+    def apart(size: Size) -> tuple[float, float]:
+        shape = abs(math.log(height / width) - math.log(size[0] / size[1]))
+        return round(shape, 6), abs(math.log(height * width) - math.log(size[0] * size[1]))
+
+    return min(range(len(sizes)), key=lambda at: apart(sizes[at]))
+
+
+def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int | None], list[Any]], Lengths | None]:
+    """Returns (samples, length) -> rows whose longest has that length, and the histogram of lengths.
+
+    Rows without lengths are taken as alike: the first one is repeated, and there is no histogram. In most batches the
+    other rows are padded, so they are taken from the middle of the shorter ones. Of rows with images, those with more
+    `pixels` count as longer, and the row with the most pixels stands beside the longest row.
+
+    Args:
+        grouped: whether batches are made of rows of similar length.
+    """
+    if not have_lengths(rows):
+        return lambda samples, length: [rows[0]] * samples, None
+    lengths = row_lengths(rows)
+    pixels = list(rows.with_format(None)["pixels"]) if "pixels" in rows.column_names else []
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], -pixels[row] if pixels else 0))
+
+    def chosen(samples: int, length: int | None) -> list[Any]:
+        longest = lengths[order[-1]]
+        wanted = longest if length is None else length
+        first = min(bisect_left(order, wanted, key=lengths.__getitem__), len(order) - 1)
+        other = order[first // 2]
+        if pixels and lengths[order[first]] == longest:
+            other = pixels.index(max(pixels))
+        return [rows[order[first]], *[rows[other]] * (samples - 1)]
+
+    return chosen, Lengths.of(lengths, grouped)
+
+
+def have_lengths(rows: Any) -> bool:
+    """Returns whether `row_lengths` can count the tokens of `rows`."""
+    columns = getattr(rows, "column_names", None) or ()
+    return "input_ids" in columns or all(name in columns for name in PREFERENCES)
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Returns the number of tokens of each row of a `datasets.Dataset` with `input_ids` or TRL's preferences.
+
+    The length of a preference is that of its prompt and its longer answer.
+
+    Raises:
+        UserError: the columns do not hold lists.
+    """
+    if "input_ids" in rows.column_names:
+        return _list_lengths(rows, "input_ids")
+    prompts, chosen, rejected = (_list_lengths(rows, name) for name in PREFERENCES)
+    return [prompt + max(pair) for prompt, *pair in zip(prompts, chosen, rejected, strict=True)]
+
+
+def _list_lengths(rows: Any, column: str) -> list[int]:
+    """Reads the lengths of Arrow's lists, not their values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    tables = rows.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    try:
+        found = [length for table in tables for length in pc.list_value_length(table[column]).to_pylist()]
+    except pa.ArrowNotImplementedError as error:
+        kind = rows.features[column]
+        raise UserError(f"the dataset's '{column}' are {kind}; expected a list of tokens in each row") from error
+    if None in found:
+        raise UserError(f"row {found.index(None) + 1}: '{column}' is null; expected a list of tokens")
+    return found
