@@ -264,9 +264,8 @@ def find_gpu(name: str) -> GPU:
         return GPUS[known[plain]]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    raise UserError(
-        f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; for any other card, give its capacity and the name of a similar one)"
-    )
+    other = "for another card, give its capacity and the name of a similar one"
+    raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; {other})")
 
 
 def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
