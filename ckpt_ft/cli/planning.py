@@ -26,7 +26,7 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
-    from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
+    from ckpt_ft.training.vision_language.models import DatasetRows
     from ckpt_ft.workloads.lengths import Lengths
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
@@ -183,7 +183,7 @@ def _batch(text: str) -> int | None:
 
 
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
-    from ckpt_ft.training.text.dataset_lengths import dataset_lengths
+    from ckpt_ft.training.text.encode import dataset_lengths
 
     with progress() as say:
         say(f"reading {dataset}")
@@ -196,11 +196,11 @@ def _images(dataset: str, model: str, spec: TrainingSpec) -> DatasetRows | None:
 
     if "vision_config" not in read_config(model):
         return None
-    from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+    from ckpt_ft.training.vision_language.models import rows_with_images
 
     with progress() as say:
         say(f"looking through the images of {dataset}")
-        return rows_with_images(dataset, model, spec)
+        return rows_with_images(dataset, model, spec.data.tokens, spec.data.max_pixels, spec.data.longest_side)
 
 
 def _make(

@@ -11,7 +11,7 @@ from .holders import merge_layer_numbers, short_op
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.record.cost import Span
+    from ckpt_ft.memory.cost.schedule import Span
     from ckpt_ft.memory.record.trace import StepTrace
 
 MOMENTS = 400

@@ -84,7 +84,7 @@ def _processor(source: Path, base: str) -> list[Any]:
     """The tokenizer or processor beside the adapter, or else the base's, where it has one."""
     from transformers import AutoProcessor
 
-    from .vision_language.videos import without_videos
+    from .vision_language.models import without_videos
 
     with without_videos():
         if any((source / file).is_file() for file in _OF_PROCESSORS):

@@ -22,7 +22,7 @@ from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
 
 from .launched import precision_of
-from .text.dataset_lengths import have_lengths, row_lengths
+from .text.data import have_lengths, row_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -98,8 +98,7 @@ def refusals(spec: TrainingSpec) -> dict[type[Exception], str]:
 
 
 def _quantise(model: Any, spec: TrainingSpec) -> None:
-    from ckpt_ft.standins.int8 import to_int8
-    from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
+    from ckpt_ft.standins.quantised_layers import prepare_kbit, to_int8, to_nf4
 
     if spec.quantisation.load_in_8bit:
         to_int8(model)
@@ -117,7 +116,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
 
 def _show_weights(adapted: Any) -> None:
     """Tell PEFT's layers that work on the weight itself how it is unpacked, as of bitsandbytes' they know."""
-    from ckpt_ft.standins.nf4 import NF4Linear
+    from ckpt_ft.standins.quantised_layers import NF4Linear
 
     for layer in adapted.modules():
         if not isinstance(getattr(layer, "base_layer", None), NF4Linear):

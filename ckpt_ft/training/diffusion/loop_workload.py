@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
-from ckpt_ft.training.images.dreambooth import Prior
+from ckpt_ft.training.images.captioned import PriorPreservation
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
@@ -39,7 +39,7 @@ def unet_workload(
     snr_gamma: float | None,
     latents: LatentShapes,
     dtype: torch.dtype,
-    prior: Prior | None = None,
+    prior: PriorPreservation | None = None,
 ) -> Workload:
     """The loop's step on `latents` and prompts of `dtype`.
 
@@ -68,7 +68,7 @@ def flow_workload(
     accelerator: Accelerator,
     noisy: NoisyBatches,
     latents: LatentShapes,
-    prior: Prior | None = None,
+    prior: PriorPreservation | None = None,
 ) -> Workload:
     """The loop's step on `latents` and prompts like those of `noisy`.
 

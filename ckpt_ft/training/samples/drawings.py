@@ -1,7 +1,8 @@
-"""Drawn shapes: the offline image data set. Every shape x colour x position x size x background, drawn by Pillow.
+"""Drawn shapes and bar charts: image data sets that need no download.
 
-The picture, its caption and its labels follow from the combination alone, so two machines draw the same set; `seed`
-only says in which order. One set serves diffusion (`image`, `text`) and classification (`image`, `label`).
+A picture, its caption and its labels follow from a combination of properties alone, so every machine draws the same
+set; `seed` only sets the order. The shapes serve diffusion (`image`, `text`) and classification (`image`, `label`);
+shapes and charts with a question and an answer serve vision-language models.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ POSITIONS = {
     for (row, y), (column, x) in product(_ROWS.items(), _COLUMNS.items())
 }
 COMBINATIONS = len(SHAPES) * len(COLOURS) * len(POSITIONS) * len(SIZES) * len(BACKGROUNDS)
-_OVERSAMPLING = 4  # drawn this many times larger, then averaged down: smooth edges
+_OVERSAMPLING = 4  # shapes are drawn this many times larger and averaged down, which smooths their edges
+# What the questions are about:
+_SIDE, _BAR = 48, 16  # pixels of a picture of a shape, and of a bar with the gap beside it
+_ASKED_SHAPES = ("circle", "square", "triangle", "cross")
+_ASKED_COLOURS = ("red", "yellow", "green", "blue", "purple")
+_HEIGHTS = (10, 18, 26, 34, 42)  # of bars; no two bars of a chart have the same
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One combination; its caption and its picture."""
+    """One combination of properties, with its caption and its picture."""
 
     shape: str
     colour: str
@@ -51,7 +57,7 @@ class Drawing:
         return f"a {self.size} {self.colour} {self.shape} at the {self.position} on {self.background}"
 
     def image(self, resolution: int) -> Image.Image:
-        """An RGB picture of `resolution` x `resolution` pixels."""
+        """Draws an RGB picture of `resolution` x `resolution` pixels."""
         side = resolution * _OVERSAMPLING
         canvas = Image.new("RGB", (side, side), BACKGROUNDS[self.background])
         draw, colour = ImageDraw.Draw(canvas), COLOURS[self.colour]
@@ -68,7 +74,7 @@ class Drawing:
 
 
 def _polygon(corners: int, radii: tuple[float, ...], turn: float = -90.0) -> list[tuple[float, float]]:
-    """`corners` points around the origin, the radii taken in turn; the first points up."""
+    """Returns `corners` points around the origin with alternating radii; by default the first points up."""
     angles = [math.radians(turn + 360 * i / corners) for i in range(corners)]
     return [(radii[i % len(radii)] * math.cos(a), radii[i % len(radii)] * math.sin(a)) for i, a in enumerate(angles)]
 
@@ -96,7 +102,7 @@ _OUTLINES: dict[str, list[tuple[float, float]]] = {
 
 
 def drawings(count: int | None = None, seed: int = 0) -> list[Drawing]:
-    """`count` combinations (all of them when None) in the order that `seed` shuffles them to; none twice.
+    """Returns `count` different combinations (all of them by default) in an order shuffled by `seed`.
 
     Raises:
         UserError: `count` is not between 1 and `COMBINATIONS`.
@@ -109,10 +115,10 @@ def drawings(count: int | None = None, seed: int = 0) -> list[Drawing]:
 
 
 def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
-    """A data set of `drawings(count)`.
+    """Returns a data set of `drawings(count)`.
 
-    Columns: `image` (PIL, RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`), and
-    `colour`, `position`, `size`, `background` as strings.
+    Its columns are `image` (PIL, RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`),
+    and the strings `colour`, `position`, `size` and `background`.
 
     Raises:
         UserError: `count` is out of range, or `resolution` is below 8.
@@ -124,26 +130,63 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
         raise UserError(f"shapes of {resolution} pixels cannot be told apart; give a resolution of at least 8")
     chosen = drawings(count)
     names = ("colour", "position", "size", "background")
-    features = Features(
-        image=ImageFeature(),
-        text=Value("string"),
-        label=ClassLabel(names=list(SHAPES)),
-        **{name: Value("string") for name in names},
-    )
     rows: dict[str, list[Any]] = {
         "image": [drawing.image(resolution) for drawing in chosen],
         "text": [drawing.caption for drawing in chosen],
         "label": [drawing.shape for drawing in chosen],
         **{name: [getattr(drawing, name) for drawing in chosen] for name in names},
     }
+    features = Features(
+        image=ImageFeature(), text=Value("string"), label=ClassLabel(names=list(SHAPES)),
+        **{name: Value("string") for name in names},
+    )  # fmt: skip
     return Dataset.from_dict(rows, features=features)
 
 
 def contact_sheet(images: list[Image.Image], columns: int, tile: int, margin: int = 4) -> Image.Image:
-    """`images` row by row on one grey page, each scaled to `tile` pixels without smoothing."""
+    """Places `images` row by row on one grey page, each scaled to `tile` pixels without smoothing."""
     rows = math.ceil(len(images) / columns)
     page = Image.new("RGB", (columns * (tile + margin) + margin, rows * (tile + margin) + margin), (128, 128, 128))
     for place, image in enumerate(images):
         corner = (margin + place % columns * (tile + margin), margin + place // columns * (tile + margin))
         page.paste(image.convert("RGB").resize((tile, tile), Image.Resampling.NEAREST), corner)
     return page
+
+
+@dataclass(frozen=True)
+class Question:
+    """A picture, a question about it and its one right answer."""
+
+    image: Image.Image
+    question: str
+    answer: str
+
+
+def questions(count: int, seed: int = 0) -> list[Question]:
+    """Returns `count` pictures with a question each, shapes and bar charts in turn."""
+    draw = random.Random(seed)
+    shapes = [d for d in drawings(seed=seed) if d.shape in _ASKED_SHAPES and d.colour in _ASKED_COLOURS]
+    return [_about_chart(draw) if at % 2 else _about_shape(shapes[at // 2], draw) for at in range(count)]
+
+
+def _about_shape(drawing: Drawing, draw: random.Random) -> Question:
+    return Question(drawing.image(_SIDE), *draw.choice((
+        ("Which shape is it?", drawing.shape),
+        ("Which colour is it?", drawing.colour),
+        ("What is in the picture?", f"a {drawing.colour} {drawing.shape} on {drawing.background}"),
+    )))  # fmt: skip
+
+
+def _about_chart(draw: random.Random) -> Question:
+    """A chart of two to five bars; its width grows with their number."""
+    count = draw.randint(2, 5)
+    colours, heights = draw.sample(_ASKED_COLOURS, count), draw.sample(_HEIGHTS, count)
+    image = Image.new("RGB", (_BAR * count, _SIDE), (255, 255, 255))
+    canvas = ImageDraw.Draw(image)
+    for at, (colour, height) in enumerate(zip(colours, heights, strict=True)):
+        canvas.rectangle((_BAR * at + 2, _SIDE - height, _BAR * at + _BAR - 3, _SIDE - 1), fill=COLOURS[colour])
+    return Question(image, *draw.choice((
+        ("How many bars are there?", str(count)),
+        ("Which bar is the highest?", colours[heights.index(max(heights))]),
+        ("Which bars are there?", " ".join(colours)),
+    )))  # fmt: skip
