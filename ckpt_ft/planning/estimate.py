@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
-from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import Bytes, Count, Seconds, read_json
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -78,8 +78,8 @@ class Estimate:
 def estimate(spec: TrainingSpec) -> Estimate:
     """Predict peak memory and time of one training step, without a GPU and without weights.
 
-    If the step does not fit into the spec's budget, or else into the GPU's memory, the estimate has suggestions: changes
-    under which it fits, each traced, with its cost in time.
+    If the step does not fit into the spec's budget, or else into the GPU's memory, the estimate has suggestions:
+    changes under which it fits, each traced, with its cost in time.
 
     Example:
         estimate(TrainingSpec.of("Qwen/Qwen2.5-0.5B", dtype="bfloat16", lora_r=16, device="t4")).peak_reserved

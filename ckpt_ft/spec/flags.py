@@ -83,10 +83,10 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
         given: values by the flags' names; None and "" stand for a flag that is not given.
 
     Raises:
-        UserError: text that its flag does not take, two flags for one field, or launch options that do not go together.
+        UserError: text that a flag does not take, two flags for one field, or launch options that do not go together.
     """
     given = {name: value for name, value in given.items() if value is not None and value != ""}
-    found: dict[str, Any] = {"policy": given["policy"]} if "policy" in given else {}
+    found: dict[str, Any] = {"policy": str(given["policy"])} if "policy" in given else {}
     for own in declared().values():
         found |= _field(own, given)
     for own in declared().values():
@@ -100,20 +100,20 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
     """{the field: its value} where flags set it."""
-    values: dict[Any, str] = {}
+    said: list[tuple[str, Any]] = []
     if own.flag in given:
         value = given[str(own.flag)]
-        read = own.setting.read
-        value = read(value) if read is not None and isinstance(value, str) else value
-        values[value] = option_of(own.setting.typed or str(own.flag))
+        value = str(value) if own.flag_type is str else value
+        value = own.setting.read(value) if own.setting.read else value
+        said.append((option_of(own.setting.typed or str(own.flag)), value))
     for switch in own.setting.switches:
-        weak = switch.weak and any(value != own.default for value in values)
-        if given.get(switch.name) and not weak:
-            values = {value: option for value, option in values.items() if value != own.default}
-            values.setdefault(switch.value, option_of(switch.name))
-    if len(values) > 1:
-        raise UserError(f"{' and '.join(values.values())}: give one of them")
-    return {own.key: value for value in values}
+        others = [one for one in said if one[1] != own.default]
+        if given.get(switch.name) and not (switch.weak and others):
+            same = any(value == switch.value for _, value in others)
+            said = others if same else [*others, (option_of(switch.name), switch.value)]
+    if len(said) > 1:
+        raise UserError(f"{' and '.join(option for option, _ in said)}: give one of them")
+    return {own.key: said[0][1]} if said else {}
 
 
 def _launch_fields(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,10 +248,10 @@ def test_what_quantised_weights_take(config: str) -> None:
         return frozen - 2 * REST, sum(b.nbytes for b in model.buffers()) - rotary
 
     scales = [n // 64 for n in weights]
-    assert held(replace(lora, load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
+    assert held(lora.edit(load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
     nested = sum(n + -(-n // 256) * 4 + 256 * 4 + 4 + 16 * 4 for n in scales)
-    assert held(replace(lora, load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
-    assert held(replace(lora, load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
+    assert held(lora.edit(load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
+    assert held(lora.edit(load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
 
 
 def test_dora_has_a_magnitude_for_every_row(config: str) -> None:
@@ -308,8 +307,8 @@ def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implemen
     assert kernels(PLAIN.edit(rows="padded"), config)[0] == {"efficient"}
     assert kernels(PLAIN.edit(rows="packed"), config)[0] == {"efficient"}
     flash = PLAIN.edit(attn_implementation=implementation)
-    assert kernels(replace(flash, rows="packed"), config)[0] == {"flash"}
-    assert kernels(replace(flash, rows="padded"), config)[0] == {"flash"}
+    assert kernels(flash.edit(rows="packed"), config)[0] == {"flash"}
+    assert kernels(flash.edit(rows="padded"), config)[0] == {"flash"}
     batch = load(PLAIN.edit(rows="packed").edit(model=config), "t4").make_batch(2, None)
     assert batch["position_ids"].tolist() == [[*range(16), *range(16)]] * 2
 
