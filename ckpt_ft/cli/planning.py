@@ -26,7 +26,7 @@ from .params import ONE_LAUNCH, AsJson, takes_spec
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
     from ckpt_ft.training.vision_language.models import DatasetRows
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.sample_sizes import Lengths
 
 Margin = Annotated[
     str, typer.Option("--margin", help="memory kept free beside the CUDA context; default: 2 % of the budget")
@@ -214,9 +214,9 @@ def _make(
     images: DatasetRows | None,
     html: str,
 ) -> Plan:
+    from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.budget_sweep import budget_sweep
-    from ckpt_ft.planning.choice_view import write_budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
 
@@ -242,7 +242,7 @@ def _make(
             if not html:
                 return found
             sweep = budget_sweep(replace(workload, launch=found.best.launch), budget, **given)  # within the pick's
-    write_budget_sweep(sweep, html)
+    plan_page(sweep).write(html)
     return found
 
 

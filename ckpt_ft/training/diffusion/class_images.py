@@ -16,7 +16,7 @@ from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.images.captioned import PriorPreservation, missing_class_images, save_class_image
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .parts import frozen_dtype
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned, load_class_images
-from ckpt_ft.workloads.buckets import sizes_of
+from ckpt_ft.workloads.sample_sizes import sizes_of
 
 from .arguments import LoopArguments
 from .latent_shapes import LatentShapes
