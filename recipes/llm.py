@@ -51,7 +51,7 @@ from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
-from ckpt_ft.workloads.packing import in_one_sequence
+from ckpt_ft.workloads.batches import in_one_sequence
 
 # What runs when no model is named.
 BUILT_IN = {

@@ -27,7 +27,7 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
     from ckpt_ft.training.vision_language.models import DatasetRows
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.sample_sizes import Lengths
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -212,9 +212,9 @@ def _make(
     images: DatasetRows | None,
     html: str,
 ) -> Plan:
+    from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.budget_sweep import budget_sweep
-    from ckpt_ft.planning.choice_view import write_budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
 
@@ -241,7 +241,7 @@ def _make(
             sweep = budget_sweep(
                 replace(workload, launch=found.best.launch), asked.budget, **given
             )  # within the pick's
-    write_budget_sweep(sweep, html)
+    plan_page(sweep).write(html)
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.record.cost import Span
+    from ckpt_ft.memory.cost.schedule import Span
     from ckpt_ft.memory.record.trace import StepTrace
 
 Event = dict[str, Any]

@@ -21,7 +21,7 @@ Sources, by field:
   norms over rows of 2,048 to 4,096 in that set: where their second read comes from memory).
 - sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set whose repeated calls ran
   for longer (0.47 of the datasheet against 0.52 to 0.55 of short ones, 0.29 against 0.32); L40 and L40S as L4.
-- cards of a generation that differ in size alone are in kin.py.
+- cards that differ from one of these in size only are in gpu_variants.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.defaults import DEFAULT_GPU
 from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget
 
-from .kin import KIN, LAPTOP
+from .gpu_variants import GPU_VARIANTS, LAPTOP_NOTE
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ def _gpu(
     return GPU(name, arch, sms, total, outside, bandwidth * 1e9, fp32, tf32, fp16, bf16, fp8, *measured)
 
 
-def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
+def _variant(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
     """A card of the generation of `like`; units as in `_gpu`."""
     share = fp32 * 1e12 / like.fp32
     rates = {rate: getattr(like, rate) * share for rate in ("fp32", "tf32", "fp16", "bf16", "fp8")}
-    note = LAPTOP if name.endswith("-laptop") else ""
+    note = LAPTOP_NOTE if name.endswith("-laptop") else ""
     nbytes, context = round(memory * GIB), round(like.context * (1 + sms / like.sms) / 2)
     own = {"name": name, "sms": sms, "memory": nbytes, "context": context, "bandwidth": bandwidth * 1e9, "note": note}
     return replace(like, **own, **rates, l2=round(like.l2 * sms / like.sms))  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
          note=_AMD),
 )}
 # fmt: on
-GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
+GPUS |= {row[0]: _variant(row[0], GPUS[row[1]], *row[2:]) for row in GPU_VARIANTS}
 
 
 # The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates

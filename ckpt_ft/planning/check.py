@@ -20,9 +20,8 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import task_of
-from ckpt_ft.workloads.known_models import hub_id
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import hub_answers
+from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.workload import Batch, Workload
 
 _CARD = "a100-80gb"  # whose step stands for a CPU's

@@ -20,7 +20,7 @@ from torch import nn
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 from .batch_size import largest_in_room

@@ -17,7 +17,9 @@ from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.cli.how_to_run import command, launch_words
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.planning import budget_sweep, choice_view
+from ckpt_ft.export import plan_page
+from ckpt_ft.export.page import Page
+from ckpt_ft.planning import budget_sweep
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
@@ -31,7 +33,7 @@ from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.text.data import DataArguments
 from ckpt_ft.units import GIB, parse_bytes
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -277,7 +279,7 @@ def test_the_page_of_several_launches_is_of_the_picks(
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     sweep: list[Launch | None] = []
     monkeypatch.setattr(budget_sweep, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
-    monkeypatch.setattr(choice_view, "write_budget_sweep", lambda sweep, path: None)
+    monkeypatch.setattr(plan_page, "plan_page", lambda sweep: Page("", ""))
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
     assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
     assert sweep == [Launch("ddp", 2)]

@@ -31,7 +31,7 @@ from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.pipelines import KINDS, make_tiny_transformer
 from ckpt_ft.units import parse_bytes
-from ckpt_ft.workloads.known_models import find_model
+from ckpt_ft.workloads.model_config import find_model
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

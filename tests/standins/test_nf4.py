@@ -14,8 +14,7 @@ from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins.int8 import to_int8
-from ckpt_ft.standins.nf4 import NF4Linear, prepare_kbit, to_nf4
+from ckpt_ft.standins.quantised_layers import NF4Linear, prepare_kbit, to_int8, to_nf4
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
 

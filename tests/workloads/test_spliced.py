@@ -163,7 +163,7 @@ def spliced(
     trace = workload.trace(2)
     step = workload.step(2)
     every = tracing.trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=workload.device)
-    every = workload.whole(every)
+    every = workload.with_metadata(every)
     assert trace.storages == every.storages
     assert trace.ops == every.ops
     assert rows(trace) == rows(every)

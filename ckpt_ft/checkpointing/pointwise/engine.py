@@ -27,7 +27,16 @@ import torch
 from torch.nn import Parameter
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.tensor_identity import View, is_wrapper, looked_at, version_of, view_of, written_to
+from ckpt_ft.checkpointing.tensor_identity import (
+    View,
+    counter_of,
+    counts_with,
+    is_wrapper,
+    looked_at,
+    version_of,
+    view_of,
+    written_to,
+)
 
 CLAIM = "_ckpt_ft_claim"
 _rebuilding = threading.RLock()  # backward has one thread per device
@@ -105,16 +114,20 @@ class Handed:
 class Claim:
     """Says that a storage holds a cheap call's output and can be rebuilt, as long as nobody writes into it."""
 
-    __slots__ = ("casts", "frame", "index", "version")
+    __slots__ = ("casts", "counter", "frame", "index", "version")
 
     def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
         self.frame, self.index = frame, index
         self.version = output._version  # views and detached aliases count together
+        # parts made by `unsafe_chunk` count apart, from 0: they are told by the counter if a write came before
+        self.counter = counter_of(output) if self.version else None
         self.casts: dict[Any, Frame] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether what `tensor`, an alias of the storage, holds is still the cheap call's output."""
-        return tensor._version == self.version and self.frame.args is not None
+        if tensor._version != self.version or self.frame.args is None:
+            return False
+        return self.counter is None or counts_with(self.counter, tensor)
 
     def discard(self, tensor: torch.Tensor) -> Reader:
         """A handle in place of `tensor`, which the claim covers."""

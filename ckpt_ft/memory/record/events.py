@@ -53,7 +53,7 @@ class Op:
     kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
     stream: str = ""  # that its kernels are issued to
     wire: int = 0  # bytes that this rank sends in a collective
-    shape: tuple[int, ...] = ()  # sizes that its kernel's time depends on: see sizes.py
+    shape: tuple[int, ...] = ()  # sizes that its kernel's time depends on: see cost/kernels.py
     around: str = ""  # Python that the host runs around it: "hooks" of a checkpoint's second run, a dispatch "mode"
 
     def later(self, events: int, module: str | None = None) -> Op:

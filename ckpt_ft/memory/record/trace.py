@@ -24,10 +24,10 @@ from ckpt_ft.export.holders import Holder, group_holders
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.spec.launch import Launch
 
-from .cost import Host, Parts, Span, schedule, step_seconds
 from .events import CATEGORIES, EMPTIED, PHASES, Op, Storage, columns_of
 
 

@@ -38,8 +38,7 @@ from ckpt_ft.training.images.captioned import (
     load_class_images,
 )
 from ckpt_ft.training.images.files import open_image, size_of
-from ckpt_ft.workloads.buckets import Size, nearest, sizes_of
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths, Size, nearest, sizes_of
 
 from .arguments import LoopArguments
 

@@ -13,11 +13,10 @@ from torch.nn import functional
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads, require_weights
-from ckpt_ft.workloads.buckets import Size
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 from ckpt_ft.workloads.model_config import check_sizes
-from ckpt_ft.workloads.pipeline_parts import inpaints
-from ckpt_ft.workloads.text_and_unet import IDS, NAMES, TextAndUNet, encoded_text
+from ckpt_ft.workloads.pipeline_parts import IDS, NAMES, TextAndUNet, encoded_text, inpaints
+from ckpt_ft.workloads.sample_sizes import Size
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import DiffusionModelArguments, PipelineArguments, TransformerArguments
 from .data import FramedImages, MaskedImages

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.workloads.buckets import Size
-from ckpt_ft.workloads.text_and_unet import conditions
+from ckpt_ft.workloads.pipeline_parts import conditions
+from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import Batch, Forward
 
 from .arguments import TransformerArguments
@@ -45,7 +45,7 @@ class NoisyBatches:
         prompt: the empty prompt's encoding, which shows what encodings look like.
         last: the micro-batch that was made last.
         largest: the largest measured micro-batch, for images in buckets.
-        beside: the models that encode in each step, and are therefore on the device.
+        auxiliary_models: the models that encode in each step, and are therefore on the device.
     """
 
     def __init__(self, encoders: FrozenEncoders, add_noise: Any, image_args: ImageArguments) -> None:
@@ -53,7 +53,7 @@ class NoisyBatches:
         self.largest = LargestBatch()
         self.add_noise, self._device = add_noise, encoders.device
         self._encoders = None if image_args.cache_latents else encoders
-        self.beside: tuple[nn.Module, ...] = () if self._encoders is None else tuple(encoders.modules)
+        self.auxiliary_models: tuple[nn.Module, ...] = () if self._encoders is None else tuple(encoders.modules)
         self.prompt, self._empty_share = encoders.encode_prompts([""]), image_args.proportion_empty_prompts
         self._encoded = 0, (0, 0)  # number and size of the images that `last` was encoded from
 

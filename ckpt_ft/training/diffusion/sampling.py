@@ -26,8 +26,8 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.training.images.captioned import PriorPreservation, missing_class_images, save_class_image
 from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import LoopArguments, PipelineArguments
 from .denoiser import TrainedPart, components_of, set_prediction_type

@@ -14,10 +14,9 @@ from ckpt_ft.training.fit import Fitted, fit
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion import unet_batch
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.workloads.diffusion_models import unet_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
+from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
 from .data import Data
 from .objectives import (
@@ -110,7 +109,7 @@ def _workload(
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
         lengths=data.latents.lengths,
-        beside=data.noisy.beside,
+        auxiliary_models=data.noisy.auxiliary_models,
         name=type(without_adapters(model)).__name__,
     )
 

@@ -21,8 +21,8 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"

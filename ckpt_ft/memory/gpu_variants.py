@@ -1,23 +1,23 @@
-"""Cards that are known by their kin: of each what its own datasheet says, else what a card of its generation has.
+"""GPUs that differ from a measured card of their generation in size only: other SMs, memory, bandwidth and clock.
 
-Within a generation the tensor cores' rates are the same multiple of fp32's (NVIDIA's whitepapers of Turing, GA102,
-Ada, Hopper and RTX Blackwell say both), and so are the shares of them that were measured. What a row says:
+Within a generation, the rates of tensor cores are the same multiple of fp32's (NVIDIA's whitepapers of Turing, GA102,
+Ada, Hopper and RTX Blackwell), and so are the measured shares of these rates. The columns:
 
-- SMs, GB/s, fp32 TFLOP/s at boost: the datasheet. A laptop's at the highest boost clock that NVIDIA names for it,
-  which a laptop's power limit may not let it hold.
-- GiB: what CUDA reports, as quoted in public issue trackers; ~ marks those of which no message was found: what the
-  driver leaves of the board of a card of the same size and generation.
+- SMs, GB/s, fp32 TFLOP/s at boost: the datasheet. For a laptop, at the highest boost clock that NVIDIA lists, which
+  the laptop's power limit may not allow for long.
+- GiB: as CUDA reports it, quoted in public issue trackers; ~ marks cards without such a message, which have the value
+  of a card of the same size and generation.
 
-Of the CUDA context one half is taken to grow with the SMs (the local memory of their resident threads): an assumption.
+Half of the CUDA context is assumed to grow with the SMs (the local memory of their resident threads).
 """
 
 from __future__ import annotations
 
-LAPTOP = "a laptop's rates are those of its highest boost clock, which its power limit may not let it hold"
+LAPTOP_NOTE = "a laptop's rates are those of its highest boost clock, which its power limit may not let it hold"
 
 # fmt: off
-KIN: tuple[tuple[str, str, int, float, float, float], ...] = (
-    # name                kin                  SMs  GiB     GB/s    fp32
+GPU_VARIANTS: tuple[tuple[str, str, int, float, float, float], ...] = (
+    # name                like                 SMs  GiB     GB/s    fp32
     ("rtx-2060",          "rtx-2080-ti",       30,  5.79,   336,    6.5),
     ("rtx-2060-super",    "rtx-2080-ti",       34,  7.79,   448,    7.2),
     ("rtx-2070",          "rtx-2080-ti",       36,  7.79,   448,    7.5),

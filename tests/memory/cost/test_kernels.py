@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ckpt_ft.memory.cost import kernels, op_work
+from ckpt_ft.memory.cost.kernels import (
+    CAST,
+    CHANNELS_FIRST,
+    INDEXED,
+    KERNEL_GAP,
+    KERNEL_RAMP,
+    STRIDED,
+    UNEVEN,
+    WINDOW,
+    WINOGRAD,
+    matmul_seconds,
+    winograd_seconds,
+)
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record import kernels, opinfo
 from ckpt_ft.memory.record.events import Op
-from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
-from ckpt_ft.memory.record.matmuls import matmul_seconds, winograd_seconds
-from ckpt_ft.memory.record.sizes import CAST, CHANNELS_FIRST, INDEXED, STRIDED, UNEVEN, WINDOW, WINOGRAD
 
 aten = torch.ops.aten
 # 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.
@@ -79,7 +89,7 @@ def test_elements_taken_one_by_one(how, cycles):
 
 def test_which_elements_are_taken_one_by_one():
     x, row = meta(64, 32), meta(32)
-    shape = lambda func, args, out: opinfo.measure(func, args, {}, out).shape  # noqa: E731
+    shape = lambda func, args, out: op_work.measure(func, args, {}, out).shape  # noqa: E731
     assert shape(aten.mul.Tensor, (x, x), x) == ()
     assert shape(aten.mul.Tensor, (x, 2.0), x) == ()
     assert shape(aten.mul.Tensor, (x, row), x) == (2048, STRIDED)
@@ -93,14 +103,14 @@ def test_which_elements_are_taken_one_by_one():
 def test_bytes_are_those_that_lie_in_memory():
     x = meta(64, 32)
     spread = torch.empty(1, 32, device="meta").expand(64, 32)
-    assert opinfo.measure(aten.add.Tensor, (x, spread), {}, x).nbytes == (2 * 64 * 32 + 32) * 4
+    assert op_work.measure(aten.add.Tensor, (x, spread), {}, x).nbytes == (2 * 64 * 32 + 32) * 4
     lists = ([x, x], [x, x])
     assert (
-        opinfo.measure(aten._foreach_add_.List, lists, {}, None).nbytes == 3 * 2 * x.nbytes
+        op_work.measure(aten._foreach_add_.List, lists, {}, None).nbytes == 3 * 2 * x.nbytes
     )  # in place: it returns nothing
-    assert opinfo.measure(aten._foreach_add.List, lists, {}, [x, x]).nbytes == 3 * 2 * x.nbytes
+    assert op_work.measure(aten._foreach_add.List, lists, {}, [x, x]).nbytes == 3 * 2 * x.nbytes
     labels = meta(64, dtype=torch.long)
-    loss = opinfo.measure(aten.nll_loss_forward.default, (x, labels, None, 1, -100), {}, (meta(), meta()))
+    loss = op_work.measure(aten.nll_loss_forward.default, (x, labels, None, 1, -100), {}, (meta(), meta()))
     assert (loss.nbytes, loss.shape) == (2 * 2 * 4, (64,))  # one logit of a row, not all
 
 
@@ -162,11 +172,11 @@ def test_rows_that_start_anywhere_are_slower():
     even, uneven = ((1, 8192, 8192, 8192, flag) for flag in (0, UNEVEN))
     ratio = matmul_seconds(uneven, 100e12, True, ROUND) / matmul_seconds(even, 100e12, True, ROUND)
     assert ratio == pytest.approx(1 / 0.6, rel=1e-2)
-    odd = opinfo.measure(
+    odd = op_work.measure(
         aten.mm.default, (meta(64, 32, dtype=torch.half), meta(32, 50257, dtype=torch.half)), {}, None
     )
     assert odd.shape == (1, 64, 50257, 32, UNEVEN)
-    t = opinfo.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
+    t = op_work.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
     assert t.shape == (1, 64, 50257, 32, 0)  # along memory its rows are 128 bytes
 
 
@@ -175,8 +185,8 @@ def test_what_may_be_rounded_to_tf32_says_so():
     convolve = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
     def dtypes():
-        mm = opinfo.measure(aten.mm.default, (a, a), {}, a)
-        return mm.dtype, opinfo.measure(aten.convolution.default, convolve, {}, meta(1, 4, 8, 8)).dtype
+        mm = op_work.measure(aten.mm.default, (a, a), {}, a)
+        return mm.dtype, op_work.measure(aten.convolution.default, convolve, {}, meta(1, 4, 8, 8)).dtype
 
     assert dtypes() == ("float32", "tf32")  # torch's defaults
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -191,23 +201,23 @@ def test_what_may_be_rounded_to_tf32_says_so():
 
 def test_complex_numbers_multiply_four_times():
     a, b = meta(64, 32, dtype=torch.complex64), meta(32, 16, dtype=torch.complex64)
-    assert opinfo.measure(aten.mm.default, (a, b), {}, meta(64, 16)).flops == 4 * 2 * 64 * 32 * 16
+    assert op_work.measure(aten.mm.default, (a, b), {}, meta(64, 16)).flops == 4 * 2 * 64 * 32 * 16
 
 
 def test_small_windows_are_convolved_by_winograd_in_fp32():
     args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    work = opinfo.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
+    work = op_work.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
     assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD + CHANNELS_FIRST)
     direct = matmul_seconds(work.shape, 10e12, False, ROUND)
     assert 1.5 < direct / winograd_seconds(work.shape, 10e12, ROUND) < 4
     strided = (*args[:3], [2, 2], *args[4:])
-    assert opinfo.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == CHANNELS_FIRST
+    assert op_work.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == CHANNELS_FIRST
 
 
 def test_what_tensor_cores_cannot_read_as_it_lies_is_transposed():
     """Once read and written; not for a window of one pixel, nor for channels that lie beside each other."""
     weight, result = meta(256, 256, 3, 3), meta(32, 256, 14, 14)
-    flag = lambda given, weight: opinfo.measure(  # noqa: E731
+    flag = lambda given, weight: op_work.measure(  # noqa: E731
         aten.convolution.default, (given, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, result
     ).shape[4]
     assert flag(result, weight) & CHANNELS_FIRST
@@ -236,13 +246,13 @@ def test_depthwise_convolutions_are_no_matmuls(dtype, window, last, times):
     given = pixels.to(memory_format=torch.channels_last) if last else pixels
     weight, under = meta(64, 1, window, window, dtype=dtype), 8 * 64 * 28 * 28 * window**2
     how = ([1, 1], [pad, pad], [1, 1], False, [0, 0], 64)
-    work = opinfo.measure(aten.convolution.default, (given, weight, None, *how), {}, pixels)
+    work = op_work.measure(aten.convolution.default, (given, weight, None, *how), {}, pixels)
     assert (work.shape, work.flops) == ((under, WINDOW), 2 * under)
     seconds = busy("aten.convolution.default", work.flops, 0, shape=work.shape)
     assert seconds == pytest.approx(under * 0.2 / (100 * ROUND.clock))
     masked = [True, True, False]
     args = (pixels, given, weight, None, *how, masked)
-    backward = opinfo.measure(aten.convolution_backward.default, args, {}, (given, weight, None))
+    backward = op_work.measure(aten.convolution_backward.default, args, {}, (given, weight, None))
     assert backward.shape == (times * under, WINDOW)
 
 
@@ -287,13 +297,13 @@ def test_attention_goes_over_whole_blocks():
 
 def test_transforms_pass_over_the_data():
     given, real = meta(64, 256, 8192, dtype=torch.complex64), meta(64, 256)
-    halves = lambda func, *args: opinfo.measure(func, args, {}, given).shape  # noqa: E731
+    halves = lambda func, *args: op_work.measure(func, args, {}, given).shape  # noqa: E731
     assert halves(aten._fft_c2c.default, given, [1], 0, True) == (2,)
     assert halves(aten._fft_c2c.default, given, [1, 2], 2, False) == (2 * 4,)  # a long dimension, and it is scaled
     assert halves(aten._fft_c2c.default, given.transpose(0, 1), [1], 0, True) == (2 * 2,)  # copied first
     assert halves(aten._fft_r2c.default, real, [1], 0, True) == (2,)
     assert halves(aten._fft_r2c.default, real, [1], 0, False) == (3,)  # the half that is conjugate
-    work = opinfo.measure(aten._fft_c2c.default, (given, [1, 2], 2, False), {}, given)
+    work = op_work.measure(aten._fft_c2c.default, (given, [1, 2], 2, False), {}, given)
     found = busy("aten._fft_c2c.default", 0, work.nbytes, work.dtype, shape=work.shape)
     assert found == pytest.approx(4 * 2 * given.nbytes / 1e12)
 
@@ -302,28 +312,28 @@ def test_an_embeddings_gradients_are_sorted_by_row():
     """16,384 tokens that are drawn evenly from as many rows meet 63 % of them; few tokens are not sorted."""
     rows, tokens = 16384, meta(16384, dtype=torch.long)
     backward = aten.embedding_dense_backward.default
-    work = opinfo.measure(backward, (meta(16384, 4096), tokens, rows, -1, False), {}, meta(rows, 4096))
+    work = op_work.measure(backward, (meta(16384, 4096), tokens, rows, -1, False), {}, meta(rows, 4096))
     met = rows * (1 - math.exp(-1))
     assert work.shape == (round(4096 * (16384 / 2 + 2 * met)), INDEXED)
     assert (work.kernels, work.nbytes) == (34, rows * 4096 * 4)
-    few = opinfo.measure(backward, (meta(2048, 64), tokens[:2048], rows, -1, False), {}, meta(rows, 64))
+    few = op_work.measure(backward, (meta(2048, 64), tokens[:2048], rows, -1, False), {}, meta(rows, 64))
     assert (few.kernels, few.shape) == (2, (2048 * 64, INDEXED))
 
 
 def test_a_sort_passes_over_its_keys():
     """Eight bits of them at once; a thread block sorts 4,096 by itself."""
     long, short = meta(2**20, dtype=torch.long), meta(8, 4096)
-    work = opinfo.measure(aten.sort.default, (long,), {}, (long, long))
+    work = op_work.measure(aten.sort.default, (long,), {}, (long, long))
     assert (work.shape, work.kernels) == ((3 * 8,), 10)
     found = busy("aten.sort.default", 0, work.nbytes, "int64", work.kernels, work.shape)
     assert found == pytest.approx(12 * 3 * long.nbytes / 1e12)
-    work = opinfo.measure(aten.sort.stable, (short,), {"stable": True}, (short, short))
+    work = op_work.measure(aten.sort.stable, (short,), {"stable": True}, (short, short))
     assert (work.shape, work.kernels) == ((), 1)
 
 
 def test_a_block_diagonal_matrix_is_made_block_by_block():
     blocks = [meta(4, 4)] * 768
-    work = opinfo.measure(aten.block_diag.default, (blocks,), {}, meta(3072, 3072))
+    work = op_work.measure(aten.block_diag.default, (blocks,), {}, meta(3072, 3072))
     assert (work.kernels, work.nbytes) == (769, (3072 * 3072 + 768 * 16) * 4)
 
 
@@ -332,8 +342,8 @@ def test_sparse_values_are_added_to_a_copy_in_fp32():
     dense, values = meta(64, 32, dtype=torch.bfloat16), meta(5)
     places = meta(2, 5, dtype=torch.long)
     sparse = torch.sparse_coo_tensor(places, values, (64, 32), device="meta", check_invariants=False)
-    assert opinfo.measure(aten.add_.Tensor, (dense, sparse), {}, dense).nbytes == 20 * 64 * 32
-    assert opinfo.measure(aten.add_.Tensor, (dense, dense), {}, dense).nbytes == 6 * 64 * 32
+    assert op_work.measure(aten.add_.Tensor, (dense, sparse), {}, dense).nbytes == 20 * 64 * 32
+    assert op_work.measure(aten.add_.Tensor, (dense, dense), {}, dense).nbytes == 6 * 64 * 32
 
 
 def test_the_loss_over_labels_is_one_block():

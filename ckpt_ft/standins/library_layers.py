@@ -1,6 +1,7 @@
-"""What libraries do to a model that is about to be traced, and a trace would not see.
+"""Layers of other libraries in a live model that a trace cannot run as they are.
 
-bitsandbytes' kernels take no fake tensors; PEFT's FRoD moves weights to the host by itself.
+bitsandbytes' kernels take no fake tensors, so its layers are swapped for stand-ins. PEFT's FRoD moves weights to the
+host during a step, which a trace does not see.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .int8 import Int8Linear
-from .nf4 import BLOCK, NF4Linear
+from .quantised_layers import BLOCK, Int8Linear, NF4Linear
 
 
 @contextmanager
-def stood_in(model: nn.Module) -> Iterator[None]:
-    """Stand-ins of the same layout in place of the 4- and 8-bit layers of `model`, whose policy stays as it is."""
+def swap_library_layers(model: nn.Module) -> Iterator[None]:
+    """Swap the 4- and 8-bit layers of `model` for stand-ins of the same layout; put them back on exit."""
     made: dict[nn.Module, nn.Module | None] = {}
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     bitsandbytes = sys.modules.get("bitsandbytes")
@@ -41,7 +41,7 @@ def stood_in(model: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
-    """One for a layer whose weight is quantised, in whole; None for every other."""
+    """The stand-in for a layer with a quantised weight; None for any other layer."""
     made: NF4Linear | Int8Linear
     with torch.device("meta"):
         if isinstance(layer, bitsandbytes.nn.Linear4bit) and isinstance(layer.weight, bitsandbytes.nn.Params4bit):
@@ -50,7 +50,7 @@ def _stand_in(layer: nn.Module, bitsandbytes: Any) -> nn.Module | None:
                 return None
             compute = layer.compute_dtype or state.dtype
             made = NF4Linear(_linear(layer, state.dtype), compute, bool(state.nested), layer.weight.dtype)
-            made.clones = False  # PEFT's own layer for it does
+            made.clones = False  # PEFT's layer around it clones the output itself
         elif isinstance(layer, bitsandbytes.nn.Linear8bitLt) and layer.weight.dtype is torch.int8:
             made = Int8Linear(_linear(layer))
         else:
@@ -64,7 +64,7 @@ def _linear(layer: nn.Linear, dtype: torch.dtype | None = None) -> nn.Linear:
 
 
 def left_on_host(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Weights that are there in a step on a GPU: those of FRoD's layers, where it is asked to and does not drop out.
+    """The base weights that FRoD keeps on the host during a step on a GPU: if it is asked to, and has no dropout.
 
     [peft/tuners/frod/layer.py, runtime_offload_base_weight]
     """

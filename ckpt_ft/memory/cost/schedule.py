@@ -1,10 +1,10 @@
-"""Seconds of a step on a GPU: one model of the host that issues, the device that computes and the engines that move.
+"""Seconds of a step on a GPU: the schedule of the host that issues ops, the device, collectives and copies.
 
-The host issues one operator after another; the device starts a kernel when the host has issued it and the one before
-has ended, so that a step of many small kernels takes the host's time. Collectives and copies between host and device
-run beside the computation, which waits for them where it needs what they bring. What a kernel takes is in kernels.py.
+The host issues one op after another. The device starts a kernel when the host has issued it and the kernel before it
+has ended, so a step of many small kernels takes the host's time. Collectives and copies between host and device run
+beside the computation, which waits for them when it needs their result. kernels.py has the seconds of a kernel.
 
-What it leaves out: the allocator's stalls, and Python beyond that of operators and checkpoints (data, logging).
+Not modelled: stalls of the allocator, and Python outside of ops and checkpoints (data, logging).
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU
 
-from .events import Op
 from .kernels import device_seconds
 
 if TYPE_CHECKING:
+    from ckpt_ft.memory.record.events import Op
     from ckpt_ft.spec.launch import Launch
 
-COPIES = "copies"  # what the copy engine's clock is called
-# Ops that hand a value to Python, or make a result whose size is a value: the host waits for the device.
+COPIES = "copies"  # the name of the copy engine's stream
+# Ops that give Python a value, or whose result has a size that depends on values: the host waits for the device.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
-READ_BACK = 10e-6  # seconds from a kernel's end until the host has its result and has issued again
-# Python around an op (benchmarks/results/host_overhead.json, less the plain step's and the ops run twice: 8 to 11 and
-# 16 to 20 µs on three models): saved-tensor hooks and a checkpoint's own; a dispatch mode, SAC's.
+READ_BACK = 10e-6  # seconds from the end of a kernel until the host has its result and issues again
+# Seconds of Python around an op: saved-tensor hooks and a checkpoint's own, or the dispatch mode of SAC
+# (benchmarks/results/host_overhead.json, minus the plain step and the ops that run twice: 8 to 11 and 16 to 20 µs on
+# three models).
 _AROUND = {"": 0.0, "hooks": 10e-6, "mode": 17e-6}
-# Python around one call, beyond an op's: bitsandbytes' dequantisation (its dequantize_4bit takes 46 µs for an 8 x 8
-# block on a CPU, Linear4bit and its autograd function 30 more; bitsandbytes 0.50.2, the machine of `Host`); FSDP2's
-# hooks around what it gathers and reduces (32 blocks of width 32 with and without `fully_shard`, less the ops that it
+# Further seconds of Python around one call: bitsandbytes' dequantisation (dequantize_4bit takes 46 µs for an 8 x 8
+# block on a CPU, Linear4bit and its autograd function 30 µs; bitsandbytes 0.50.2, the machine of `Host`), and FSDP2's
+# hooks around what it gathers and reduces (32 blocks of width 32 with and without `fully_shard`, minus the ops that it
 # runs: benchmarks/host_overhead.py --fsdp2).
 _SLOW_CALLS = {
     "ckpt_ft.dequantize_nf4.default": 70e-6,
@@ -46,11 +47,11 @@ _SLOW_CALLS = {
 class Host:
     """Seconds that the host needs to issue work.
 
-    per_op: dispatch, autograd and its share of a model's Python, for every op, views included. Measured with a small
-        Llama (12 layers, width 32, on CPU with one thread; forward, backward, AdamW; torch 2.13, a Xeon server).
-    per_launch: cudaLaunchKernel, for every kernel: launched one after another, kernels of 2.9 µs come every 3.8 µs
+    per_op: dispatch, autograd and the op's share of a model's Python, for every op, views included. Measured with a
+        small Llama (12 layers, width 32, on CPU with one thread; forward, backward, AdamW; torch 2.13, a Xeon server).
+    per_launch: cudaLaunchKernel, for every kernel: in a row, kernels of 2.9 µs start every 3.8 µs
         (developer.nvidia.com/blog/cuda-graphs).
-    slower: how many times slower than that the host at hand is.
+    slower: how many times slower this host is than the measured one.
     """
 
     per_op: float = 5e-6
@@ -59,10 +60,10 @@ class Host:
 
     @classmethod
     def beside(cls, gpu: GPU) -> Host:
-        """The host that clouds put beside this card: of its years, by its compute capability.
+        """The host that clouds combine with this card, by its compute capability.
 
-        An assumption: Skylake and Cascade Lake at 2 to 2.5 GHz beside V100 and T4, Rome and Ice Lake beside A100 and
-        A10, whose single threads are that much slower than the one that was measured.
+        This is an assumption: Skylake and Cascade Lake at 2 to 2.5 GHz with V100 and T4, Rome and Ice Lake with A100
+        and A10, whose single threads are slower than the measured one by this factor.
         """
         return cls(slower={6: 1.7, 7: 1.7, 8: 1.3 if gpu.arch < (8, 9) else 1.0}.get(gpu.arch[0], 1.0))
 
@@ -74,11 +75,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a step's seconds go.
+    """The seconds of a step by what the device does.
 
-    compute: its kernels run. host, network, copies: the device waits for the host to issue, for a collective, for
-        copies between host and device; these four add up to `total`.
-    issuing, communicating, copying: how long the host issues, collectives run and copies run, beside the rest or not.
+    compute: kernels run. host, network, copies: the device waits for the host to issue ops, for a collective, or for
+        copies between host and device. These four add up to `total`.
+    issuing, communicating, copying: how long the host issues, collectives run and copies run in total, overlapped with
+        computation or not.
     """
 
     compute: float = 0.0
@@ -96,7 +98,7 @@ class Parts:
 
     @property
     def bound(self) -> str:
-        """What the step could not be faster than: "compute", "host", "network" or "copies"."""
+        """The part that limits the step: "compute", "host", "network" or "copies"."""
         busy = {
             "compute": self.compute,
             "host": self.issuing,
@@ -107,7 +109,7 @@ class Parts:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What `total` consists of, by a name that people read; without what is nothing."""
+        """The parts of `total` above a microsecond, by names for people."""
         named = {
             "computing": self.compute,
             "waiting for the host": self.host,
@@ -124,8 +126,11 @@ class Parts:
 
 
 class Span(NamedTuple):
-    """When an op runs, in seconds from the step's begin: the host is done issuing it at `issued`, the device works on
-    it from `start` to `end`, on the stream "copies" where a copy engine does; `start` is `end` without a kernel."""
+    """When an op runs, in seconds from the step's begin.
+
+    The host has issued it at `issued`; the device works on it from `start` to `end`, which are equal without a kernel.
+    `stream` is "copies" for work of the copy engine.
+    """
 
     op: Op
     issued: float
@@ -135,7 +140,7 @@ class Span(NamedTuple):
 
 
 def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Parts:
-    """Seconds from the first op's dispatch to the last kernel's end on `gpu`, by what they go to."""
+    """Seconds from the first op's dispatch to the end of the last kernel on `gpu`, by part."""
     host = host or Host.beside(gpu)
     compute = for_host = for_network = issuing = communicating = copying = issued = clock = last = 0.0
     for op, issued, start, end, stream in schedule(ops, gpu, host, launch):
@@ -162,10 +167,9 @@ def step_seconds(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: 
 def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Launch | None = None) -> Iterator[Span]:
     """When each op of a step runs, in the order in which they are issued.
 
-    Each stream has a clock; an event that is recorded in one holds up the stream that waits for it. Collectives of one
-    process group follow one another, whichever stream they are issued to, and take SMs and memory's bandwidth from the
-    kernels beside them.
-    The copy engine's clock waits for nobody: it says what the copies need at least.
+    Each stream has a clock. A stream that waits for an event continues when the stream that recorded it gets there.
+    Collectives of one process group run one after another, on whatever stream they are issued, and take SMs and memory
+    bandwidth from the kernels beside them. The copy engine's clock waits for nothing, so its time is a lower bound.
     """
     host = host or Host.beside(gpu)
     issued = copying = network = 0.0
@@ -175,7 +179,7 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
     slower, left = network_share(gpu), memory_left(launch, gpu) if launch is not None else 1.0
     for op in ops:
         if op.name.startswith("prim."):
-            continue  # a question to a fake tensor, not work
+            continue  # a query of a fake tensor, not work
         if op.name == "event.record":
             events[op.module] = free[op.stream]
             continue
@@ -213,7 +217,7 @@ def _is_read_back(name: str) -> bool:
 
 
 def _overlap(busy: deque[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds between `start` and `end` in which collectives run; those that ended before `start` are dropped."""
+    """Seconds between `start` and `end` in which collectives run; removes those that ended before `start`."""
     while busy and busy[0][1] <= start:
         busy.popleft()
     return sum(max(0.0, min(end, to) - max(start, begin)) for begin, to in busy if begin < end)

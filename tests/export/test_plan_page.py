@@ -10,8 +10,8 @@ import pytest
 import small_models
 from frames import settled
 
+from ckpt_ft.export.plan_page import choice_view, plan_page
 from ckpt_ft.planning.budget_sweep import BudgetSweep, budget_sweep
-from ckpt_ft.planning.choice_view import choice_view, write_budget_sweep
 from ckpt_ft.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def sweep() -> BudgetSweep:
 
 @pytest.fixture
 def page(sweep: BudgetSweep, show: Show, tmp_path: Path) -> Page:
-    return show(write_budget_sweep(sweep, tmp_path / "plan.html"))
+    return show(plan_page(sweep).write(tmp_path / "plan.html"))
 
 
 def shown(page: Page) -> list[str]:

@@ -10,14 +10,14 @@ from torch.utils.flop_counter import flop_registry
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
+from ckpt_ft.memory.cost import op_work, schedule
+from ckpt_ft.memory.cost.kernels import KERNEL_GAP, KERNEL_RAMP
 from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record import cost, opinfo
 from ckpt_ft.memory.record.events import Op
-from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
 from ckpt_ft.spec.launch import Launch
 
-NO_HOST = cost.Host(per_op=0.0, per_launch=0.0)
+NO_HOST = schedule.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")
 # 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached.
 ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
@@ -35,16 +35,16 @@ def test_attention_counts_every_head_of_the_query():
     query, grad = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6, 16)
     for heads in (4, 2):
         key, value = torch.empty(2, heads, 10, 8), torch.empty(2, heads, 10, 16)
-        assert opinfo.attention_flops(query, key, value) == 2 * 2 * 4 * 6 * 10 * (8 + 16)
-        assert opinfo.attention_backward_flops(grad, query, key, value) == 2 * 2 * 4 * 6 * 10 * (3 * 8 + 2 * 16)
+        assert op_work.attention_flops(query, key, value) == 2 * 2 * 4 * 6 * 10 * (8 + 16)
+        assert op_work.attention_backward_flops(grad, query, key, value) == 2 * 2 * 4 * 6 * 10 * (3 * 8 + 2 * 16)
     key, value = torch.empty(2, 4, 10, 8), torch.empty(2, 4, 10, 8)
     for kernel in ("flash", "efficient", "cudnn"):
         packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
         backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
-        assert opinfo.describe(packet.default)[3] is opinfo.attention_flops
-        assert opinfo.attention_flops(query, key, value) == flop_registry[packet](query, key, value)
-        assert opinfo.describe(backward.default)[3] is opinfo.attention_backward_flops
-        assert opinfo.attention_backward_flops(query, query, key, value) == flop_registry[backward](
+        assert op_work.describe(packet.default)[3] is op_work.attention_flops
+        assert op_work.attention_flops(query, key, value) == flop_registry[packet](query, key, value)
+        assert op_work.describe(backward.default)[3] is op_work.attention_backward_flops
+        assert op_work.attention_backward_flops(query, query, key, value) == flop_registry[backward](
             query, query, key, value
         )
 
@@ -59,7 +59,7 @@ def test_a_convolutions_backward_counts_both_halves(transposed, groups):
     )
     forward = flop_registry[torch.ops.aten.convolution](given, weight, None, *how, out_val=out)
     for mask in ([True, True, False], [False, True, True]):
-        found = opinfo.convolution_backward_flops(out, given, weight, None, *how, mask)
+        found = op_work.convolution_backward_flops(out, given, weight, None, *how, mask)
         assert found == sum(mask[:2]) * forward
         results = tuple(t if wanted else None for t, wanted in zip((given, weight, weight), mask, strict=True))
         theirs = flop_registry[torch.ops.aten.convolution_backward]
@@ -68,12 +68,12 @@ def test_a_convolutions_backward_counts_both_halves(transposed, groups):
 
 
 def seconds(ops, gpu=ROUND, host=NO_HOST, launch=None):
-    return cost.step_seconds(ops, gpu, host, launch)
+    return schedule.step_seconds(ops, gpu, host, launch)
 
 
 def test_a_step_of_small_kernels_takes_the_hosts_time():
     ops = [op("aten.add.Tensor", nbytes=100) for _ in range(1000)]
-    host = cost.Host(per_op=10e-6, per_launch=5e-6)
+    host = schedule.Host(per_op=10e-6, per_launch=5e-6)
     parts = seconds(ops, host=host)
     assert parts.total == pytest.approx(1000 * 15e-6 + BETWEEN)
     assert (parts.issuing, parts.compute) == pytest.approx((1000 * 15e-6, 1000 * BETWEEN), rel=1e-4)
@@ -84,7 +84,7 @@ def test_a_step_of_small_kernels_takes_the_hosts_time():
 def test_host_and_device_overlap():
     slow = op("aten.add.Tensor", nbytes=10**9)  # 1 ms on the device
     views = [op("aten.view.default", kernels=0)] * 50
-    host = cost.Host(per_op=10e-6, per_launch=0.0)
+    host = schedule.Host(per_op=10e-6, per_launch=0.0)
     # The views are issued while the device works; the second kernel need not wait for the host.
     together = seconds([slow, *views, slow], host=host)
     assert together.total == pytest.approx(10e-6 + 2 * (1e-3 + BETWEEN))
@@ -93,26 +93,26 @@ def test_host_and_device_overlap():
 
 
 def test_questions_to_fake_tensors_cost_nothing():
-    assert cost.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100).total == 0.0
+    assert schedule.step_seconds([op("prim.device.default", kernels=0)] * 1000, A100).total == 0.0
 
 
 def test_reading_a_value_back_empties_the_queue():
-    slow, issue = op("aten.add.Tensor", nbytes=10**9), cost.Host(per_op=10e-6, per_launch=0.0)
+    slow, issue = op("aten.add.Tensor", nbytes=10**9), schedule.Host(per_op=10e-6, per_launch=0.0)
     ahead = seconds([slow] * 3, host=issue)
     waited = seconds([slow, op("aten._local_scalar_dense.default", nbytes=8), slow, slow], host=issue)
     # The second kernel is issued only once the first one's result is there.
-    assert waited.total - ahead.total == pytest.approx(BETWEEN + cost.READ_BACK + 10e-6, rel=1e-3)
+    assert waited.total - ahead.total == pytest.approx(BETWEEN + schedule.READ_BACK + 10e-6, rel=1e-3)
 
 
 def test_python_around_ops_is_the_hosts():
-    host = cost.Host()
+    host = schedule.Host()
     plain, hooks, mode = (host.issue(op(around=around)) for around in ("", "hooks", "mode"))
     assert (hooks - plain, mode - plain) == pytest.approx((10e-6, 17e-6))
-    assert cost.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
+    assert schedule.Host(slower=2.0).issue(op(around="mode")) == 2 * mode
     assert host.issue(op("ckpt_ft.dequantize_nf4.default")) - plain == pytest.approx(70e-6)
     assert host.issue(op("fsdp.all_gather_copy_in.default")) - plain == pytest.approx(550e-6)
-    assert cost.Host.beside(find_gpu("t4")).slower == 1.7
-    assert cost.Host.beside(find_gpu("h100")).slower == 1.0
+    assert schedule.Host.beside(find_gpu("t4")).slower == 1.7
+    assert schedule.Host.beside(find_gpu("h100")).slower == 1.0
 
 
 def test_a_collective_slows_what_runs_beside_it():
@@ -165,13 +165,14 @@ def test_copies_to_the_host_bound_the_step():
 def test_a_tensor_that_is_given_other_data_takes_no_kernel():
     tensor = torch.empty(4, 8)
     ask = torch.ops.aten._has_compatible_shallow_copy_type.default
-    assert opinfo.measure(ask, (tensor, torch.empty(0)), {}, True) == opinfo.Work()
+    assert op_work.measure(ask, (tensor, torch.empty(0)), {}, True) == op_work.Work()
 
 
 def test_twice_the_gpu_is_never_slower():
     double = {rate: 2 * getattr(A100, rate) for rate in ("bandwidth", "fp32", "tf32", "fp16", "bf16")}
     ops = [op(flops=2 * n**3, nbytes=6 * n**2) for n in range(64, 4096, 64)]
-    fast, slow = (cost.step_seconds(ops, gpu, NO_HOST).total for gpu in (dataclasses.replace(A100, **double), A100))
+    faster = dataclasses.replace(A100, **double)
+    fast, slow = (schedule.step_seconds(ops, gpu, NO_HOST).total for gpu in (faster, A100))
     assert slow / 2 < fast < slow
 
 
@@ -232,7 +233,7 @@ def test_a_step_waits_where_it_synchronises():
         model = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
     ahead, waiting = (trace_step(model, step(waits), device="a100-80gb") for waits in (False, True))
     assert [op.name for op in waiting.ops].count("event.await") == 16
-    assert waiting.seconds > ahead.seconds + 7 * cost.READ_BACK
+    assert waiting.seconds > ahead.seconds + 7 * schedule.READ_BACK
     assert waiting.seconds_parts.compute == pytest.approx(ahead.seconds_parts.compute)
     assert waiting.peak_reserved == ahead.peak_reserved
 
