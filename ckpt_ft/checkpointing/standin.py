@@ -13,6 +13,8 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
+from .verify import Schedule, Verification
+
 _FORWARDS = "_ckpt_ft_forwards"  # the attribute of a module that lists the stand-ins of its `ForwardOfModule`s
 
 
@@ -24,6 +26,8 @@ class StandIn:
     """
 
     acts = True
+    name = ""  # qualified name of the module in the model, set by `apply_policy`
+    verification: Verification = Verification(Schedule(0, 0, False), "")  # of the policy that this is part of
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
