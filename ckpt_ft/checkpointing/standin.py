@@ -11,6 +11,8 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
+from .verify import NEVER, Verification
+
 
 class StandIn:
     """Stands in for `module.forward` as an instance attribute: no wrapper, so state-dict keys stay as they are.
@@ -20,6 +22,8 @@ class StandIn:
     """
 
     acts = True
+    name = ""  # qualified name of the module in the model, set by `apply_policy`
+    verification: Verification = NEVER  # of the policy that this is part of, set by `apply_policy`
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
