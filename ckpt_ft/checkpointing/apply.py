@@ -109,12 +109,9 @@ def _install(applied: AppliedPolicy) -> None:
     if applied.one_device is not None:
         applied.guard = Guard(model, policy, refuses=policy.checkpoints or policy.discards)  # last, and so outermost
         names = {module: name for name, module in model.named_modules()}
-        for stand_in in (
-            *applied.installed,
-            *(s for engine in applied.engines for s in engine.stand_ins),
-            applied.guard,
-        ):
-            stand_in.name, stand_in.verification = names[stand_in.module], applied.verification
+        engines = [stand_in for engine in applied.engines for stand_in in engine.stand_ins]
+        for stand_in in (*applied.installed, *engines, applied.guard):
+            stand_in.name, stand_in.verification = names.get(stand_in.module, ""), applied.verification
     if policy.budget is not None:
         if policy.budget < 1 and rng.has_dropout(model):
             raise UserError(

@@ -99,10 +99,11 @@ class Schedule:
 class Recorder:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
-    __slots__ = ("differing", "hashes", "kind", "layouts", "name", "notes", "operators", "verification")
+    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
+        self.index = verification.recorders = verification.recorders + 1  # in the order of forward
         self.layouts: list[Layout] = []
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
@@ -219,7 +220,7 @@ class Verification:
 
     def __init__(self, schedule: Schedule, policy: str) -> None:
         self.schedule, self.policy = schedule, policy
-        self.steps = 0  # of the whole model
+        self.steps = self.recorders = 0  # so far
         self.active = False  # whether a verified forward of the whole model is running
         self.inside = False  # whether any forward of the whole model is running
         self._order: list[Recorder] = []  # of those compared in the backward that runs
@@ -293,8 +294,9 @@ class Verification:
             raise self.error(list(wrong.items()), "values")
 
     def error(self, wrong: list[tuple[Recorder, list[int]]], differs: str) -> VerificationError:
-        """The error for recorders with the slots in them that differ; backward meets the last region first."""
-        recorder, slots = wrong[-1]
+        """The error for recorders with the slots in them that differ; it shows the first in the order of forward."""
+        wrong = sorted(wrong, key=lambda found: found[0].index)
+        recorder, slots = wrong[0]
         slot = min(slots)
         layout, operator = recorder.layouts[slot], recorder.operators[slot]
         what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
@@ -306,7 +308,7 @@ class Verification:
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(wrong)} "
             f"region{'s' if len(wrong) > 1 else ''})",
         ]
-        notes = [note for one, _ in reversed(wrong) for note in one.notes]
+        notes = [note for one, _ in wrong for note in one.notes]
         if notes:
             lines.append("  seen: " + "; ".join(dict.fromkeys(notes)))
         lines += [
@@ -324,7 +326,7 @@ NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has install
 
 def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
-    layout: list[Any] = [type(tensor)]
+    layout: list[Any] = [torch.Tensor if type(tensor) is nn.Parameter else type(tensor)]
     total: torch.Tensor | None = None
     with _quietly():
         for part in _parts(tensor):

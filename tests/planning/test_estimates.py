@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning import tracing
+from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.estimates import LOW, Estimates
-from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 
 POLICIES = ["none", "pointwise", "full", "save:attention", "modules:mlp", "full,offload"]
@@ -41,8 +41,8 @@ def tracer() -> Iterator[Tracer]:
 
 
 def estimates(tracer: Tracer, budget: str) -> Estimates:
-    made = Estimates(tracer, make_room(budget, find_gpu("t4"), "0"))
-    made.consider(POLICIES)
+    made = Estimates(tracer, memory_budget(budget, find_gpu("t4"), "0"))
+    made.trace_candidates(POLICIES)
     return made
 
 
@@ -101,7 +101,7 @@ def test_what_is_wanted_for_its_sizes_has_a_process_to_itself_where_one_is_idle(
     monkeypatch.setattr(tracing, "_can_fork", lambda: True)  # a test before this one may have left threads behind
     tracer = Tracer(MODELS["vit"]().workload("cpu"), jobs=2)
     one = [("full,offload", 5)]
-    assert tracer._missing(one, alone=False, beside=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
+    assert tracer._missing(one, alone=False, extra=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
     two = [("none", 5), ("full", 5), ("pointwise", 5)]
-    shared = tracer._missing(two, alone=False, beside=[("none", 7)])
+    shared = tracer._missing(two, alone=False, extra=[("none", 7)])
     assert shared == [[("none", 5), ("pointwise", 5)], [("full", 5), ("none", 7)]]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.fit import Fitted, fit_to_memory
@@ -25,7 +25,7 @@ from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.training.trainer_workload import trainer_workload
 from ckpt_ft.units import MIB
-from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.batches import own_loss
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
 

@@ -15,7 +15,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, wraps
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda, fake_kernels
-from ckpt_ft.standins.live import left_on_host
+from ckpt_ft.standins.library_layers import left_on_host
 
 from . import cpu_scratch
 from .again import Again

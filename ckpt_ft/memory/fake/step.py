@@ -35,7 +35,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention
-from ckpt_ft.standins.live import stood_in
+from ckpt_ft.standins.library_layers import swap_library_layers
 
 from .again import Again
 from .fake_tracker import FakeTracker, sm
@@ -132,7 +132,7 @@ def _traced(
     if sharding is not None:
         launch = sharding.within(launch)
     with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
-        stack.enter_context(stood_in(model))
+        stack.enter_context(swap_library_layers(model))
         stack.enter_context(flash_attention.for_live_models())
         mesh = None
         if launch is not None and sharding is not None:

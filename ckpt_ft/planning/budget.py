@@ -1,0 +1,118 @@
+"""The memory budget of a plan, and the largest batch that stays within it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Lt
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.links import nccl_bytes
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.reading import Bytes
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.units import format_bytes, parse_budget
+
+from .candidate import Candidate
+
+MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels' scratch, which no trace sees
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees.
+
+    share: of the budget, where the margin is one: of a larger budget it is more.
+    """
+
+    budget: Bytes
+    context: Bytes = 0
+    margin: Bytes = 0
+    share: Annotated[float, Ge(0), Lt(1)] = 0.0
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the allocator may reserve."""
+        return self.budget - self.context - self.margin
+
+    def fits(self, candidate: Candidate) -> bool:
+        return candidate.reserved <= self.limit
+
+    def needs(self, candidate: Candidate) -> int:
+        """The smallest budget in which `candidate` fits with this context and margin, or this share for one."""
+        if not self.share:
+            return candidate.reserved + self.context + self.margin
+        return math.ceil((candidate.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
+
+
+def memory_budget(
+    budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None
+) -> MemoryBudget:
+    """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
+
+    margin: an amount of memory; a float is a share of the budget.
+
+    Raises:
+        UserError: no budget for the CPU, more than the GPU has, or a margin that is no share of it.
+    """
+    if gpu is None:
+        if budget is None:
+            raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
+        return _with_margin(parse_budget(budget), 0, margin or 0)
+    given = gpu.memory if budget is None else parse_budget(budget)
+    if given > gpu.memory:
+        raise UserError(
+            f"a budget of {format_bytes(given)}: {gpu.name} has {format_bytes(gpu.memory)}; "
+            "give at most that, or a larger device"
+        )
+    context = gpu.context + (nccl_bytes(gpu) if launch else 0)
+    return _with_margin(given, context, MARGIN if margin is None else margin)
+
+
+def _with_margin(budget: int, context: int, margin: str | float) -> MemoryBudget:
+    if isinstance(margin, float):
+        if not 0 <= margin < 1:
+            raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
+        return MemoryBudget(budget, context, round(margin * budget), margin)
+    return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin))
+
+
+def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
+    """The largest n of 1 ... `most` with needs(n) <= limit, 0 if there is none; `needs` must not fall with n.
+
+    Interpolates between the ends of the bracket, which is exact after few calls where `needs` is linear, and halves
+    it every third time, which bounds the calls where it is not. `known` holds values of `needs`.
+    """
+    values = dict(known or {})
+
+    def ask(n: int) -> int:
+        if n not in values:
+            values[n] = needs(n)
+        return values[n]
+
+    fits = max((n for n, need in values.items() if need <= limit and n <= most), default=0)
+    over = min((n for n, need in values.items() if need > limit and fits < n <= most), default=most + 1)
+    rounds = 0
+    while over - fits > 1:
+        rounds += 1
+        guess = _interpolated(values, fits, over, limit) if rounds % 3 else (fits + over) // 2
+        n = min(max(guess, fits + 1), over - 1)
+        if ask(n) <= limit:
+            fits = n
+        else:
+            over = n
+    return fits
+
+
+def _interpolated(values: Mapping[int, int], fits: int, over: int, limit: int) -> int:
+    """Where the line through the two known points nearest to the edge crosses `limit`."""
+    below = sorted(n for n in values if n <= fits)
+    points = [*below[-1:], over] if over in values else below[-2:]
+    if len(points) < 2:
+        return points[0] + 1 if below else 1
+    a, b = points
+    slope = (values[b] - values[a]) / (b - a)
+    return over - 1 if slope <= 0 else int(a + (limit - values[a]) // slope)

@@ -1,0 +1,210 @@
+"""The results of searches: a Plan, the Suggestions for a step that does not fit. They are read without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_ft.errors import Interrupted, UserError
+from ckpt_ft.export.holders import Holder, holders_table
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.plots import draw_plan
+from ckpt_ft.policy import Policy
+from ckpt_ft.reading import read_json
+from ckpt_ft.tables import DASH, Table, markdown_table
+from ckpt_ft.units import format_bytes, format_number
+
+from .budget import MemoryBudget
+from .candidate import Candidate, better, frontier
+from .provenance import check_versions, fingerprint, versions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One change and what it is predicted to save.
+
+    Attributes:
+        change: what to do, as a person would.
+        saves: bytes reserved, of the plan's best candidate at its batch size.
+        slower: seconds per sample over those of the best candidate, less 1; below 0 is faster.
+    """
+
+    change: str
+    saves: int
+    slower: float
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change under which the step fits.
+
+    Attributes:
+        change: the options to type in place of, or beside, those that were given.
+        reserved: bytes, predicted.
+        slower: seconds a sample (a token, where sequences are shorter) over those of the step asked for, less 1.
+    """
+
+    change: str
+    reserved: int
+    slower: float
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
+
+    ways: list[Suggestion]
+    needed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits, best first.
+
+    Attributes:
+        candidates: traced policies at their best batch size, by the target.
+        room: budget, context and margin in bytes.
+        fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
+        data: how long the dataset's rows are, in words; "" for batches that are all alike.
+        notes: what the traces assume, one sentence each.
+        holders: the largest holders of the peak of `best`.
+        rejected: policies and launches that are no candidates for this model, and why.
+        beyond: where few fit, what else was traced and holds more than the room, the smallest first.
+        fewest: of several launches, what fits on the fewest GPUs, where these are fewer than the launches have.
+        model, device, target: what the plan is for; `fingerprint` is the model's.
+        versions: what it was made with.
+    """
+
+    candidates: list[Candidate]
+    room: MemoryBudget
+    model: str
+    device: str
+    target: str
+    fingerprint: str
+    fixes: list[Fix] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    data: str = ""
+    notes: list[str] = field(default_factory=list)
+    fewest: Candidate | None = None
+    beyond: list[Candidate] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=versions)
+
+    @property
+    def best(self) -> Candidate:
+        """The pick."""
+        return self.candidates[0]
+
+    @property
+    def frontier(self) -> list[Candidate]:
+        """The candidates that none beats in both bytes reserved and samples a second."""
+        return frontier(self.candidates)
+
+    @property
+    def why(self) -> str:
+        """One sentence on the pick."""
+        best, room = self.best, self.room
+        left = f"{format_bytes(room.limit - best.reserved)} of {format_bytes(room.budget)} left over"
+        aims = {
+            "throughput": "most samples a second of what fits",
+            "memory": "fewest bytes",
+            "effective_batch": "largest batch of what fits",
+        }
+        kept = f"context {format_bytes(room.context)} and margin {format_bytes(room.margin)} kept free"
+        launched = f"{best.launch}, " if best.launch else ""
+        return f"{launched}{best.policy} at batch {best.batch}: {aims[self.target]}, {left} ({kept})"
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` takes it back, and a recipe's `--ac_policy plan.json`."""
+        return json.dumps({**asdict(self), "best": {**asdict(self.best), "why": self.why}}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "plan") -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            UserError: not a plan, or made with other versions than those at hand.
+        """
+        plan = read_json(cls, text, source, "a plan; `ckpt-ft plan MODEL --output plan.json` writes one")
+        check_versions(plan.versions, source)
+        if not plan.candidates:
+            raise UserError(f"{source}: a plan without candidates; make it again")
+        better(plan.target)
+        for candidate in plan.candidates:
+            Policy.parse(candidate.policy)
+        return plan
+
+    def check_model(self, model: nn.Module, source: str = "plan") -> None:
+        """Raises UserError where `model` is not the one that the plan was made for."""
+        if fingerprint(model) != self.fingerprint:
+            raise UserError(
+                f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
+                "or dtypes); make a plan for it, or let 'auto' make one"
+            )
+
+    @property
+    def speed(self) -> str:
+        """What its speeds are: those of "cpu" are nominal."""
+        return "samples/s" if self.device != "cpu" else "nominal samples/s"
+
+    @property
+    def candidates_table(self) -> Table:
+        """The candidates as a table; the last column marks the pick and the frontier."""
+        edge, shown = self.frontier, [*self.candidates, *self.beyond]
+        rows: list[tuple[str, ...]] = [
+            (
+                candidate.policy,
+                str(candidate.batch),
+                format_bytes(candidate.peak),
+                format_bytes(candidate.reserved),
+                format_number(candidate.seconds),
+                format_number(candidate.samples_per_second),
+                candidate.bound or DASH,
+                self._mark(candidate, edge),
+            )
+            for candidate in shown
+        ]
+        header = ("policy", "batch", "peak allocated", "reserved", "s/step", self.speed, "bound by", "")
+        if any(candidate.launch for candidate in self.candidates):
+            rows = [(c.launch.sharing if c.launch else "", *row) for c, row in zip(shown, rows, strict=True)]
+            gpus = self.best.launch.processes if self.best.launch else 1
+            title = f"{self.model} on {gpus} x {self.device}: bytes and samples of each GPU"
+            return Table(title, ("launch", *header), rows, text=(0, 1, 7, 8))
+        return Table(f"{self.model} on {self.device}", header, rows, text=(0, 6, 7))
+
+    def _mark(self, candidate: Candidate, edge: list[Candidate]) -> str:
+        if candidate.reserved > self.room.limit:
+            return "does not fit"
+        return "pick" if candidate == self.best else "frontier" if candidate in edge else ""
+
+    def table(self) -> str:
+        """The candidates as a Markdown table."""
+        return markdown_table(self.candidates_table)
+
+    def _repr_html_(self) -> str:
+        held = table_html(holders_table(self.holders, self.best.peak))
+        return fragment(f"Pick: {self.why}", table_html(self.candidates_table), held, *map(paragraph, self.notes))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw samples a second against bytes reserved to `path`: PNG, SVG or PDF by its suffix.
+
+        Raises:
+            UserError: matplotlib is not installed, or the suffix is another.
+        """
+        title, speed = f"{self.model} on {self.device}", self.speed
+        speed = speed if speed.startswith("nominal") else f"predicted {speed}"
+        shown = [*self.candidates, *self.beyond]
+        return draw_plan(path, shown, self.frontier, limit=self.room.limit, title=title, speed=speed)
+
+
+class Stopped(Interrupted):
+    """A search was stopped: `plan` is the best so far, parts of it estimated; None where too little was traced."""
+
+    def __init__(self, message: str, plan: Plan | None) -> None:
+        super().__init__(message)
+        self.plan = plan
