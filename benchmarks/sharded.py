@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import torchtitan
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import GIB, format_bytes
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings

@@ -14,9 +14,9 @@ from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, Rank
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.events import Holder
 from ckpt_ft.memory.record.timeline import Timeline
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
-from ckpt_ft.planning.fitting import Room
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.peft_file import read_peft
@@ -25,7 +25,8 @@ from ckpt_ft.workloads.settings import Settings
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
 PLAN = Plan(
     [Candidate("full", 4, 2**30, 2**30 + 5, 0.5), Candidate("none", 1, 2**29, 2**29, 0.25, 2)],
-    Room(2**31, 2**20, 2**20), "Llama", "a100-40gb", "throughput", "0123", holders=[HOLDER], rejected={"sqrt": "no"},
+    MemoryBudget(2**31, 2**20, 2**20), "Llama", "a100-40gb", "throughput", "0123", holders=[HOLDER],
+    rejected={"sqrt": "no"},
 )  # fmt: skip
 PEAKS = {"forward": {"allocated": 2**20}, "backward": {"allocated": 2**21, "reserved": 2**22, "active": 2**21}}
 REPORT = MemoryReport(

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ckpt_ft.cli.training_file import with_file
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch_file import read_launch
+from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned

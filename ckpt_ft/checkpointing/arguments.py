@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.errors import UserError
 
-from .views import is_wrapper, version_of
+from .tensor_identity import is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = (torch.Tensor, bool, int, float, str, type(None))

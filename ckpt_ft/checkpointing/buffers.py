@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
-from .views import version_of
+from .tensor_identity import version_of
 
 
 class _Watched:

@@ -23,9 +23,8 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from .deferred_logits import Logits, Projection
 from .libraries import FSDP2, is_a
-from .logits import Logits
-from .projection import Projection
 from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")

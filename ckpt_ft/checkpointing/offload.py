@@ -5,23 +5,217 @@ a view of it: with checkpointing that is the blocks' inputs, with `pointwise` wh
 kept outputs, which come through `keep`. Copies run on a stream of their own beside the compute stream. When backward
 opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
 arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
-parking.py does the parking; here is where the hooks go.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.units import MIB, format_bytes
 
-from .parking import Parking, Saved, Usage, unpack
 from .standin import Installed, StandIn, Treated
-from .views import is_dtensor
+from .tensor_identity import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
+
+_PARKED = "_ckpt_ft_parked"
+
+
+class Usage:
+    """Host bytes that parked tensors take, in all passes of one model together."""
+
+    def __init__(self) -> None:
+        self.host_bytes = self.peak_host_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count host bytes that are taken."""
+        self.host_bytes += nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Count what was taken as free again."""
+        self.host_bytes -= nbytes
+
+
+class Parked:
+    """One storage's bytes on the host, until the nodes that saved it are done."""
+
+    def __init__(self, flat: torch.Tensor, block: int, parking: Parking) -> None:
+        self.block, self.parking = block, parking
+        self.device: torch.Tensor | None = None
+        self.ready: torch.Event | None = None
+        pinned = flat.device.type == "cuda" or isinstance(flat, FakeTensor)  # a trace leaves pinned memory out
+        self.host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
+        self.side = side = parking.side_stream(flat.device)
+        self.flat_device = flat.device
+        if side is None:
+            self.host.copy_(flat)
+        else:
+            side.wait_stream(torch.cuda.current_stream(flat.device))
+            with torch.cuda.stream(side):
+                self.host.copy_(flat, non_blocking=True)
+            flat.record_stream(side)
+        weakref.finalize(self, parking.usage.give_back, flat.nbytes)
+
+    def fetch(self) -> None:
+        """Start the copy back."""
+        if self.device is not None:
+            return
+        self.device = torch.empty_like(self.host, device=self.flat_device)
+        if self.side is None:
+            self.device.copy_(self.host)
+            return
+        self.side.wait_stream(torch.cuda.current_stream(self.flat_device))
+        with torch.cuda.stream(self.side):
+            self.device.copy_(self.host, non_blocking=True)
+            self.ready = self.side.record_event()
+        self.device.record_stream(self.side)  # it may be dropped before anything waits for the copy
+
+    def get(self) -> torch.Tensor:
+        """The bytes on the device, as a flat tensor; the block before is fetched meanwhile."""
+        self.fetch()
+        self.parking.fetch_block(self.block - 1)
+        if self.ready is not None:
+            torch.cuda.current_stream(self.flat_device).wait_event(self.ready)
+            self.ready = None
+        assert self.device is not None
+        return self.device
+
+
+class ParkedView:
+    """A tensor whose storage is parked."""
+
+    __slots__ = ("parked", "view")
+
+    def __init__(self, parked: Parked, view: View) -> None:
+        self.parked, self.view = parked, view
+
+    def get(self) -> torch.Tensor:
+        """The tensor, on the device."""
+        return looked_at(self.parked.get(), self.view)
+
+
+class ParkedLocal:
+    """A DTensor whose local tensor is parked; `hollow` is a detached alias of it without one."""
+
+    __slots__ = ("hollow", "local")
+
+    def __init__(self, hollow: Any, local: ParkedView) -> None:
+        self.hollow, self.local = hollow, local
+
+    def get(self) -> torch.Tensor:
+        """The DTensor, on the device."""
+        tensor = self.hollow.detach()
+        tensor._local_tensor = self.local.get()
+        return tensor
+
+
+Held = ParkedView | ParkedLocal
+
+
+class Saved:
+    """A tensor that a node saved: an alias of it where it stays, else what it counts versions with and what is parked.
+
+    An alias, for a node that keeps its own output would keep itself alive.
+    """
+
+    __slots__ = ("counter", "held", "version")
+
+    def __init__(self, counter: torch.Tensor, version: int, held: Held | None = None) -> None:
+        self.counter, self.version, self.held = counter, version, held
+
+    def intact(self) -> bool:
+        """Whether nothing was written to the tensor since."""
+        return self.counter._version == self.version
+
+    def get(self) -> torch.Tensor:
+        """The tensor; RuntimeError, as in plain autograd, where it was written to since."""
+        if not self.intact():
+            view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
+            raise written_to(self.counter, self.version, view)
+        return self.counter if self.held is None else self.held.get()
+
+
+class Parking:
+    """One forward pass: what it parked, by block."""
+
+    def __init__(self, usage: Usage, min_bytes: int) -> None:
+        self.usage, self.min_bytes = usage, min_bytes
+        self.resident: set[int] = set()  # storages that stay where they are
+        self.block = 0
+        self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
+        self.side: torch.cuda.Stream | None = None
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def side_stream(self, device: torch.device) -> Any:
+        """The stream that copies run on; None where they are made at once."""
+        if device.type != "cuda":
+            return None
+        if self.side is None:
+            self.side = torch.cuda.Stream(device)
+        return self.side
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """The saved-tensor hook."""
+        held = self.park(tensor)
+        if held is None:
+            return Saved(tensor.detach(), tensor._version)
+        counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
+        return Saved(counter, tensor._version, held)
+
+    def park(self, tensor: torch.Tensor, written: int = 0) -> Held | None:
+        """The tensor with its storage parked, once for all its views; None where it stays on the device.
+
+        written: writes into the storage that the tensor's own version does not count.
+        """
+        if tensor.layout is not torch.strided:  # a sparse one has two storages
+            return None
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self.min_bytes or storage._cdata in self.resident or nbytes % tensor.element_size():
+            return None
+        if is_dtensor(tensor):
+            return self._park_local(tensor.detach())
+        if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
+            return None
+        parked: Parked | None = None
+        known = getattr(storage, _PARKED, None)
+        version = tensor._version, written
+        if known is not None and known[1] == version:
+            parked = known[0]()
+        if parked is None:
+            self.usage.take(nbytes)
+            parked = Parked(flat(as_stored(tensor)), self.block, self)
+            self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
+            setattr(storage, _PARKED, (weakref.ref(parked), version))
+        return ParkedView(parked, view_of(tensor))
+
+    def _park_local(self, hollow: Any) -> ParkedLocal | None:
+        local = hollow._local_tensor
+        if type(local) is not torch.Tensor:  # still on its way from other ranks
+            return None
+        held = self.park(local, hollow._version)
+        if type(held) is not ParkedView:
+            return None
+        return ParkedLocal(emptied(hollow), held)
+
+    def fetch_block(self, block: int) -> None:
+        """Start the copies back of all that a block parked and that is still wanted."""
+        for reference in self.blocks.pop(block, ()):
+            if (parked := reference()) is not None:
+                parked.fetch()
+
+
+def unpack(packed: Saved) -> torch.Tensor:
+    """The other saved-tensor hook."""
+    return packed.get()
+
 
 MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_ft.errors import UserError
 
-from .views import version_of
+from .tensor_identity import version_of
 
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:

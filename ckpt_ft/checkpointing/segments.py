@@ -24,7 +24,7 @@ from .arguments import Arguments, changeable, leaves, rebuild
 from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
-from .views import version_of, view_of
+from .tensor_identity import version_of, view_of
 
 
 class Segment:

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from . import offload, rng
+from .offload import Saved
 from .ops import check_op_name, group_of
-from .parking import Saved
-from .views import counter_of
+from .tensor_identity import counter_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.planning.answer import Answer
+    from ckpt_ft.planning.results import Suggestions
     from ckpt_ft.planning.tracing import Report
     from ckpt_ft.workloads.workload import Workload
 
@@ -162,8 +162,8 @@ def _made(
     model: str, settings: Settings, policy: str, batch: int, gpu: GPU | None, limit: int | None, say: Report
 ) -> tuple[Estimate, StepTrace]:
     """The answer, and the trace that it is read off."""
-    from ckpt_ft.planning.fitting import Room
-    from ckpt_ft.planning.leaner import ways_to_fit
+    from ckpt_ft.planning.budget import MemoryBudget
+    from ckpt_ft.planning.suggestions import suggest
     from ckpt_ft.workloads.load import load
 
     say(f"building {model} from its config")
@@ -172,9 +172,9 @@ def _made(
     result, trace = _estimate(workload, policy, batch, limit)
     if limit is not None and result.headroom is not None and result.headroom < 0:
         say("looking for what would fit")
-        room = Room(limit, result.context)
+        room = MemoryBudget(limit, result.context)
         given = partial(load, model, device=gpu or "cpu")
-        result = replace(result, answer=ways_to_fit(given, settings, result.policy, batch, trace, room))
+        result = replace(result, answer=suggest(given, settings, result.policy, batch, trace, room))
     return result, trace
 
 
@@ -226,7 +226,7 @@ def _print_estimate(result: Estimate, plan: str) -> None:
         console.print(f"note: {note}", markup=False)
 
 
-def _print_answer(answer: Answer, plan: str, console: Console) -> None:
+def _print_answer(answer: Suggestions, plan: str, console: Console) -> None:
     """What would fit, and the command that looks at more."""
     if answer.ways:
         rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_ft.memory.record.events import Holder
-from ckpt_ft.planning.answer import Answer
+from ckpt_ft.planning.results import Suggestions
 from ckpt_ft.reading import Bytes, Count, Seconds, read_json
 
 
@@ -31,7 +31,7 @@ class Estimate:
     context: Bytes
     notes: list[str]
     launch: str = ""
-    answer: Answer | None = None  # where it does not fit
+    answer: Suggestions | None = None  # where it does not fit
 
     @property
     def headroom(self) -> int | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.launch_file import sharing_options
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.launch_file import sharing_options
 from ckpt_ft.workloads.settings import Settings
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.answer import Plan
+    from ckpt_ft.planning.results import Plan
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # others are DeepSpeed's
 _OPTIMS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}

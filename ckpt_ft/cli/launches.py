@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import read_launch
+from ckpt_ft.spec.launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
+from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.units import parse_bytes
 
 

@@ -11,9 +11,9 @@ import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.distributed.launch_file import accelerate_config
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.spec.launch_file import accelerate_config
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 from ckpt_ft.workloads.settings import Settings
@@ -25,7 +25,7 @@ from .kept import Kept, asked_of
 from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.answer import Plan
+    from ckpt_ft.planning.results import Plan
     from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
     from ckpt_ft.workloads.lengths import Lengths
 
@@ -83,7 +83,7 @@ def plan(
 
     Ctrl-C stops the search and shows the best so far.
     """
-    from ckpt_ft.planning.answer import Plan, Stopped
+    from ckpt_ft.planning.results import Plan, Stopped
 
     if write_launch and not (settings.launch or settings.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
@@ -212,14 +212,14 @@ def _make(
     images: DatasetRows | None,
     html: str,
 ) -> Plan:
-    from ckpt_ft.planning.choice_view import write_survey
-    from ckpt_ft.planning.fitting import make_room
+    from ckpt_ft.planning.budget import memory_budget
+    from ckpt_ft.planning.budget_sweep import budget_sweep
+    from ckpt_ft.planning.choice_view import write_budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
-    from ckpt_ft.planning.survey import survey
     from ckpt_ft.workloads.load import load
 
     launch = settings.launches[0] if settings.launches else settings.launch
-    make_room(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
+    memory_budget(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
         workload = load(model, settings, asked.gpu or "cpu", lengths, images.batches if images else None)
@@ -232,14 +232,16 @@ def _make(
             "report": say,
         }
         if html and not settings.launches:
-            surveyed = survey(workload, asked.budget, **given)
-            found = surveyed.plan
+            sweep = budget_sweep(workload, asked.budget, **given)
+            found = sweep.plan
         else:
             found = make_plan(workload, asked.budget, **given, launches=settings.launches)
             if not html:
                 return found
-            surveyed = survey(replace(workload, launch=found.best.launch), asked.budget, **given)  # within the pick's
-    write_survey(surveyed, html)
+            sweep = budget_sweep(
+                replace(workload, launch=found.best.launch), asked.budget, **given
+            )  # within the pick's
+    write_budget_sweep(sweep, html)
     return found
 
 

@@ -17,9 +17,9 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
+from .budget import MemoryBudget, largest_fitting, memory_budget
+from .empirical_search import Runner, Trial, agreed, prove, restored
 from .estimates import Estimates
-from .fitting import Room, largest_fitting, make_room
-from .proving import Runner, Trial, agreed, prove, restored
 from .search import search
 from .tracing import Report, Tracer
 
@@ -40,7 +40,7 @@ class MaxBatchSize:
 
     batch: int
     predicted: int
-    room: Room
+    room: MemoryBudget
     trials: list[Trial] = field(default_factory=list)
     last: int = 0
     retries: int = 0
@@ -100,7 +100,7 @@ def find_max_batch_size(
     workload = replace(workload, device=gpu or "cpu")  # the one at hand, whatever was asked for
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
-    room = make_room(budget, gpu, margin, workload.launch)
+    room = memory_budget(budget, gpu, margin, workload.launch)
     room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
     estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
@@ -128,7 +128,7 @@ def predict_max_batch_size(
     Raises:
         UserError: a budget that the device does not have, or a policy that does not suit the model.
     """
-    room = make_room(budget, gpu_of(workload.device), margin, workload.launch)
+    room = memory_budget(budget, gpu_of(workload.device), margin, workload.launch)
     policy = str(Policy.parse(policy))
     estimates, batch, needed = largest_in_room(workload, policy, room, max_batch_size, report)
     if gpu_of(workload.device) is None:
@@ -139,7 +139,7 @@ def predict_max_batch_size(
 
 
 def largest_in_room(
-    workload: Workload, policy: str, room: Room, most: int, report: Report | None = None
+    workload: Workload, policy: str, room: MemoryBudget, most: int, report: Report | None = None
 ) -> tuple[Estimates, int, int]:
     """What the traces say, the largest batch that they say fits, and where none does the smallest budget for one.
 

@@ -1,4 +1,4 @@
-"""ChoiceView: a survey as the page draws it: candidates by bytes and speed, the pick for each budget, their steps."""
+"""ChoiceView: a budget sweep as the page draws it: candidates by bytes and speed, the pick for each budget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.tables import Table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
-from .answer import Plan
+from .budget_sweep import BudgetSweep
 from .candidate import Candidate, frontier, spans
-from .survey import Survey
+from .results import Plan
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class ChoiceView:
-    """All candidates of a survey, those that none beats in both bytes and speed, and the picks at rising budgets.
+    """All candidates of a sweep, those that none beats in both bytes and speed, and the picks at rising budgets.
 
     asked: the number of the budget that was asked for. unit: of the speeds.
     """
@@ -57,33 +57,33 @@ class ChoiceView:
     unit: str
 
 
-def choice_view(survey: Survey) -> ChoiceView:
+def choice_view(sweep: BudgetSweep) -> ChoiceView:
     """What there is to choose from."""
-    candidates = sorted(survey.traces, key=lambda candidate: (candidate.policy, candidate.batch))
+    candidates = sorted(sweep.traces, key=lambda candidate: (candidate.policy, candidate.batch))
     number = {candidate: i for i, candidate in enumerate(candidates)}
     picks = [
         Pick(
-            stop.room.budget,
-            stop.room.limit,
-            [number[candidate] for candidate in stop.candidates],
-            stop.room.limit - stop.pick.reserved,
-            f"--ac_policy auto --ac_budget {_typed(format_at_least(stop.room.budget))}",
+            point.room.budget,
+            point.room.limit,
+            [number[candidate] for candidate in point.candidates],
+            point.room.limit - point.pick.reserved,
+            f"--ac_policy auto --ac_budget {_typed(format_at_least(point.room.budget))}",
         )
-        for stop in survey.stops
+        for point in sweep.points
     ]
     return ChoiceView(
-        points=[_point(candidate, survey) for candidate in candidates],
+        points=[_point(candidate, sweep) for candidate in candidates],
         frontier=[number[candidate] for candidate in frontier(candidates)],
         picks=picks,
-        asked=next(i for i, pick in enumerate(picks) if pick.budget == survey.plan.room.budget),
-        unit=survey.plan.speed,
+        asked=next(i for i, pick in enumerate(picks) if pick.budget == sweep.plan.room.budget),
+        unit=sweep.plan.speed,
     )
 
 
-def survey_page(survey: Survey) -> Page:
+def budget_sweep_page(sweep: BudgetSweep) -> Page:
     """The page of `plan --html`: the choice, the step of the pick, and the figures as tables."""
-    plan = survey.plan
-    best = survey.traces[plan.best]
+    plan = sweep.plan
+    best = sweep.traces[plan.best]
     gpu = gpu_of(plan.device) if best.gpu is None else best.gpu
     step = StepView.from_trace(best, f"{plan.best.policy}, batch {plan.best.batch}", plan.room.limit if gpu else None)
     launched = f"each GPU of {plan.best.launch}" if plan.best.launch else ""
@@ -93,7 +93,7 @@ def survey_page(survey: Survey) -> Page:
         "; ".join(filter(None, (asked, launched, plan.data))),
         [
             Section("figures", "", _figures(plan)),
-            Section("choice", "What fits, and how fast it is", choice_view(survey)),
+            Section("choice", "What fits, and how fast it is", choice_view(sweep)),
             Section("step", f"{STEP_TITLE}: the pick", step),
             Section("tables", "The plan", _tables(plan)),
         ],
@@ -101,13 +101,13 @@ def survey_page(survey: Survey) -> Page:
     )
 
 
-def write_survey(survey: Survey, path: str | Path) -> Path:
-    """Write the page of `survey` to `path`: one file, to be opened in a browser."""
-    return survey_page(survey).write(path)
+def write_budget_sweep(sweep: BudgetSweep, path: str | Path) -> Path:
+    """Write the page of `sweep` to `path`: one file, to be opened in a browser."""
+    return budget_sweep_page(sweep).write(path)
 
 
-def _point(candidate: Candidate, survey: Survey) -> Point:
-    trace = survey.traces[candidate]
+def _point(candidate: Candidate, sweep: BudgetSweep) -> Point:
+    trace = sweep.traces[candidate]
     return Point(
         candidate.policy,
         candidate.batch,

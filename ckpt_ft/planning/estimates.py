@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_ft.memory.record.trace import StepTrace
 
+from .budget import MemoryBudget, largest_fitting
 from .candidate import Candidate, better
-from .fitting import Room, largest_fitting
 from .scaling import Growth
 from .tracing import Tracer
 
@@ -21,7 +21,7 @@ class Estimates:
     """Candidates of one plan. `batch` fixes the batch size; without it sizes up to `most` are looked at."""
 
     tracer: Tracer
-    room: Room
+    room: MemoryBudget
     target: str = "throughput"
     batch: int | None = None
     most: int = 1024
@@ -34,7 +34,7 @@ class Estimates:
     _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by `_scaled_peaks`
     _floors: dict[tuple[str, int], int] = field(default_factory=dict)  # by `floor`
 
-    def consider(self, policies: Iterable[str]) -> None:
+    def trace_candidates(self, policies: Iterable[str]) -> None:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
@@ -50,7 +50,7 @@ class Estimates:
         if self.batch is None:
             self._learn([policy for policy in fresh if policy in self.anchors])
 
-    def take_in(self) -> None:
+    def absorb_cached_traces(self) -> None:
         """Take what was traced for an anchor where `consider` was stopped before it could."""
         traced = {key: trace for key, trace in self.tracer.traced.items() if isinstance(trace, StepTrace)}
         for (policy, batch), trace in traced.items():
@@ -90,7 +90,7 @@ class Estimates:
             self.scaled[key] = self._candidate(policy, batch, scaled, self._scaled_peaks(policy, batch))
         return self.scaled[key]
 
-    def beyond(self) -> list[Candidate]:
+    def over_budget(self) -> list[Candidate]:
         """Of each policy that was traced and found to hold more than the room, the smallest step that does."""
         over: dict[str, Candidate] = {}
         for (policy, batch), trace in sorted(self.tracer.traced.items()):

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.dtypes import MIXED_PRECISION
 
+from .budget import MemoryBudget
 from .candidate import Candidate, better
 from .estimates import LOW, Estimates
-from .fitting import Room
 from .search import ends, pick_first, search, settle, timed
 from .tracing import Tracer, trace_all
 
@@ -98,9 +98,9 @@ class Launched(Estimates):
             ends = [(getattr(one, figure), getattr(under, figure)) for one, under in pairs]
             self.lines[figure] = _Line.through(ends[0], ends[-1])
 
-    def consider(self, policies: Iterable[str]) -> None:
+    def trace_candidates(self, policies: Iterable[str]) -> None:
         """Their anchors are traces of one process."""
-        self.alone.consider(policies)
+        self.alone.trace_candidates(policies)
         self.anchors, self.rejected = self.alone.anchors, self.alone.rejected
 
     def estimate(self, policy: str, batch: int) -> Candidate:
@@ -125,7 +125,7 @@ class Launches:
     """
 
     def __init__(
-        self, tracer: Tracer, launches: Sequence[Launch], rooms: tuple[Room, Room], target: str,
+        self, tracer: Tracer, launches: Sequence[Launch], rooms: tuple[MemoryBudget, MemoryBudget], target: str,
         batch: int | None, most: int,
     ) -> None:  # fmt: skip
         room, alone = rooms
@@ -149,7 +149,7 @@ class Launches:
             UserError: no launch suits the model.
         """
         first = self.first = ends() if policies is None else policies
-        self.alone.consider(first)
+        self.alone.trace_candidates(first)
         self._learn(first)
         order = sorted(self.under, key=self._rank, reverse=True)
         found: dict[int, list[Candidate]] = {}
@@ -184,7 +184,7 @@ class Launches:
             try:
                 if isinstance(estimates, Launched):
                     estimates.learn()
-                estimates.consider(first)
+                estimates.trace_candidates(first)
             except UserError as error:
                 self.rejected[str(estimates.tracer.workload.launch)] = str(error)
                 self.under.remove(estimates)

@@ -8,27 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.policy import Policy
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .advice import advise
-from .answer import Plan, Stopped
-from .candidate import Candidate
+from .budget import memory_budget
+from .candidate import Candidate, better
 from .estimates import Estimates
-from .fitting import make_room
 from .launches import Launches
-from .plan_file import fingerprint
-from .question import Question
-from .refusal import too_small
+from .provenance import fingerprint
+from .results import Plan, Stopped
 from .search import search, so_far
+from .suggestions import advise, no_policy_fits
 from .tracing import Report, Tracer
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked of a workload; `plan` says what each is.
+
+    Raises:
+        UserError: a target, a policy or a number of samples that is none.
+    """
+
+    budget: str | int | None
+    batch_size: int | None
+    max_batch_size: int
+    target: str
+    margin: str | float | None
+    policies: list[str] | None
+    launches: tuple[Launch, ...] = ()
+
+    def __post_init__(self) -> None:
+        better(self.target)
+        for name, samples in (("batch_size", self.batch_size), ("max_batch_size", self.max_batch_size)):
+            if samples is not None and samples < 1:
+                raise UserError(f"{name} {samples}: a batch has at least 1 sample")
+        self.chosen  # noqa: B018  refused before anything is traced
+
+    @property
+    def chosen(self) -> list[str] | None:
+        return None if self.policies is None else [str(Policy.parse(policy)) for policy in self.policies]
+
 
 _FEW = 3  # candidates: with fewer, what did not fit is shown too
 
@@ -71,7 +99,7 @@ def plan(
         UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
         Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
-    asked = Question(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
+    asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
     with searching(replace(workload, launch=None) if launches else workload, jobs, report) as tracer:
         return planned(tracer, asked)[0]
 
@@ -83,7 +111,7 @@ def searching(workload: Workload, jobs: int, report: Report | None) -> Iterator[
         yield tracer
 
 
-def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
+def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     """The plan, and what its search found out on the way.
 
     Raises:
@@ -91,11 +119,11 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
     """
     workload = tracer.workload
     gpu = gpu_of(workload.device)
-    room = make_room(asked.budget, gpu, asked.margin, asked.launches[0] if asked.launches else workload.launch)
+    room = memory_budget(asked.budget, gpu, asked.margin, asked.launches[0] if asked.launches else workload.launch)
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest = None
     if asked.launches:
-        several = Launches(tracer, asked.launches, (room, make_room(asked.budget, gpu, asked.margin)), *limits)
+        several = Launches(tracer, asked.launches, (room, memory_budget(asked.budget, gpu, asked.margin)), *limits)
         found = several.search(asked.chosen)
         estimates = several.of(found[0].launch) if found else several.leanest()
         fewest = several.fewest(found[0]) if found else None
@@ -106,13 +134,13 @@ def planned(tracer: Tracer, asked: Question) -> tuple[Plan, Estimates]:
             found = search(estimates, asked.chosen)
         rejected = estimates.rejected
     if not found:
-        raise UserError(too_small(estimates, workload.model))
+        raise UserError(no_policy_fits(estimates, workload.model))
     best = estimates.tracer.traced[found[0].policy, found[0].batch]
     assert not isinstance(best, str), "a candidate has a trace"
     with _stoppable(estimates):
         fixes = advise(estimates.tracer, found[0], best, asked.batch_size is not None)
     made = _made(estimates, found, best)
-    beyond = estimates.beyond() if len(found) < _FEW else []
+    beyond = estimates.over_budget() if len(found) < _FEW else []
     return replace(made, room=room, fixes=fixes, rejected=rejected, fewest=fewest, beyond=beyond), estimates
 
 

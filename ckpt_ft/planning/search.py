@@ -10,13 +10,168 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from . import proposals
+from torch import nn
+
+from ckpt_ft.checkpointing.blocks import Blocks, find_blocks
+from ckpt_ft.checkpointing.towers import find_towers
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+
 from .candidate import Candidate, better, frontier, seconds
-from .estimates import Estimates
-from .splits import Split
+from .estimates import LOW, Estimates
 from .tracing import trace_all
+
+FIRST = ("none", "full", "pointwise")  # the ends of what can be had, and the middle that costs least time
+_SAVE = ("save:attention", "save:attention+matmul", "save:matmul/2")
+_SAVE_CONV = ("save:conv", "save:attention+matmul+conv")
+_SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # every:N re-runs as many blocks as some split, which is finer
+_FEW_STAGES = 4  # up to here every run of stages from either end is tried; of more (a U-Net's), the two halves
+_RESTS = ("", "pointwise")  # of a split: what the blocks after the first K do
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """The model's blocks; none where it has no repeated ones."""
+    try:
+        return find_blocks(model)
+    except UserError:
+        return Blocks()
+
+
+def other_policies(model: nn.Module) -> list[str]:
+    """Every policy beyond `FIRST` that could suit `model`, without head and offload."""
+    blocks = blocks_of(model)
+    if not blocks.blocks:
+        return []
+    inner = [module for block in blocks.blocks.values() for module in block.modules()]
+    convolves = any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in inner)
+    found = [*_SAVE, *(_SAVE_CONV if convolves else ()), *_SCOPES]
+    count = len(blocks.stages)
+    if count:
+        found.append("stages")
+        cuts = range(1, count) if count <= _FEW_STAGES else (count // 2,)
+        for cut in cuts:
+            found += [f"stages:{'+'.join(map(str, part))}" for part in (range(1, cut + 1), range(cut + 1, count + 1))]
+    found += ["modules:attention,pointwise", "modules:mlp,pointwise", *_by_tower(model, blocks)]
+    return [str(Policy.parse(text)) for text in dict.fromkeys(found)]
+
+
+def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
+    """Policies that treat one tower otherwise than the rest; none where only one keeps anything for backward."""
+    towers = [
+        tower.name
+        for tower in find_towers(model, blocks.blocks)
+        if tower.name == "language"  # which comes last: what it keeps does not hang on its own weights
+        or any(p.requires_grad for module in tower.modules.values() for p in module.parameters())
+    ]
+    terms = ("full@{}", "full,pointwise@{}") if len(towers) > 1 else ()
+    return [term.format(tower) for tower in towers for term in terms]
+
+
+def with_term(policy: str, term: str) -> str:
+    """`policy` and `term` ("head", "offload"), canonical."""
+    return str(Policy.parse(term if policy == "none" else f"{policy},{term}"))
+
+
+def without_term(policy: str, term: str) -> str:
+    """`policy` less `term`, canonical."""
+    return str(Policy.parse(",".join(part for part in policy.split(",") if part != term) or "none"))
+
+
+def splits(head: bool) -> list[tuple[str, ...]]:
+    """The terms beside `first:K` of each family of splits."""
+    return [tuple(term for term in (rest, "head" if head else "") if term) for rest in _RESTS]
+
+
+def split(first: int, count: int, rest: tuple[str, ...]) -> str:
+    """The first `first` of `count` blocks checkpointed, the others under `rest`; with all of them, `full`."""
+    if first == 0:
+        terms: tuple[str, ...] = rest
+    elif first >= count:
+        terms = ("full", *(term for term in rest if term != "pointwise"))
+    else:
+        terms = (f"first:{first}", *rest)
+    return str(Policy.parse(",".join(terms) or "none"))
+
+
+class Split:
+    """A family of policies `first:K` plus `rest`: K from 0 (all under `rest`) to the number of blocks (`full`)."""
+
+    def __init__(self, estimates: Estimates, rest: tuple[str, ...], count: int) -> None:
+        self.estimates, self.rest, self.count = estimates, rest, count
+        self.nodes = [0, count]  # the K that have been traced, in order
+
+    def policy(self, first: int) -> str:
+        return split(first, self.count, self.rest)
+
+    def ends_are_known(self) -> bool:
+        self.estimates.trace_candidates([self.policy(0), self.policy(self.count)])
+        return all(self.policy(end) in self.estimates.anchors for end in self.nodes)
+
+    def next_policy(self) -> str | None:
+        """The split to trace next, None when the best one under the present estimate has been traced already."""
+        first = self._best()
+        if first is None or first in self.nodes:
+            return None
+        self.nodes = sorted([*self.nodes, first])
+        return self.policy(first)
+
+    def _best(self) -> int | None:
+        """The K, at whichever batch size, that is best when bytes and seconds are linear between the nodes."""
+        lines = {node: _LinearInBatch.through(self.estimates, self.policy(node)) for node in self.nodes}
+        found: list[tuple[tuple[float, ...], int]] = []
+        key = better(self.estimates.target)
+        batches = [self.estimates.batch] if self.estimates.batch else range(1, self.estimates.most + 1)
+        for batch in batches:
+            for left, right in zip(self.nodes, self.nodes[1:], strict=False):
+                ends = lines[left].at(batch), lines[right].at(batch)
+                first = _crossing(left, right, ends[0][0], ends[1][0], self.estimates.room.limit)
+                if first is not None:
+                    share = (first - left) / (right - left)
+                    reserved, seconds = (a + share * (b - a) for a, b in zip(*ends, strict=True))
+                    found.append((key(Candidate("", batch, 0, int(reserved), seconds)), first))
+        return max(found, key=lambda entry: (entry[0], -entry[1]))[1] if found else None
+
+
+@dataclass(frozen=True)
+class _LinearInBatch:
+    """Bytes reserved and seconds of a policy, linear in the batch size."""
+
+    batch: int
+    reserved: int
+    seconds: float
+    more_reserved: float  # for each further sample
+    more_seconds: float
+
+    @classmethod
+    def through(cls, estimates: Estimates, policy: str) -> _LinearInBatch:
+        if estimates.batch:
+            candidate = estimates.estimate(policy, estimates.batch)
+            return cls(estimates.batch, candidate.reserved, candidate.seconds, 0.0, 0.0)
+        low, best = estimates.estimate(policy, LOW), estimates.best(policy)
+        high = best if best is not None and best.batch > 2 * LOW else estimates.estimate(policy, 2 * LOW)
+        span = high.batch - LOW
+        return cls(
+            LOW, low.reserved, low.seconds, (high.reserved - low.reserved) / span, (high.seconds - low.seconds) / span
+        )
+
+    def at(self, batch: int) -> tuple[float, float]:
+        more = batch - self.batch
+        seconds = self.seconds + more * self.more_seconds
+        return self.reserved + more * self.more_reserved, max(seconds, self.seconds * batch / self.batch / 10)
+
+
+def _crossing(left: int, right: int, at_left: float, at_right: float, limit: int) -> int | None:
+    """The smallest K of `left` ... `right` that fits when bytes go linearly from one end to the other."""
+    if at_left <= limit:
+        return left
+    if at_right > limit or at_right >= at_left:
+        return None
+    return left + max(1, math.ceil((at_left - limit) / (at_left - at_right) * (right - left)))
+
 
 _TIE = 0.01
 _SHOWN = 5  # candidates beside the pick that are worth a trace each
@@ -32,7 +187,7 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
     shown: at most so many candidates.
     """
     if policies is not None:
-        estimates.consider(policies)
+        estimates.trace_candidates(policies)
     else:
         estimates.tracer.expected = _about(estimates, shown)
         _explore(estimates)
@@ -41,39 +196,37 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
 
 def ends() -> list[str]:
     """The policies that a search begins with."""
-    return [*proposals.FIRST, *(proposals.with_term(policy, "head") for policy in proposals.FIRST)]
+    return [*FIRST, *(with_term(policy, "head") for policy in FIRST)]
 
 
 def _about(estimates: Estimates, shown: int) -> int:
     """How many traces a search takes, about."""
-    others = len(proposals.others(estimates.tracer.workload.model))
+    count = len(other_policies(estimates.tracer.workload.model))
     grown = 3 if estimates.batch is None else 0  # second points: of the plain model, the head, offload
-    return len(ends()) + others + grown + _OFFLOADED + _SPLITS * bool(others) + shown
+    return len(ends()) + count + grown + _OFFLOADED + _SPLITS * bool(count) + shown
 
 
 def _explore(estimates: Estimates) -> None:
-    estimates.consider(ends())
-    headed = ends()[len(proposals.FIRST) :]
-    head = any(
-        estimates.beats(headed[i], proposals.FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors
-    )
-    others = proposals.others(estimates.tracer.workload.model)
-    estimates.consider([proposals.with_term(policy, "head") for policy in others] if head else others)
+    estimates.trace_candidates(ends())
+    headed = ends()[len(FIRST) :]
+    head = any(estimates.beats(headed[i], FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors)
+    others = other_policies(estimates.tracer.workload.model)
+    estimates.trace_candidates([with_term(policy, "head") for policy in others] if head else others)
     if head:  # the head costs a little time: what leads with it may lead without
         leaders = {candidate.policy for candidate in frontier(estimates.candidates())}
-        estimates.consider(proposals.without_term(policy, "head") for policy in leaders)
-    estimates.consider([proposals.with_term(estimates.leanest().policy, "offload")])
+        estimates.trace_candidates(without_term(policy, "head") for policy in leaders)
+    estimates.trace_candidates([with_term(estimates.leanest().policy, "offload")])
     _split(estimates, head)
 
 
 def _split(estimates: Estimates, head: bool) -> None:
-    count = len(proposals.blocks_of(estimates.tracer.workload.model).blocks)
-    families = [Split(estimates, rest, count) for rest in proposals.splits(head)] if count > 1 else []
+    count = len(blocks_of(estimates.tracer.workload.model).blocks)
+    families = [Split(estimates, rest, count) for rest in splits(head)] if count > 1 else []
     families = [family for family in families if family.ends_are_known()]
     while families:
         wanted = {family: family.next_policy() for family in families}
         families = [family for family in families if wanted[family] is not None]
-        estimates.consider(policy for policy in wanted.values() if policy is not None)
+        estimates.trace_candidates(policy for policy in wanted.values() if policy is not None)
 
 
 def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
@@ -92,7 +245,7 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
 
 def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
     """What a search that was stopped would have shown next, best first: estimated where it was not traced."""
-    estimates.take_in()
+    estimates.absorb_cached_traces()
     key = better(estimates.target)
     known = [p for p, trace in estimates.anchors.items() if estimates.batch or estimates.growth.knows(trace)]
     candidates = sorted(filter(None, map(estimates.best, known)), key=key, reverse=True)

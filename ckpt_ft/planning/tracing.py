@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -21,11 +21,48 @@ from torch import nn
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import Step, Workload
 
-from .steps import split_steps
+
+def split_steps(trace: StepTrace) -> list[StepTrace]:
+    """Each step of `trace` as a trace of its own: what was resident, then the step twice, the first as a warm-up.
+
+    What the step leaves alive is taken to be dropped before the second time.
+    """
+    starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
+    alive: dict[int, None] = {}
+    traces, at = [], 0
+    for start, stop in pairwise(starts):
+        for event in trace.events[at:start]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                del alive[~event]
+        at = start
+        traces.append(_twice(trace, list(alive), start, stop))
+    return traces
+
+
+def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> StepTrace:
+    window = trace.events[start:stop]
+    freed = {~event for event in window if event < 0}
+    left = [event for event in window if event >= 0 and event not in freed]
+    gone = [index for index in resident if index in freed]
+    first = [event for event in window if event >= 0 or ~event not in gone]  # lives on: the second step frees it
+    warm = [*resident, *first, *(~index for index in reversed(left))]
+    number = {index: place for place, index in enumerate(dict.fromkeys(e if e >= 0 else ~e for e in [*warm, *window]))}
+    events = [number[event] if event >= 0 else ~number[~event] for event in [*warm, *window]]
+    shift = len(warm) - start
+    return replace(
+        trace,
+        storages=[trace.storages[index] for index in number],
+        events=events,
+        ops=[op.later(shift) for op in trace.ops if start <= op.at < stop],
+        marks=[(mark + shift, name) for mark, name in trace.marks if start <= mark < stop],
+    )
+
 
 Traced = StepTrace | str  # the trace, or why there is none
 Key = tuple[str, int]  # policy, batch size
@@ -168,7 +205,7 @@ class Tracer:
         more = [key for key in dict.fromkeys(beside) if key not in self.traced]
         if alone or not missing:
             return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
-        sessions = [share for keys in missing.values() for share in _shares(keys, self._jobs)]
+        sessions = [share for keys in missing.values() for share in _partition_jobs(keys, self._jobs)]
         for number, key in enumerate(more):
             if len(sessions) < self._jobs:
                 sessions.append([key])
@@ -227,7 +264,7 @@ def trace_all(
     return [[tracer.traced[key] for key in wanted] for tracer, wanted in each]
 
 
-def _shares(keys: list[Key], jobs: int) -> list[list[Key]]:
+def _partition_jobs(keys: list[Key], jobs: int) -> list[list[Key]]:
     """`keys` dealt to at most `jobs` sessions, like beside unlike: those that re-run blocks take longest."""
     return [share for share in (keys[start::jobs] for start in range(jobs)) if share]
 

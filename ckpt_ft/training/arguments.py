@@ -19,7 +19,7 @@ from ckpt_ft.units import is_bare, parse_budget
 from .flags import flag
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.answer import Plan
+    from ckpt_ft.planning.results import Plan
 
 logger = logging.getLogger(__name__)
 ON_OOM = ("replan", "stop")
@@ -115,7 +115,7 @@ class ACArguments:
     @property
     def plan(self) -> Plan:
         """The plan whose file was given; raises UserError where there is none, or one of other versions."""
-        from ckpt_ft.planning.answer import Plan
+        from ckpt_ft.planning.results import Plan
 
         assert self.ac_policy is not None
         path = Path(self.ac_policy)

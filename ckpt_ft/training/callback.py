@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.spec.launch import Launch
 
 
 class ACCallback(TrainerCallback):

@@ -24,13 +24,13 @@ from transformers import TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.batch_size import MaxBatchSize, find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Loss, Workload
 

@@ -32,9 +32,9 @@ from .reporting import add_prediction, holder_lines, refuse_fsdp, require_parity
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.spec.launch import Launch
     from ckpt_ft.workloads.workload import Workload
 
 

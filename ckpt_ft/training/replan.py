@@ -18,7 +18,7 @@ from accelerate import PartialState
 from transformers import Trainer
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.trainer_checkpoints import Finished, load_finished
 from ckpt_ft.units import format_bytes

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.spec.launch import Launch
 
 logger = logging.getLogger(__name__)
 

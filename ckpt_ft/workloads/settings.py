@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.spec.launch import Launch
 
 from .defaults import SEQ_LENGTH, TRAINED_TOWERS
 

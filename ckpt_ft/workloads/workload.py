@@ -22,9 +22,9 @@ from .lengths import Lengths
 from .training_step import ALONE, Ranks, optimizer_step, update
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.distributed.launch import Launch
     from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.spec.launch import Launch
 
 Batch = dict[str, Any]
 Step = Callable[[nn.Module, Any], Any]  # (model, optimizer): one optimizer step

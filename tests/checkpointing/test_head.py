@@ -14,7 +14,7 @@ from tiny_models import LANGUAGE, build, gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_ft.checkpointing import chunks, head, logits, standin
+from ckpt_ft.checkpointing import deferred_logits, head, standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.errors import UserError, WorkFailed
 
@@ -24,7 +24,7 @@ ROWS = 5  # of logits in a chunk here: 24 tokens are five chunks, the last one s
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", ROWS * VOCABULARY * 4)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -94,7 +94,7 @@ def test_options_of_the_loss() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(7)}, {"ignore_index": 2}])
 def test_cross_entropy(reduction: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3 * 7 * 4)
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 3 * 7 * 4)
     layer = nn.Linear(4, 7)
     targets = torch.randint(0, 7, (10,))
     targets[3] = options.get("ignore_index", -100)
@@ -130,7 +130,7 @@ def test_adapters(targets: Any) -> None:
     # chunks draw other masks than the whole: compare with the chunked loss without recomputation
     loss, grads, _ = step(treated, inputs)
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(chunks, "checkpoint", lambda function, *args, **kwargs: function(*args))
+    monkey.setattr(deferred_logits, "checkpoint", lambda function, *args, **kwargs: function(*args))
     again, again_grads, _ = step(treated, inputs)
     monkey.undo()
     assert loss.equal(again)
@@ -184,7 +184,7 @@ def test_logits_stand_for_a_tensor() -> None:
         lambda x: torch.clamp(x, min=0.0).to(torch.float64),
     ):
         changed = change(deferred)
-        assert isinstance(changed, logits.Logits)
+        assert isinstance(changed, deferred_logits.Logits)
         expected = change(whole)
         assert changed.shape == expected.shape
         torch.testing.assert_close(changed.projection.rows(changed.hidden), expected)
@@ -306,7 +306,7 @@ def _product_written(x: Any) -> Any:
 )
 def test_writes_reach_what_views_the_logits(use: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of logits that are written in place, through a view or behind one, as with a tensor."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * 7 * 4)
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 2 * 7 * 4)
     torch.manual_seed(0)
     layer, targets = nn.Linear(4, 7, dtype=dtype), torch.arange(6)
     results = []
@@ -327,7 +327,7 @@ def test_a_lone_write_stays_deferred() -> None:
     logits_ = deferred.float()
     del deferred
     logits_ /= 2
-    assert isinstance(logits_, logits.Logits)
+    assert isinstance(logits_, deferred_logits.Logits)
     assert logits_.tensor is None
 
 
@@ -357,7 +357,7 @@ def test_the_layers_autocast_is_that_of_its_call() -> None:
 def test_half_precision_gradients_add_up_in_fp32(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 chunks: the weight's gradient is as near to fp64's as one matmul's, but for the chunks' own rounding."""
     vocabulary, width, tokens = 64, 32, 4096
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * vocabulary * 16)
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * vocabulary * 16)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(tokens, width, generator=generator).bfloat16()
     weight = (0.1 * torch.randn(vocabulary, width, generator=generator)).bfloat16()

@@ -67,9 +67,9 @@ def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
     """Collectives of a step beyond those of the plain model: gathers, reductions."""
     from language_models import VOCABULARY, batch, make
 
-    from ckpt_ft.checkpointing import chunks, head
+    from ckpt_ft.checkpointing import deferred_logits, head
 
-    chunks.CHUNK_BYTES = 4 * VOCABULARY * ROWS
+    deferred_logits.CHUNK_BYTES = 4 * VOCABULARY * ROWS
     kwargs = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)} if half else {}
     model = wrap(make("llama"), **kwargs)
     step(model)  # FSDP prefetches what it saw

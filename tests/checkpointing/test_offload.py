@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_ft import apply_policy, check_parity
 from ckpt_ft.checkpointing import offload
-from ckpt_ft.checkpointing.parking import Parked, Parking, Usage
+from ckpt_ft.checkpointing.offload import Parked, Parking, Usage
 from ckpt_ft.checkpointing.pointwise import install as pointwise
 from ckpt_ft.checkpointing.recompute import Checkpointed
 

@@ -132,13 +132,15 @@ def test_says_which_parameters_lost_their_gradient_or_have_a_new_one() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_the_bound_of_sums_in_another_order(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`head` is held to it: what is 10 times as far off differs. A gradient that cancels out is compared to others."""
-    from ckpt_ft.checkpointing import chunks
+    from ckpt_ft.checkpointing import deferred_logits
 
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 61 * 5)
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 4 * 61 * 5)
     model = make("bert").to(dtype)  # its keys' biases have gradients of rounding noise alone
     assert check_parity(model, batch(), "head").ok
-    add = chunks.torch.stack
-    monkeypatch.setattr(chunks.torch, "stack", lambda losses: add([losses[0] * (1 + 100 * bound), *losses[1:]]))
+    add = deferred_logits.torch.stack
+    monkeypatch.setattr(
+        deferred_logits.torch, "stack", lambda losses: add([losses[0] * (1 + 100 * bound), *losses[1:]])
+    )
     assert not check_parity(model, batch(), "head").ok
 
 

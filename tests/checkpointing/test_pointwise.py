@@ -19,8 +19,7 @@ from torch import nn
 
 from ckpt_ft.checkpointing import standin
 from ckpt_ft.checkpointing.pointwise import install as pointwise
-from ckpt_ft.checkpointing.pointwise.discard import MAX_CHAIN, Pass
-from ckpt_ft.checkpointing.pointwise.rebuild import Discarded, Reader, claim_on
+from ckpt_ft.checkpointing.pointwise.engine import MAX_CHAIN, Discarded, Pass, Reader, claim_on
 from ckpt_ft.errors import UserError
 
 

@@ -18,13 +18,13 @@ from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.cli.how_to_run import command, launch_words
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.memory.distributed.launch import Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch, sharing_options
-from ckpt_ft.planning import choice_view, survey
+from ckpt_ft.planning import budget_sweep, choice_view
 from ckpt_ft.planning import plan as planning
-from ckpt_ft.planning.answer import Plan, Stopped
+from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
-from ckpt_ft.planning.fitting import Room
+from ckpt_ft.planning.results import Plan, Stopped
+from ckpt_ft.spec.launch import Launch, launches_on
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments
@@ -76,7 +76,9 @@ def test_plan_then_the_same_from_the_cache(
 def test_ctrl_c_shows_the_best_so_far_and_keeps_nothing(
     config: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Plan([Candidate("full", 1, 2, 3, 4.0)], Room(GIB), "a model", "t4", "throughput", "its fingerprint")
+    found = Plan(
+        [Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "t4", "throughput", "its fingerprint"
+    )
 
     def stopped(*args: object) -> Plan:
         raise Stopped("stopped before the search was over", found)
@@ -239,7 +241,7 @@ def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
     settings = Settings(**asked, load_in_4bit=True, double_quant=True, seq_length=32)
     launch = Launch("ddp", 2)
     candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
-    plan = Plan([candidate], Room(GIB), config, "t4", "throughput", "")
+    plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "")
     words = shlex.split(command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
     model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
     assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (
@@ -274,12 +276,12 @@ def test_the_page_of_several_launches_is_of_the_picks(
 ) -> None:
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
-    surveyed: list[Launch | None] = []
-    monkeypatch.setattr(survey, "survey", lambda workload, *args, **more: surveyed.append(workload.launch))
-    monkeypatch.setattr(choice_view, "write_survey", lambda survey, path: None)
+    sweep: list[Launch | None] = []
+    monkeypatch.setattr(budget_sweep, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
+    monkeypatch.setattr(choice_view, "write_budget_sweep", lambda sweep, path: None)
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
     assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
-    assert surveyed == [Launch("ddp", 2)]
+    assert sweep == [Launch("ddp", 2)]
 
 
 def test_another_link_is_another_question(

@@ -11,9 +11,9 @@ import pytest
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
-from ckpt_ft.planning.fitting import Room
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.units import GIB
 
 _HEAVY = ("torch", "numpy", "transformers", "diffusers", "peft", "accelerate", "datasets", "matplotlib")
@@ -75,7 +75,9 @@ def test_a_damaged_answer_is_made_again_with_one_warning(
 
 
 def test_a_plan_from_the_cache_is_light(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Plan([Candidate("full", 1, 2, 3, 4.0)], Room(GIB), "a model", "cpu", "throughput", "its fingerprint")
+    made = Plan(
+        [Candidate("full", 1, 2, 3, 4.0)], MemoryBudget(GIB), "a model", "cpu", "throughput", "its fingerprint"
+    )
     monkeypatch.setattr(planning, "_make", lambda *args: made)
     words = ["plan", "gpt2", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])

@@ -10,8 +10,8 @@ import pytest
 import small_models
 from frames import settled
 
-from ckpt_ft.planning.choice_view import choice_view, write_survey
-from ckpt_ft.planning.survey import Survey, survey
+from ckpt_ft.planning.budget_sweep import BudgetSweep, budget_sweep
+from ckpt_ft.planning.choice_view import choice_view, write_budget_sweep
 from ckpt_ft.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -21,14 +21,16 @@ Show = Callable[[Path], "Page"]
 
 
 @pytest.fixture(scope="module")
-def surveyed() -> Survey:
-    """Its stops are what `plan` says: tests/planning/test_survey.py."""
-    return survey(small_models.llama().workload("cpu"), 3 * MIB, batch_size=8, policies=["none", "full", "first:2"])
+def sweep() -> BudgetSweep:
+    """Its points are what `plan` says: tests/planning/test_budget_sweep.py."""
+    return budget_sweep(
+        small_models.llama().workload("cpu"), 3 * MIB, batch_size=8, policies=["none", "full", "first:2"]
+    )
 
 
 @pytest.fixture
-def page(surveyed: Survey, show: Show, tmp_path: Path) -> Page:
-    return show(write_survey(surveyed, tmp_path / "plan.html"))
+def page(sweep: BudgetSweep, show: Show, tmp_path: Path) -> Page:
+    return show(write_budget_sweep(sweep, tmp_path / "plan.html"))
 
 
 def shown(page: Page) -> list[str]:
@@ -38,45 +40,45 @@ def shown(page: Page) -> list[str]:
     return [head.removeprefix("Pick for "), aside.locator(".big").inner_text(), aside.locator("dd").first.inner_text()]
 
 
-def test_the_pick_follows_the_budget_that_is_dragged(page: Page, surveyed: Survey) -> None:
+def test_the_pick_follows_the_budget_that_is_dragged(page: Page, sweep: BudgetSweep) -> None:
     chart = page.locator("svg.choice").bounding_box()
     assert chart is not None
-    most = 1.04 * surveyed.stops[-1].room.budget
-    for stop in [*surveyed.stops, *surveyed.stops[::-2]]:
+    most = 1.04 * sweep.points[-1].room.budget
+    for point in [*sweep.points, *sweep.points[::-2]]:
         grip = page.locator(".budget rect").bounding_box()
         assert grip is not None
         page.mouse.move(grip["x"] + grip["width"] / 2, grip["y"] + 8)
         page.mouse.down()
-        to = chart["x"] + 64 + stop.room.budget / most * (chart["width"] - 64 - 20)
+        to = chart["x"] + 64 + point.room.budget / most * (chart["width"] - 64 - 20)
         page.mouse.move(to + 3, grip["y"] + 30, steps=2)
         page.mouse.up()
         settled(page)
-        assert shown(page) == [format_bytes(stop.room.budget), stop.pick.policy, str(stop.pick.batch)]
-        typed = f"--ac_policy {stop.pick.policy} --per_device_train_batch_size {stop.pick.batch}"
+        assert shown(page) == [format_bytes(point.room.budget), point.pick.policy, str(point.pick.batch)]
+        typed = f"--ac_policy {point.pick.policy} --per_device_train_batch_size {point.pick.batch}"
         assert page.locator("aside .code").first.inner_text().split("\n")[0].strip() == typed
 
 
-def test_keys_move_the_budget(page: Page, surveyed: Survey) -> None:
+def test_keys_move_the_budget(page: Page, sweep: BudgetSweep) -> None:
     handle = page.locator(".budget")
     handle.focus()
     page.keyboard.press("Home")
-    for stop in surveyed.stops:
+    for point in sweep.points:
         settled(page)
-        assert shown(page)[:2] == [format_bytes(stop.room.budget), stop.pick.policy]
-        assert handle.get_attribute("aria-valuenow") == str(stop.room.budget)
+        assert shown(page)[:2] == [format_bytes(point.room.budget), point.pick.policy]
+        assert handle.get_attribute("aria-valuenow") == str(point.room.budget)
         page.keyboard.press("ArrowRight")
 
 
-def test_flags_are_copied(page: Page, surveyed: Survey) -> None:
+def test_flags_are_copied(page: Page, sweep: BudgetSweep) -> None:
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.locator("aside .code button").first.click()
     settled(page)
-    best = surveyed.plan.best
+    best = sweep.plan.best
     assert page.evaluate("window.copied") == f"--ac_policy {best.policy} --per_device_train_batch_size {best.batch}"
 
 
-def test_two_points_are_laid_over_one_another(page: Page, surveyed: Survey) -> None:
-    view = choice_view(surveyed)
+def test_two_points_are_laid_over_one_another(page: Page, sweep: BudgetSweep) -> None:
+    view = choice_view(sweep)
     by_policy = {point.policy: point for point in view.points}
     first, second = by_policy["none"], by_policy["full"]
     for dot in page.locator(".dot[aria-pressed=true]").all():
@@ -99,7 +101,7 @@ def test_two_points_are_laid_over_one_another(page: Page, surveyed: Survey) -> N
     assert f"it runs {again} kernels" not in swapped
 
 
-def test_the_table_has_every_point(page: Page, surveyed: Survey) -> None:
+def test_the_table_has_every_point(page: Page, sweep: BudgetSweep) -> None:
     points = page.locator("section", has_text="All points").last
-    assert points.locator("tbody tr").count() == len(surveyed.traces)
-    assert page.locator(".dot").count() == len(surveyed.traces)
+    assert points.locator("tbody tr").count() == len(sweep.traces)
+    assert page.locator(".dot").count() == len(sweep.traces)

@@ -24,7 +24,7 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning import batch_size, proving, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective, predict_max_batch_size
-from ckpt_ft.planning.fitting import make_room
+from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.tracing import Traced
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.settings import Settings
@@ -178,7 +178,7 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
 
 def test_memory_is_free_again_after_running_out() -> None:
     small = MODELS["llama"]()
-    room = make_room("4MiB", None)
+    room = memory_budget("4MiB", None)
     runner = proving.Runner(small.workload(), room, torch.device("cpu"))
 
     def alive() -> int:

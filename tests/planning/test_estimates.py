@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning import tracing
+from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.estimates import LOW, Estimates
-from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 
 POLICIES = ["none", "pointwise", "full", "save:attention", "modules:mlp", "full,offload"]
@@ -41,8 +41,8 @@ def tracer() -> Iterator[Tracer]:
 
 
 def estimates(tracer: Tracer, budget: str) -> Estimates:
-    made = Estimates(tracer, make_room(budget, find_gpu("t4"), "0"))
-    made.consider(POLICIES)
+    made = Estimates(tracer, memory_budget(budget, find_gpu("t4"), "0"))
+    made.trace_candidates(POLICIES)
     return made
 
 

@@ -11,16 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch, launches_on
-from ckpt_ft.memory.distributed.launch_file import accelerate_config, read_launch
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.estimates import HIGH, LOW
-from ckpt_ft.planning.fitting import make_room
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
+from ckpt_ft.spec.launch import Launch, launches_on
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch
 from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
@@ -81,7 +81,7 @@ def test_on_how_few_gpus_it_fits(found: Plan) -> None:
     for gpus in (2, 4):
         needed[gpus] = replace(asked, launch=Launch("fsdp2", gpus)).trace(1).peak_reserved
     assert needed[2] > needed[4]
-    room = make_room(None, find_gpu("t4"), 0.0, Launch("fsdp2", 8))
+    room = memory_budget(None, find_gpu("t4"), 0.0, Launch("fsdp2", 8))
     shards = launches_on(8, strategies=["fsdp2"])
     fits = plan(asked, needed[4] + room.context, launches=shards, policies=["full"], batch_size=1, margin=0.0)
     assert fits.fewest is not None

@@ -11,9 +11,9 @@ from small_models import llama
 from torch import nn
 
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.candidate import seconds
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.tracing import trace_policies
 from ckpt_ft.workloads.lengths import Lengths
 from ckpt_ft.workloads.workload import Workload

@@ -19,14 +19,14 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.advice import without_kept
-from ckpt_ft.planning.answer import Plan, Stopped
+from ckpt_ft.planning.budget import largest_fitting, memory_budget
 from ckpt_ft.planning.candidate import Candidate, better, frontier
 from ckpt_ft.planning.estimates import HIGH, LOW
-from ckpt_ft.planning.fitting import largest_fitting, make_room
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.planning.plan_file import fingerprint
+from ckpt_ft.planning.provenance import fingerprint
+from ckpt_ft.planning.results import Plan, Stopped
 from ckpt_ft.planning.scaling import Growth
+from ckpt_ft.planning.suggestions import without_kept
 from ckpt_ft.planning.tracing import Tracer, trace_policies
 from ckpt_ft.units import GIB, MIB
 
@@ -184,9 +184,9 @@ def test_bad_budgets() -> None:
     ):
         small_plan("llama", "100KiB", policies=["none", "full"])
     with pytest.raises(UserError, match=r"t4 has 14\.56 GiB; give at most that"):
-        make_room("24GiB", find_gpu("t4"))
+        memory_budget("24GiB", find_gpu("t4"))
     with pytest.raises(UserError, match="the CPU needs a budget"):
-        make_room(None, None)
+        memory_budget(None, None)
     with pytest.raises(UserError, match="target 'speed': choose one of throughput"):
         better("speed")
     for name in ("batch_size", "max_batch_size"):
@@ -211,20 +211,20 @@ def test_nor_does_a_margin_that_grows_with_it_stand_in_the_way() -> None:
     assert plan(small.model, small.step_for_batch, said, "cpu", margin=0.05, policies=["full"]).best.batch == 1
     for reserved in range(10**6, 10**6 + 50):
         row = Candidate("none", 1, reserved, reserved, 1.0)
-        needed = make_room(10**6, None, 0.05).needs(row)
-        assert make_room(needed, None, 0.05).fits(row)
-        assert not make_room(needed - 4, None, 0.05).fits(row)
+        needed = memory_budget(10**6, None, 0.05).needs(row)
+        assert memory_budget(needed, None, 0.05).fits(row)
+        assert not memory_budget(needed - 4, None, 0.05).fits(row)
 
 
 def test_context_and_margin_are_kept_free() -> None:
     gpu = find_gpu("a100-40gb")
-    room = make_room("24GiB", gpu)
+    room = memory_budget("24GiB", gpu)
     assert room.limit == 24 * GIB - gpu.context - round(0.02 * 24 * GIB)
-    assert make_room("24GiB", gpu, "1GiB").limit == 23 * GIB - gpu.context
-    assert make_room("24GiB", gpu, "0").limit == 24 * GIB - gpu.context
+    assert memory_budget("24GiB", gpu, "1GiB").limit == 23 * GIB - gpu.context
+    assert memory_budget("24GiB", gpu, "0").limit == 24 * GIB - gpu.context
     for share in (-0.1, 1.0, float("nan")):
         with pytest.raises(UserError, match="a share of the budget, from 0 up to, but not including, 1"):
-            make_room("24GiB", gpu, share)
+            memory_budget("24GiB", gpu, share)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "pointwise"])

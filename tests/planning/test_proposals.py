@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from ckpt_ft.planning.proposals import others
+from ckpt_ft.planning.search import other_policies
 
 
 def test_a_model_of_two_towers_may_treat_each_otherwise() -> None:
@@ -21,7 +21,7 @@ def test_a_model_of_two_towers_may_treat_each_otherwise() -> None:
     config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=39)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    by_tower = {policy for policy in others(model) if "@" in policy}
+    by_tower = {policy for policy in other_policies(model) if "@" in policy}
     assert by_tower == {"full@language", "full@vision", "full,pointwise@language", "full,pointwise@vision"}
     model.model.vision_tower.requires_grad_(False)  # keeps nothing: what is full is full@language
-    assert not [policy for policy in others(model) if "@" in policy]
+    assert not [policy for policy in other_policies(model) if "@" in policy]

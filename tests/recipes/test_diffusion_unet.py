@@ -24,8 +24,8 @@ from recipe_scripts import losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
-from ckpt_ft.planning.answer import Plan
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline

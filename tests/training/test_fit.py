@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning.answer import Plan
+from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.fit import Fitted, fit_to_memory

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.training import fit, launched
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.fit import fit_to_memory

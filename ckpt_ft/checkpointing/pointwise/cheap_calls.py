@@ -1,6 +1,6 @@
 """How a module's forward, or an operator in it, becomes a cheap call of `pointwise`.
 
-Five kinds of stand-in are put in place of `module.forward`; structure.py tells which module gets which:
+Five kinds of stand-in are put in place of `module.forward`; install.py decides which module gets which:
 
 - `ModuleCall`: a norm, an activation or a dropout, as one cheap call;
 - `GatedProduct`: a gated MLP in the form that most have, with activation and product as one cheap call;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ckpt_ft.checkpointing.standin import StandIn
-from ckpt_ft.checkpointing.views import is_dtensor, version_of
+from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
-from .discard import Pass
-from .rebuild import Saved, claim_on
+from .engine import Pass, Saved, claim_on
 
 # Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
@@ -250,3 +250,40 @@ class Products(StandIn):
             return self.forward(*args, **kwargs)
         with _Mode(running):
             return self.forward(*args, **kwargs)
+
+
+ROTATION = "apply_rotary_pos_emb"
+_treated: dict[FunctionType, FunctionType] = {}
+
+
+class RotaryAttention(StandIn):
+    """An attention module with query and key norms."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if running_pass() is None:
+            return self.forward(*args, **kwargs)
+        function = self.forward.__func__  # type: ignore[attr-defined]
+        if function not in _treated:
+            _treated[function] = _with_cheap_call(function)
+        return MethodType(_treated[function], self.module)(*args, **kwargs)
+
+
+class _Rotation:
+    """`apply_rotary_pos_emb` as a cheap call where queries and keys are rebuilt anyway."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.call = OperatorCall(function)
+
+    def __call__(self, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        running: Pass | None = local.running
+        if running is None or not (running.is_free(query) and running.is_free(key)):
+            return self.function(query, key, *args, **kwargs)
+        return running.run(self.call, (query, key, *args), kwargs)
+
+
+def _with_cheap_call(function: FunctionType) -> FunctionType:
+    names = {**function.__globals__, ROTATION: _Rotation(function.__globals__[ROTATION])}
+    treated = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    treated.__kwdefaults__ = function.__kwdefaults__
+    return treated

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt_ft.spec.zero_options import ZeroOptions
+
 from .module_hooks import Around, Watched
 from .shards import Flight, Shard
 from .streams import Streams
-from .zero_options import ZeroOptions
 
 _NEVER = -(10**10)
 

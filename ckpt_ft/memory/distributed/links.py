@@ -22,9 +22,8 @@ import math
 from typing import NamedTuple
 
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import MIB
-
-from .launch import Launch
 
 # compute capability -> bytes/s, one direction
 _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}

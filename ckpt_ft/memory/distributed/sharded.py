@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from ckpt_ft.errors import UserError
-
-from .launch import Launch
+from ckpt_ft.spec.launch import Launch
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

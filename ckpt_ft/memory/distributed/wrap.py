@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.launch import Launch
 
 from .buckets import Buckets
-from .launch import Launch
 from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters

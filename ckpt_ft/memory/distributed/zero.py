@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from .launch import Launch
+from ckpt_ft.spec.launch import Launch
+
 from .streams import Streams
 
 Label = Callable[[Iterable[Tensor], str], None]  # of what category these tensors are

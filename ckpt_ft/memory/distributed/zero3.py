@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.zero_options import ZeroOptions
+
 from .fetching import Fetcher
-from .launch import Launch
 from .shards import Shard
 from .streams import Streams
 from .zero import Label, ZeroOptimizer
-from .zero_options import ZeroOptions
 
 
 class _Group:

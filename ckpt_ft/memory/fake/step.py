@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.sharded import sharding_of
 from ckpt_ft.memory.distributed.streams import streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
@@ -34,6 +33,7 @@ from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.passages import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.rules import cuda
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention
 from ckpt_ft.standins.live import stood_in
 

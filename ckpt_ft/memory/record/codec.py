@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, astuple, fields
 from typing import Any
 
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.launch import Launch
 
 from .events import Op, Storage
 from .recorded import Recorded

@@ -22,7 +22,7 @@ from .events import Op
 from .kernels import device_seconds
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.distributed.launch import Launch
+    from ckpt_ft.spec.launch import Launch
 
 COPIES = "copies"  # what the copy engine's clock is called
 # Ops that hand a value to Python, or make a result whose size is a value: the host waits for the device.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ckpt_ft.memory.allocator.replay import Replay
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.launch import Launch
 
 from .cost import Span
 from .events import Holder, Op, Storage

@@ -22,13 +22,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.memory.allocator.replay import Replay, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.views.perfetto import trace_events
 from ckpt_ft.memory.record.views.snapshot import snapshot
 from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
 from ckpt_ft.page.document import Page, Section
 from ckpt_ft.page.fragments import fragment, table_html
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import format_bytes
 
 from .codec import dumps, loads

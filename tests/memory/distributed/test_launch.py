@@ -14,12 +14,12 @@ from versions import is_older
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.launch import Launch
-from ckpt_ft.memory.distributed.launch_file import read_launch
 from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.settings import Settings

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from trace_models import adamw, language_model, training_step, vit
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.launch import Launch
 
 BLOCKS = 7
 FOUR = 4  # that run

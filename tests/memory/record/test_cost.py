@@ -10,12 +10,12 @@ from torch.utils.flop_counter import flop_registry
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record import cost, opinfo
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.memory.record.kernels import KERNEL_GAP, KERNEL_RAMP
+from ckpt_ft.spec.launch import Launch
 
 NO_HOST = cost.Host(per_op=0.0, per_launch=0.0)
 A100 = find_gpu("a100-80gb")

@@ -1,4 +1,4 @@
-"""What ties an answer to what it was made for: the versions, the model and the cache of those given before."""
+"""What ties a result to what it was made for: versions, the model's fingerprint, the path in the cache."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ckpt_ft.files import cache_root
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "ckpt_ft")
 _WRAPPERS = re.compile(r"(^|\.)(base_model\.model|base_layer|module|_orig_mod)(?=\.)")

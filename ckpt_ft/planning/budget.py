@@ -1,4 +1,4 @@
-"""What fits: the room under a budget, and the largest batch that stays within it."""
+"""The memory budget of a plan, and the largest batch that stays within it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.launch import Launch
 from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.reading import Bytes
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import format_bytes, parse_budget
 
 from .candidate import Candidate
@@ -22,7 +22,7 @@ MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels'
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees.
 
     share: of the budget, where the margin is one: of a larger budget it is more.
@@ -48,9 +48,9 @@ class Room:
         return math.ceil((candidate.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
 
 
-def make_room(
+def memory_budget(
     budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None
-) -> Room:
+) -> MemoryBudget:
     """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
 
     margin: an amount of memory; a float is a share of the budget.
@@ -61,7 +61,7 @@ def make_room(
     if gpu is None:
         if budget is None:
             raise UserError("a plan for the CPU needs a budget, such as 600MiB: its memory is shared with all else")
-        return _room(parse_budget(budget), 0, margin or 0)
+        return _with_margin(parse_budget(budget), 0, margin or 0)
     given = gpu.memory if budget is None else parse_budget(budget)
     if given > gpu.memory:
         raise UserError(
@@ -69,15 +69,15 @@ def make_room(
             "give at most that, or a larger device"
         )
     context = gpu.context + (nccl_bytes(gpu) if launch else 0)
-    return _room(given, context, MARGIN if margin is None else margin)
+    return _with_margin(given, context, MARGIN if margin is None else margin)
 
 
-def _room(budget: int, context: int, margin: str | float) -> Room:
+def _with_margin(budget: int, context: int, margin: str | float) -> MemoryBudget:
     if isinstance(margin, float):
         if not 0 <= margin < 1:
             raise UserError(f"margin {margin}: a share of the budget, from 0 up to, but not including, 1")
-        return Room(budget, context, round(margin * budget), margin)
-    return Room(budget, context, 0 if str(margin) == "0" else parse_budget(margin))
+        return MemoryBudget(budget, context, round(margin * budget), margin)
+    return MemoryBudget(budget, context, 0 if str(margin) == "0" else parse_budget(margin))
 
 
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:

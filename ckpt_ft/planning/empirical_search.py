@@ -17,7 +17,7 @@ from ckpt_ft.errors import is_oom
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.workloads.workload import Workload
 
-from .fitting import Room, largest_fitting
+from .budget import MemoryBudget, largest_fitting
 
 _SHRINK = 0.97  # after an OOM at a batch that should have fitted: the limit that the next guess is made for, each time
 
@@ -69,7 +69,7 @@ def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, mos
 class Runner:
     """Runs real steps within a limit; keeps the optimizer from one to the next, until memory runs out."""
 
-    def __init__(self, workload: Workload, room: Room, device: torch.device) -> None:
+    def __init__(self, workload: Workload, room: MemoryBudget, device: torch.device) -> None:
         self.workload, self.model = workload, workload.model
         self.room, self.device = room, device
         self.trials: list[Trial] = []

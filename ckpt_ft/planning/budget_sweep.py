@@ -1,4 +1,4 @@
-"""survey: a plan, what it would be at other budgets, and the steps behind it: what `plan --html` draws.
+"""budget_sweep: a plan, what it would be at other budgets, and the steps behind it: what `plan --html` draws.
 
 Each budget is searched as `plan` searches it; the traces that one makes serve the others. So a pick that is shown for
 a budget is what `plan` says for that budget.
@@ -14,12 +14,11 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB, format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .answer import Plan
+from .budget import MemoryBudget, memory_budget
 from .candidate import Candidate
 from .estimates import Estimates
-from .fitting import Room, make_room
-from .plan import planned, searching
-from .question import Question
+from .plan import PlanRequest, planned, searching
+from .results import Plan
 from .search import search
 from .tracing import Report, Traced
 
@@ -28,10 +27,10 @@ _ROUND = (1, 2, 5, 10, 20, 25, 50)
 
 
 @dataclass(frozen=True)
-class Stop:
+class SweepPoint:
     """A budget, and what fits in it, the pick first."""
 
-    room: Room
+    room: MemoryBudget
     candidates: list[Candidate]
 
     @property
@@ -40,19 +39,22 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What `survey` answers: the plan that was asked for, stops at rising budgets (its own included), and the traces.
+class BudgetSweep:
+    """The plan that was asked for, and the candidates at rising budgets.
 
-    traces: of each candidate of a stop.
+    Attributes:
+        plan: the plan for the budget that was asked for.
+        points: one for each budget, in rising order; the budget that was asked for is among them.
+        traces: the trace of each candidate of a point.
     """
 
     plan: Plan
-    stops: list[Stop]
+    points: list[SweepPoint]
     traces: dict[Candidate, StepTrace]
 
 
 @or_loop
-def survey(
+def budget_sweep(
     workload: Workload,
     budget: str | int | None = None,
     *,
@@ -63,27 +65,27 @@ def survey(
     policies: list[str] | None = None,
     jobs: int = 1,
     report: Report | None = None,
-) -> Survey:
+) -> BudgetSweep:
     """The plan for `budget`, and the picks for others up to the card's memory (on "cpu" up to twice `budget`).
 
     Arguments and errors are those of `plan`. It takes about three times as long: budgets share their traces.
     """
-    question = Question(budget, batch_size, max_batch_size, target, margin, policies)
+    question = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies)
     say = report or (lambda line: None)
     with searching(workload, jobs, report) as tracer:
         asked, estimates = planned(tracer, question)
-        stops = [Stop(asked.room, asked.candidates)]
+        points = [SweepPoint(asked.room, asked.candidates)]
         budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != asked.room.budget]
         for i, nbytes in enumerate(budgets, 1):
             say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
-            room = make_room(nbytes, gpu_of(workload.device), margin, workload.launch)
+            room = memory_budget(nbytes, gpu_of(workload.device), margin, workload.launch)
             found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), question.chosen)
             if found:
-                stops.append(Stop(room, found))
+                points.append(SweepPoint(room, found))
         traced = tracer.traced
-    candidates = [candidate for stop in stops for candidate in stop.candidates]
+    candidates = [candidate for point in points for candidate in point.candidates]
     traces = {candidate: _trace(traced[candidate.policy, candidate.batch]) for candidate in candidates}
-    return Survey(asked, sorted(stops, key=lambda stop: stop.room.budget), traces)
+    return BudgetSweep(asked, sorted(points, key=lambda point: point.room.budget), traces)
 
 
 def _trace(traced: Traced) -> StepTrace:

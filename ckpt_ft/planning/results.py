@@ -1,4 +1,4 @@
-"""What searches answer, as values that are printed, drawn and kept: a Plan, an Answer. They are read without torch."""
+"""The results of searches: a Plan, the Suggestions for a step that does not fit. They are read without torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckpt_ft.reading import read_json
 from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
 
+from .budget import MemoryBudget
 from .candidate import Candidate, better, frontier
-from .fitting import Room
-from .plan_file import check_versions, fingerprint, versions
+from .provenance import check_versions, fingerprint, versions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Way:
+class Suggestion:
     """A change under which the step fits.
 
     Attributes:
@@ -56,10 +56,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Suggestions:
     """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
 
-    ways: list[Way]
+    ways: list[Suggestion]
     needed: int
 
 
@@ -82,7 +82,7 @@ class Plan:
     """
 
     candidates: list[Candidate]
-    room: Room
+    room: MemoryBudget
     model: str
     device: str
     target: str

@@ -1,0 +1,441 @@
+"""Verifies at run time that backward computes with the tensors that forward saved, bit for bit.
+
+Every policy rests on one claim: when backward asks for a tensor that forward saved, something else (a second run of a
+block, a rebuilt norm, a copy from host memory, a chunk of the loss) puts the same tensor back. PyTorch compares shapes
+at most. In a *verified* step each engine fingerprints what forward saves and what is put back for it. A fingerprint is
+shape, dtype, strides and a 64-bit hash of the bits, made on the tensor's device without waiting for it, and without
+temporaries of the tensor's size. Hashes are compared on the device; the result is read once, when backward ends and
+before an optimizer can step. A difference raises `VerificationError`, which names the module and the operator.
+
+How an engine uses it, where `verification` belongs to the policy on the model (`AppliedPolicy.verification`):
+
+    recorder = verification.region("layers.3", module)      # in forward; None if this step is not verified
+    slot = recorder.saved(tensor)                           # in forward, for each tensor that is dropped or parked
+    recorder.restored(slot, tensor)                         # in backward, when the tensor is put back
+
+`saved` must be called before anything can write into the tensor, and `restored` with what backward will compute with.
+Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end.
+
+The hash reads each tensor once. It sums the bits as 64-bit integers over 256 rows, takes a sample of up to 2,048
+words, and multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum, the
+weights see the order of rows, and the sample sees the order within a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_ft.errors import UserError, WorkFailed
+
+from .tensor_identity import as_stored
+
+_ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
+_SMALL = 4096  # words; a tensor of no more is weighted word by word
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_weights: dict[torch.device, torch.Tensor] = {}
+
+Layout = tuple[Any, ...]  # shape, dtype and strides of each part of a tensor
+
+
+class VerificationError(WorkFailed):
+    """Backward would have computed with other numbers than forward did. No weight has been changed.
+
+    Attributes:
+        region: qualified name of the first region, in the order of forward, that differs.
+        operator: the autograd node that made the first tensor that differs, "" if a module's input or state.
+        differs: what differs, such as "values" or "shape".
+    """
+
+    def __init__(self, message: str, region: str, operator: str, differs: str) -> None:
+        super().__init__(message)
+        self.region, self.operator, self.differs = region, operator, differs
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are verified.
+
+    Attributes:
+        first: number of steps at the beginning of a run.
+        every: verify each step whose number is a multiple of this; 0 for none.
+        changes: verify regions that are called in a mode, or with a structure of arguments, that is new to them.
+    """
+
+    first: int
+    every: int
+    changes: bool
+
+    @classmethod
+    def parse(cls, value: str | int | Schedule) -> Schedule:
+        """A schedule from "first", "always", "never" or a number N (every N-th step, and the first).
+
+        Raises:
+            UserError: it is none of these.
+        """
+        if isinstance(value, Schedule):
+            return value
+        named = {"first": cls(2, 1000, True), "always": cls(0, 1, False), "never": cls(0, 0, False)}
+        if isinstance(value, str) and value in named:
+            return named[value]
+        if not isinstance(value, bool) and isinstance(value, (int, str)) and str(value).isdecimal() and int(value) > 0:
+            return cls(1, int(value), True)
+        raise UserError(f"verify={value!r}: give 'first', 'always', 'never' or a number of steps such as 100")
+
+    def due(self, step: int) -> bool:
+        """Whether to verify the `step`-th step; the first is 1."""
+        return step <= self.first or (self.every > 0 and step % self.every == 0)
+
+
+class Recorder:
+    """Fingerprints of what one call of a region saved, and flags of what was put back."""
+
+    __slots__ = ("differing", "hashes", "kind", "layouts", "name", "notes", "operators", "verification")
+
+    def __init__(self, verification: Verification, name: str, kind: str) -> None:
+        self.verification, self.name, self.kind = verification, name, kind
+        self.layouts: list[Layout] = []
+        self.hashes: list[torch.Tensor | None] = []
+        self.operators: list[str] = []
+        self.differing: list[tuple[int, torch.Tensor]] = []
+        self.notes: list[str] = []
+
+    def saved(self, tensor: torch.Tensor, what: str = "") -> int:
+        """Fingerprint a tensor that forward saves; returns its slot.
+
+        Args:
+            tensor: of any dtype, layout and subclass.
+            what: names it in the error; by default the autograd node that made it does.
+        """
+        layout, hashed = fingerprint(tensor)
+        node = tensor.grad_fn if not what and tensor.requires_grad else None
+        self.layouts.append(layout)
+        self.hashes.append(hashed)
+        self.operators.append(what or ("" if node is None else node.name()))
+        return len(self.hashes) - 1
+
+    def restored(self, slot: int, tensor: torch.Tensor) -> None:
+        """Compare a tensor that was put back in backward with the one saved in `slot`.
+
+        Raises:
+            VerificationError: another shape, dtype or strides; kernels of backward would fail over them.
+        """
+        layout, hashed = fingerprint(tensor)
+        if layout != self.layouts[slot]:
+            raise self.verification.error([(self, [slot])], _layout_change(self.layouts[slot], layout))
+        before = self.hashes[slot]
+        if before is not None and hashed is not None:
+            self.differing.append((slot, before.to(hashed.device, non_blocking=True) != hashed))
+            self.verification.compared(self)
+
+    def absent(self, slot: int) -> None:
+        """Raise because nothing was put back for `slot`."""
+        raise self.verification.error([(self, [slot])], "absent: the second run did not save it")
+
+    def note(self, what: str) -> None:
+        """Add what the engine saw change between forward and backward; it is shown if a value differs."""
+        if what not in self.notes:
+            self.notes.append(what)
+
+
+class Verification:
+    """The verification of one policy on one model: the schedule, the steps so far and what is still to be compared.
+
+    A step is a forward of the whole model with gradients (a micro-batch), and its backward.
+    """
+
+    def __init__(self, schedule: Schedule, policy: str) -> None:
+        self.schedule, self.policy = schedule, policy
+        self.steps = 0  # of the whole model
+        self.active = False  # whether a verified forward of the whole model is running
+        self.inside = False  # whether any forward of the whole model is running
+        self._order: list[Recorder] = []  # of those compared in the backward that runs
+        self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "policy": self.policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def begin_step(self) -> None:
+        """A forward of the whole model begins, with gradients and not compiled."""
+        self.steps += 1
+        self.inside = True
+        self.active = self.schedule.due(self.steps) and _can_hash()
+
+    def end_forward(self) -> None:
+        """That forward has ended."""
+        self.inside = self.active = False
+
+    def region(self, name: str, module: nn.Module, calls: int = 0, changed: bool = False) -> Recorder | None:
+        """A recorder for one call of a region, or None if the call is not verified.
+
+        Args:
+            name: qualified name of the region's module in the model.
+            module: the region's module; its class is named in errors.
+            calls: number of this call of the region, 1 for the first. It decides where blocks are called outside of
+                the model's own forward.
+            changed: whether the region was never called in this mode, or with this structure of arguments, before.
+        """
+        if not (self.active or (changed and self.schedule.changes) or (not self.inside and self.schedule.due(calls))):
+            return None
+        return Recorder(self, name, type(module).__name__) if self.active or _can_hash() else None
+
+    def compared(self, recorder: Recorder) -> None:
+        """Note that `recorder` holds flags; they are read when the backward that runs ends, or now if none runs."""
+        if not (self._order and self._order[-1] is recorder):
+            self._order.append(recorder)
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            self.settle()
+        elif task not in self._queued:
+            self._queued.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.settle(task))
+
+    def settle(self, task: int = -1) -> None:
+        """Read the flags of everything compared so far.
+
+        Raises:
+            VerificationError: a value differs.
+        """
+        self._queued.discard(task)
+        recorders, self._order = list(dict.fromkeys(self._order)), []
+        flags = [(recorder, slot, flag) for recorder in recorders for slot, flag in recorder.differing]
+        for recorder in recorders:
+            recorder.differing = []
+        wrong: dict[Recorder, list[int]] = {}
+        for device in dict.fromkeys(flag.device for _, _, flag in flags):
+            there = [found for found in flags if found[2].device == device]
+            with _quietly():
+                read = torch.stack([flag for _, _, flag in there]).tolist()
+            for (recorder, slot, _), differs in zip(there, read, strict=True):
+                if differs:
+                    wrong.setdefault(recorder, []).append(slot)
+        if wrong:
+            raise self.error(list(wrong.items()), "values")
+
+    def error(self, wrong: list[tuple[Recorder, list[int]]], differs: str) -> VerificationError:
+        """The error for recorders with the slots in them that differ; backward meets the last region first."""
+        recorder, slots = wrong[-1]
+        slot = min(slots)
+        layout, operator = recorder.layouts[slot], recorder.operators[slot]
+        what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
+        lines = [
+            f"policy '{self.policy}': backward would compute with other numbers than forward did. No optimizer step "
+            "was taken.",
+            f"  where: {recorder.name or 'the model'} ({recorder.kind}), saved tensor {slot + 1} of "
+            f"{len(recorder.hashes)}, {what}: {_described(layout)}",
+            f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(wrong)} "
+            f"region{'s' if len(wrong) > 1 else ''})",
+        ]
+        notes = [note for one, _ in reversed(wrong) for note in one.notes]
+        if notes:
+            lines.append("  seen: " + "; ".join(dict.fromkeys(notes)))
+        lines += [
+            "  usual causes: a value that the block reads from outside was changed between forward and backward (a "
+            "scale set around forward, an attribute, a global); an argument or a saved tensor was written in place; "
+            "random numbers came from a generator of the model's own",
+            "  what to do: make the block depend on its arguments, parameters and buffers alone; or take 'offload' or "
+            "'pointwise', which re-run no block; `ckpt-ft check` proves a policy before a run",
+        ]
+        return VerificationError("\n".join(lines), recorder.name, operator, differs)
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
+    """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
+    layout: list[Any] = [type(tensor)]
+    total: torch.Tensor | None = None
+    with _quietly():
+        for part in _parts(tensor):
+            layout.append((part.dtype, tuple(part.shape), _strides(part)))
+            if part.device.type == "meta" or isinstance(part, FakeTensor):
+                continue
+            hashed = _hash(part)
+            total = hashed if total is None else total * 0x9E3779B97F4A7C1 + hashed
+    return tuple(layout), total
+
+
+class _Quiet:
+    """Hides what runs inside from autograd, dispatch modes, torch-function modes and tensor subclasses."""
+
+    __slots__ = ("guards",)
+
+    def __enter__(self) -> None:
+        self.guards = (torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch())
+        for guard in self.guards:
+            guard.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for guard in reversed(self.guards):
+            guard.__exit__(*exception)
+
+
+_quietly = _Quiet
+
+
+def _can_hash() -> bool:
+    """Whether tensors have bits to read here and flags can be read: no fake mode, no CUDA graph that is captured."""
+    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold the bits of `tensor`: the local one of a DTensor, values of a sparse one."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        yield tensor.trigger_wait()
+    elif type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield tensor.crow_indices()
+        yield tensor.col_indices()
+        yield tensor.values()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield tensor.ccol_indices()
+        yield tensor.row_indices()
+        yield tensor.values()
+    else:  # an opaque layout (MKL-DNN's)
+        yield tensor.to_dense()
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of the dimensions that have more than one element: those of others mean nothing."""
+    if tensor.numel() == 0:
+        return ()
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.is_quantized:
+        return _mixed(_words_of_storage(tensor))
+    stored = as_stored(tensor)
+    if _is_dense(stored):
+        return _hash_flat(stored.as_strided((stored.numel(),), (1,)))
+    return _hash_strided(stored)
+
+
+def _hash_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor with gaps or repeated elements: one sum for each index of its longest dimension, and a sample."""
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    if once.numel() <= _SMALL or _is_dense(once):
+        once = once.contiguous()
+        return _hash_flat(once.as_strided((once.numel(),), (1,)))
+    if once.is_complex():
+        once = torch.view_as_real(once)
+    once = once.permute(sorted(range(once.dim()), key=once.stride, reverse=True)).squeeze()
+    kept = max(range(once.dim()), key=lambda dim: once.shape[dim] if once.shape[dim] <= 65536 else 0)
+    others = [dim for dim in range(once.dim()) if dim != kept]
+    try:
+        sums = once.view(torch.int64).sum(others)
+    except RuntimeError:  # its runs are no whole words
+        bits = once.view(_SAME_SIZE[once.element_size()]) if once.element_size() < 8 else once.view(torch.int64)
+        sums = torch.hash_tensor(bits, dim=others).view(torch.int64)  # reads any dtype without a temporary
+    # what comes an even number of times cancels in the XOR of `hash_tensor`: a sample sees constants
+    steps = [max(1, round(size / (_SAMPLE ** (1 / once.dim())))) for size in once.shape]
+    sample = once[tuple(slice(None, None, step) for step in steps)].contiguous()
+    return _mixed(sums) + 3 * _hash_flat(sample.as_strided((sample.numel(),), (1,)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one range of memory, each place once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _words_of_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a quantised tensor as words, its last bytes aside."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=torch.int64, device=tensor.device)
+    if storage.nbytes() < 8:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).to(torch.int64)
+    return words.set_(storage, 0, (storage.nbytes() // 8,), (1,))
+
+
+def _hash_flat(flat: torch.Tensor) -> torch.Tensor:
+    """Of a 1-D tensor without gaps; the same wherever in its storage it begins."""
+    size = flat.element_size()
+    if size >= 8:
+        return _mixed(flat.view(torch.int64))
+    per = 8 // size
+    whole = flat.numel() // per * per
+    rest = flat[whole:].view(_SAME_SIZE[size]).to(torch.int64) if whole < flat.numel() else None
+    if flat.storage_offset() % per == 0:
+        return _mixed(flat[:whole].view(torch.int64), rest)
+    words = whole // per
+    if words <= _SMALL:
+        return _mixed(flat[:whole].clone().view(torch.int64), rest)
+    # a view as words must begin at a whole one, so rows and sample are copied one after another
+    length, step = words // _ROWS, words // _SAMPLE | 1
+    rows = [flat[i * length * per : (i + 1) * length * per].clone().view(torch.int64).sum() for i in range(_ROWS)]
+    sample = flat.as_strided((-(-words // step), per), (step * per, 1)).clone().view(torch.int64).flatten()
+    last = flat[_ROWS * length * per : whole].clone().view(torch.int64)
+    return _weighted(torch.cat([torch.stack(rows), sample, last, *(() if rest is None else (rest,))]))
+
+
+def _mixed(words: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
+    """One word of many; see the module's docstring."""
+    n = words.numel()
+    if n > _SMALL:
+        length = n // _ROWS
+        sums = words[: _ROWS * length].view(_ROWS, length).sum(1)
+        words = torch.cat([sums, words[:: n // _SAMPLE | 1], words[_ROWS * length :]])
+    return _weighted(words if rest is None else torch.cat([words, rest]))
+
+
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    return (words * _weight(words)).sum()
+
+
+def _weight(words: torch.Tensor) -> torch.Tensor:
+    """A fixed random odd number for each place."""
+    n, device = words.numel(), words.device
+    weights = _weights.get(device)
+    if weights is None or weights.numel() < n:
+        generator = torch.Generator().manual_seed(0)
+        size = max(n, 2 * _SMALL)
+        weights = torch.randint(-(2**62), 2**62, (size,), generator=generator).mul_(2).add_(1).to(device)
+        _weights[device] = weights
+    return weights[:n]
+
+
+def _layout_change(before: Layout, now: Layout) -> str:
+    """What of two different layouts differs, in words."""
+    if before[0] is not now[0] or len(before) != len(now):
+        return f"kind of tensor: {before[0].__name__} in forward, {now[0].__name__} in backward"
+    for (dtype, shape, strides), (other_dtype, other_shape, other_strides) in zip(before[1:], now[1:], strict=True):
+        if shape != other_shape:
+            return f"shape: {shape} in forward, {other_shape} in backward"
+        if dtype != other_dtype:
+            return f"dtype: {dtype} in forward, {other_dtype} in backward"
+        if strides != other_strides:
+            return f"strides: {strides} in forward, {other_strides} in backward"
+    return "layout"
+
+
+def _described(layout: Layout) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for dtype, shape, _ in layout[1:])

@@ -1,0 +1,298 @@
+"""What would make a step fit that does not: the changes that cost least come first, each traced, with its price.
+
+1. Another policy at the batch size asked for.
+2. Where none of them fits: a smaller batch under the leanest of them, with the accumulation that keeps the effective
+   one.
+3. Where not one sample fits: settings that hold less, one after another until one fits: 8-bit optimizer states, half
+   and a quarter of the tokens, LoRA, LoRA on 4-bit weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.units import format_at_least, format_bytes
+from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.workload import Workload
+
+from .batch_size import largest_in_room
+from .budget import MemoryBudget
+from .candidate import Candidate, seconds
+from .estimates import Estimates
+from .results import Fix, Suggestion, Suggestions
+from .search import blocks_of, with_term
+from .tracing import Traced, Tracer, trace_policies
+
+
+def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
+    """What to say when nothing fits: by how much, and the smallest budget that would do."""
+    room, at = estimates.room, estimates.batch or 1
+    if not estimates.anchors:
+        return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
+    leanest = min(estimates.anchors, key=lambda policy: estimates.reserved(policy, at))
+    estimates.tracer.trace(leanest, at)
+    needed = room.needs(estimates.estimate(leanest, at))
+    parameters = sum(p.numel() * p.element_size() for p in dict.fromkeys(model.parameters()))
+    below = ""
+    if parameters > room.budget:
+        below = (
+            f" (the parameters alone take {format_bytes(parameters)}, {format_bytes(parameters - room.budget)} more)"
+        )
+    launch = estimates.tracer.workload.launch
+    under = f"'{leanest}' with {launch}" if launch else f"'{leanest}'"
+    blocks = "" if blocks_of(model).blocks else "; it has no repeated blocks to checkpoint"
+    return (
+        f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
+        f"works is {format_at_least(needed)}, under {under}{blocks}"
+    )
+
+
+Load = Callable[[Settings], Workload]
+
+LORA_R = 16
+_POLICIES = ("none", "pointwise", "full")
+_SHOWN = 3
+_SHORTEST = 128  # tokens: a shorter sequence is no answer
+
+
+def suggest(
+    load: Load, settings: Settings, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+) -> Suggestions:
+    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `settings`, which does not.
+
+    load: makes the workload of a model under any settings.
+    """
+    workload = load(settings)
+    if not settings.images:  # the model's own limit, where none was asked for
+        settings = replace(settings, seq_length=workload.shape.get("seq_length", settings.seq_length))
+    question = _Misfit(policy, batch, settings, seconds(asked) / (batch * settings.accumulation))
+    traced = dict(_policies(workload, policy, batch))
+    fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
+    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
+    # Traced again alone: a shared session shifts the bytes reserved.
+    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
+    ways = [question.way(trace, name) for name, trace in alone.items() if trace.peak_reserved <= room.limit]
+    if ways:
+        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
+    leanest = min(traced, key=lambda name: traced[name].peak_reserved, default=policy)
+    if batch > 1:
+        several = replace(workload, accumulation=max(settings.accumulation, 2))
+        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        if largest:
+            steps = -(-batch * settings.accumulation // largest)
+            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
+            return Suggestions(
+                [question.way(trace, leanest, largest, f"--accumulation {steps}", samples=largest * steps)], 0
+            )
+    needed = asked.peak_reserved
+    for change, leaner in _leaner(settings, workload):
+        trace = _trace_alone(load(leaner), leanest, 1)
+        if trace.peak_reserved <= room.limit:
+            samples = settings.accumulation * leaner.seq_length / settings.seq_length
+            return Suggestions([question.way(trace, leanest, 1, change, samples=samples)], 0)
+        needed = min(needed, trace.peak_reserved)
+    return Suggestions([], room.context + room.margin + needed)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """The step that does not fit; `seconds`: of one of its samples."""
+
+    policy: str
+    batch: int
+    settings: Settings
+    seconds: float
+
+    def way(
+        self, trace: StepTrace, policy: str, batch: int | None = None, change: str = "", *, samples: float = 0
+    ) -> Suggestion:
+        """`trace` as a way out. samples: that its step makes, as long as those asked for; 0 for as many."""
+        options = [
+            f"--policy {policy}" if policy != self.policy else "",
+            f"--batch-size {batch}" if batch not in (None, self.batch) else "",
+            change,
+        ]
+        each = seconds(trace) / (samples or self.batch * self.settings.accumulation)
+        said = " ".join(option for option in options if option)
+        return Suggestion(said, trace.peak_reserved, round(each / self.seconds - 1, 4))
+
+
+def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
+    """The traces of policies beside `policy`, those of which the model has."""
+    plain = [name for name in _POLICIES if name != policy]
+    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
+    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
+    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
+        if isinstance(trace, StepTrace):
+            yield name, trace
+
+
+def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+    assert isinstance(trace, StepTrace), "the policy suits the model"
+    return trace
+
+
+def _leaner(settings: Settings, workload: Workload) -> Iterator[tuple[str, Settings]]:
+    """Leaner and leaner settings, each with the options that say it."""
+    if settings.optimizer.startswith("adamw") and settings.optimizer != "adamw_8bit" and not settings.lora_r:
+        yield "--optimizer adamw_8bit", replace(settings, optimizer="adamw_8bit")
+    for part in (2, 4):
+        tokens = settings.seq_length // part
+        if settings.images:
+            wide, high = (max(side // part, 1) for side in settings.image_size)
+            yield f"--image-size {wide}x{high}", replace(settings, image_size=(wide, high))
+        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
+            yield f"--seq-length {tokens}", replace(settings, seq_length=tokens)
+    rank = settings.lora_r or LORA_R
+    if not settings.lora_r:
+        yield f"--lora {rank}", replace(settings, lora_r=rank)
+    if not settings.load_in_4bit:
+        half = "bfloat16" if settings.dtype == "float32" else settings.dtype
+        change = f"--lora {rank} --load-in-4bit --dtype {half}"
+        yield change, replace(settings, lora_r=rank, load_in_4bit=True, dtype=half)
+
+
+_WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
+_FASTER = 0.05  # or of the seconds
+_NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
+
+
+def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
+    """The fixes that save at least 1 % of `candidate`'s bytes or 5 % of its time, largest saving first.
+
+    fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
+    """
+    per_sample = seconds(trace) / candidate.batch
+
+    def fix(change: str, other: StepTrace | str | None, batch: int = candidate.batch) -> Iterator[Fix]:
+        if isinstance(other, StepTrace):
+            slower = seconds(other) / batch / per_sample - 1
+            yield Fix(change, candidate.reserved - other.peak_reserved, round(slower, 4))
+
+    found: list[Fix] = []
+    if "head" not in candidate.policy.split(","):
+        headed = with_term(candidate.policy, "head")
+        found += fix(f"--ac_policy {headed}: the loss in chunks", tracer.trace(headed, candidate.batch))
+    for change, make in _CHANGES.items():
+        with make(tracer.workload, trace) as changed:
+            if changed is not None:
+                found += fix(change, _traced(changed, candidate))
+    if fixed_batch and candidate.batch > 1:
+        half = candidate.batch // 2
+        change = f"micro-batches of {half} and twice the gradient accumulation"
+        found += fix(change, tracer.trace(candidate.policy, half), half)
+    found += fix("drop what the loop keeps alive through backward (outputs, say)", without_kept(trace))
+    lengths = tracer.workload.lengths
+    if lengths is not None and lengths.unit == "tokens":
+        found += _padding(tracer.workload, lengths, candidate)
+    worth = [fix for fix in found if fix.saves >= _WORTH * candidate.reserved or fix.slower <= -_FASTER]
+    return sorted(worth, key=lambda fix: -fix.saves)
+
+
+def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
+    """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
+    batch = candidate.batch
+    cut = lengths.quantile(_NEARLY_ALL)
+    if cut < lengths.longest:
+        worst, usual = (_at(workload, candidate, n) for n in (cut, lengths.cut(cut).padded(batch)))
+        slower = round(seconds(usual) / candidate.seconds - 1, 4)
+        change = f"--max_length {cut}, which cuts the longest 1 % of the rows"
+        yield Fix(change, candidate.reserved - worst.peak_reserved, slower)
+    if not lengths.by_length and lengths.mean < lengths.padded(batch):
+        grouped = _at(workload, candidate, round(lengths.mean))
+        faster = round(seconds(grouped) / candidate.seconds - 1, 4)
+        share = 1 - lengths.mean / lengths.padded(batch)
+        change = f"--train_sampling_strategy group_by_length (or --packing): {share:.0%} of the tokens are padding"
+        yield Fix(change, 0, faster)
+
+
+def _traced(workload: Workload, candidate: Candidate, length: int | None = None) -> Traced:
+    return trace_policies(workload, [candidate.policy], workload.step(candidate.batch, length))[0]
+
+
+def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
+    trace = _traced(workload, candidate, length)
+    assert isinstance(trace, StepTrace), "a candidate has a trace"
+    return trace
+
+
+@contextmanager
+def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
+    make = workload.make_optimizer
+    if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
+        yield None
+        return
+
+    def fused(model: nn.Module) -> Any:
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+        return optimizer
+
+    can = isinstance(make(workload.model), (torch.optim.Adam, torch.optim.SGD))
+    yield replace(workload, make_optimizer=fused) if can else None
+
+
+@contextmanager
+def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
+    able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
+    capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
+    if not capable:
+        yield None
+        return
+    try:
+        capable[0].set_attn_implementation("sdpa")  # type: ignore[operator]  # transformers' PreTrainedModel
+        yield workload
+    finally:
+        capable[0].set_attn_implementation("eager")  # type: ignore[operator]
+
+
+@contextmanager
+def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
+    """No KV cache in training: it keeps every key and value alive through backward."""
+    configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
+    if not configs:
+        yield None
+        return
+    try:
+        configs[0].use_cache = False  # type: ignore[union-attr]
+        yield workload
+    finally:
+        configs[0].use_cache = True  # type: ignore[union-attr]
+
+
+_CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
+    "a fused optimizer (--optim adamw_torch_fused)": _fused,
+    "attn_implementation sdpa in place of eager": _sdpa,
+    "model.config.use_cache = False": _no_cache,
+}
+
+
+def without_kept(trace: StepTrace) -> StepTrace | None:
+    """`trace` had the loop dropped, when forward ended, what it keeps of forward beyond the end of backward.
+
+    None where it keeps nothing of size.
+    """
+    begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
+    if begins is None:
+        return None
+    ends = max((op.at for op in trace.ops if op.phase == "backward" and op.at >= begins), default=begins)
+    gone = {~event for event in trace.events[trace.start : ends] if event < 0}
+    made = [event for event in trace.events[trace.start : begins] if event >= 0 and event not in gone]
+    kept = [event for event in made if trace.storages[event].category == "activations"]
+    if not kept:
+        return None
+    moved = {~event for event in kept}
+    earlier = [*trace.events[:begins], *(~event for event in kept)]
+    return replace(trace, events=earlier + [event for event in trace.events[begins:] if event not in moved])

@@ -1,0 +1,1 @@
+"""What is trained and how: `TrainingSpec`, its readers and its edits."""

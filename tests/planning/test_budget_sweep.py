@@ -1,0 +1,49 @@
+"""A budget sweep: its picks are what `plan` says for those budgets."""
+
+from __future__ import annotations
+
+import pytest
+import small_models
+
+from ckpt_ft.planning.budget_sweep import OTHERS, BudgetSweep, budget_sweep
+from ckpt_ft.planning.plan import plan
+from ckpt_ft.units import MIB
+
+FEW = {"batch_size": 8, "policies": ["none", "full", "first:2"]}
+
+
+@pytest.fixture(scope="module")
+def sweep() -> BudgetSweep:
+    return budget_sweep(small_models.llama().workload("cpu"), 3 * MIB, **FEW)
+
+
+def test_every_pick_is_what_plan_says_for_that_budget(sweep: BudgetSweep) -> None:
+    budgets = [point.room.budget for point in sweep.points]
+    assert budgets == sorted(set(budgets))
+    assert 5 <= len(budgets) <= OTHERS + 1
+    first = {point.pick: point for point in reversed(sweep.points)}  # the smallest budget of each pick
+    assert len(first) == 3
+    for point in first.values():
+        alone = plan(small_models.llama().workload("cpu"), point.room.budget, **FEW)
+        assert alone.candidates == point.candidates
+
+
+def test_the_plan_is_the_one_that_was_asked_for(sweep: BudgetSweep) -> None:
+    asked = next(point for point in sweep.points if point.room.budget == 3 * MIB)
+    assert sweep.plan.candidates == asked.candidates
+    assert sweep.points[-1].room.budget == 6 * MIB  # on a CPU: twice the budget
+
+
+def test_every_candidate_has_its_trace(sweep: BudgetSweep) -> None:
+    for point in sweep.points:
+        assert all(point.room.fits(candidate) for candidate in point.candidates)
+        for candidate in point.candidates:
+            assert sweep.traces[candidate].peak_reserved == candidate.reserved
+
+
+@pytest.mark.slow
+def test_picks_of_a_whole_search_are_what_plan_says() -> None:
+    found = budget_sweep(small_models.llama().workload("cpu"), 3 * MIB, max_batch_size=16)
+    for point in found.points[::2]:
+        alone = plan(small_models.llama().workload("cpu"), point.room.budget, max_batch_size=16)
+        assert alone.candidates == point.candidates
