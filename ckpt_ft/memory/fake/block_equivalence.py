@@ -1,9 +1,9 @@
 """Whether blocks of a model are built alike, so that one runs as the other does, and whether they are called alike.
 
-Built alike: everything that a block consists of is compared: its modules' classes and attributes, its tensors' shapes,
-the hooks and policies on it. What several blocks share (configurations, rotary tables) is the same object in each. What
-cannot be compared counts as different: then both blocks are traced, which costs time; skipping a block that differs
-would give a wrong answer.
+Built alike: everything that a block consists of is compared: its modules' classes and attributes, its tensors'
+shapes, the hooks and policies on it. What several blocks share (configurations, rotary tables) is the same object in
+each. What cannot be compared counts as different: then both blocks are traced, which costs time; skipping a block that
+differs would give a wrong answer.
 
 Called alike: each argument is compared with that of an earlier call: the same tensor, the same output of the block
 before, or an equal plain value.

@@ -84,7 +84,7 @@ class DataDependentOps:
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
         }
 
-    # -- observers, called with (args, result): they learn where indices and masks come from -------------------------------------------
+    # -- observers, called with (args, result): they learn where indices and masks come from ------------------------
 
     def _see_random(self, args: tuple[Any, ...], out: Any) -> None:
         if out.numel() == 1:

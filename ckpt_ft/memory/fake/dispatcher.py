@@ -12,15 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.memory.record import cpu_kernels
+from ckpt_ft.memory.record.dispatch import call_key
 from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, measure
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.record.tracker import handling_of
-from ckpt_ft.memory.rules import cpu, cuda, fake_kernels
+from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from .data_dependent_ops import DataDependentOps
 from .fakes import CPU, Fakes, are_fakes
 from .interrupts import Interrupts
-from .memo import Memo, Remembered, call_key
+from .memo import Memo, Remembered
 from .values import Values
 
 aten = torch.ops.aten
@@ -69,7 +71,9 @@ class FakeOps:
         self.values = Values()
         self._by_data = DataDependentOps(recorder, self.values)
         capability = compute_capability(gpu) if gpu else 0
-        rules, self._after = (cuda.RULES, cuda.after(capability)) if gpu else (cpu.FAKE_RULES, cpu.FAKE_AFTER)
+        rules, self._after = (
+            (cuda.RULES, cuda.after(capability)) if gpu else (cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER)
+        )
         self._rules = {**fake_kernels.RULES, **self._by_data.answers, **rules}
         self._memo = Memo(fakes, capability)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
@@ -89,7 +93,8 @@ class FakeOps:
     def handling(self, func: Any) -> Handling:
         if func is _ASKS_DEVICE:
             return Handling(str(func), lambda func, args, kwargs: args[0].fake_device, silent=True)
-        known, answered = handling_of(func, self._rules.get(func), self._after.get(func)), func in self._by_data.answers
+        known = handling_of(func, self._rules.get(func), self._after.get(func))
+        answered = func in self._by_data.answers
         return _FakeHandling(
             known.name,
             known.rule,
@@ -126,10 +131,12 @@ class FakeOps:
         if op.on_host is not None:
             for index in op.on_host(args):
                 recorder.ignore(out[index])
-        elif self.gpu and isinstance(out, Tensor) and (pinned or out.dim() == 0):
-            if pinned or func is _LIFT or recorder.all_ignored(args):
-                recorder.ignore(out)
+        elif self.gpu and isinstance(out, Tensor) and self._is_on_host(func, args, out, pinned):
+            recorder.ignore(out)
         return known
+
+    def _is_on_host(self, func: Any, args: tuple[Any, ...], out: Tensor, pinned: bool) -> bool:
+        return pinned or (out.dim() == 0 and (func is _LIFT or self.recorder.all_ignored(args)))
 
     def collective_stream(self, func: Any, args: tuple[Any, ...]) -> str:
         return self.streams.asynchronous() if is_asynchronous(func, args) else self.recorder.stream

@@ -1,4 +1,4 @@
-"""What a trace patches in torch, transformers and Python for its duration, except what imitates a GPU (rules/cuda.py)."""
+"""What a trace patches in torch, transformers and Python while it runs. Imitating a GPU is up to rules/cuda.py."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ from .fakes import Fakes
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FEWEST = 2  # blocks of a run that are skipped
-_CALL_KINDS: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()  # of lists, when last called
+_CALL_KINDS: weakref.WeakKeyDictionary[nn.Module, list[int]] = (
+    weakref.WeakKeyDictionary()
+)  # of lists, when last called
 
 
 class SkippedBlocks:
@@ -56,7 +58,7 @@ class SkippedBlocks:
         self._members = {id(block): (found, k) for found in self._lists for k, block in enumerate(found.blocks)}
         self._busy = False  # inside a block of a run: lists in it are traced whole
         self._failed: set[str] = set()
-        self._lasting: set[int] = set()  # storages of units that outlived their step
+        self._lasting: dict[int, str] = {}  # storages of units that outlived their step, with the run's name
         tracker.context.phase_listeners.append(self._phase_begins)
 
     @contextmanager
@@ -83,8 +85,8 @@ class SkippedBlocks:
         while not self._is_recorded(step):
             gc.collect()
         freed = {~event for event in self.recorder.events[self._start.events :] if event < 0}
-        if freed & self._lasting:
-            names = [found.names[0] for found in self._lists]
+        names = {self._lasting[storage] for storage in freed & self._lasting.keys()}
+        if names:
             self.traced |= {(step, name) for step in range(number + 1) for name in names}
             raise NotPeriodic("a step frees what another one's units allocated", names)
 
@@ -457,7 +459,7 @@ class _Traversal:
                 return False
         if self._drawn != _random_states():  # a block may be dropped at random
             return False
-        first, second, third = self._entered
+        _, second, third = self._entered
         return self._done(second, third) == self._done(third, self.recorder.position)
 
     def _done(self, start: Position, stop: Position) -> tuple[list[str], list[int]]:

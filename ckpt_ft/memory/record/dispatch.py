@@ -1,4 +1,7 @@
-"""How ops reach a dispatch mode: as composites or as their parts, from another Python dispatch, under torch.compile."""
+"""How ops reach a dispatch mode, and how a call of one is described.
+
+An op comes as a composite or as its parts, from autograd or from another Python dispatch, or under torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 _CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
@@ -63,3 +68,36 @@ def _skip_recording() -> None:
 
     for name in _RECORDING:
         trace_rules.add(name)
+
+
+class Uncacheable(Exception):
+    """A call's result depends on more than the shapes of its arguments."""
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hashable description of an op's arguments, or None where its result depends on more than that."""
+    parts: list[Any] = [torch.get_default_dtype()]
+    try:
+        _describe(args, parts)
+        for name, value in kwargs.items():
+            parts.append(name)
+            _describe((value,), parts)
+    except Uncacheable:
+        return None
+    return tuple(parts)
+
+
+def _describe(values: Any, parts: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.is_sparse:
+                raise Uncacheable
+            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            _describe(value, parts)
+        elif isinstance(value, Tensor) or kind.__hash__ is None:
+            raise Uncacheable
+        else:
+            parts += (kind, value)  # the type too: 1, 1.0 and True are equal

@@ -143,7 +143,7 @@ class Recorder:
         self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Record that CUDA event `number` is recorded in `stream` ("record"), or that `stream` waits for it ("wait")."""
+        """Record what happens to CUDA event `number`: "record" in `stream`, or a "wait" of `stream` for it."""
         if self.keeps_ops:
             at, phase = len(self.events), self.context.phase
             self.ops.append(Op(f"event.{what}", 0, 0, "", phase, str(number), at, 0, stream))

@@ -78,11 +78,11 @@ class SkippedRun:
         return range(FIRST, len(self.units) - 1)
 
 
-def splice(recorder: Recorder, start: Position, runs: Sequence[SkippedRun]) -> set[int]:
+def splice(recorder: Recorder, start: Position, runs: Sequence[SkippedRun]) -> dict[int, str]:
     """Insert the skipped units of `runs` into what was recorded since `start`, the beginning of this step.
 
-    Returns the storages of units that are still alive. Should one be freed in a later step, then this record is wrong:
-    the skipped units' storages do not hear of it.
+    Returns the storages of units that are still alive, with the names of their runs. Should one be freed in a later
+    step, then this record is wrong: the skipped units' storages do not hear of it.
 
     Raises:
         NotPeriodic: for all runs that do not repeat; the record is as it was.
@@ -98,7 +98,7 @@ def splice(recorder: Recorder, start: Position, runs: Sequence[SkippedRun]) -> s
     if failed:
         raise NotPeriodic("; ".join(reasons), failed)
     number = _merge(recorder, start, storages, copies)
-    return {number.get(storage, storage) for copy in copies for storage in copy.lasting}
+    return {number.get(storage, storage): copy.run.name for copy in copies for storage in copy.lasting}
 
 
 class _Part(NamedTuple):
@@ -439,9 +439,7 @@ def _merge(recorder: Recorder, start: Position, storages: list[Storage], copies:
     number = {storage: start.storages + place for place, storage in enumerate(order)}
     places = [inserted.event for inserted in insertions]
     recorder.ops[:] = ops
-    recorder.events[:] = [
-        number.get(event, event) if event >= 0 else ~number.get(~event, ~event) for event in events
-    ]
+    recorder.events[:] = [number.get(event, event) if event >= 0 else ~number.get(~event, ~event) for event in events]
     recorder.marks[start.marks :] = [
         (at + shifts[bisect_right(places, at)], name) for at, name in recorder.marks[start.marks :]
     ]

@@ -5,7 +5,7 @@ fake ones in fake/dispatcher.py), a `StepContext` says in which phase and module
 events and follows every storage until it is freed. Nothing is hooked onto tensors or gradients, so autograd keeps and
 reuses them as it does without the tracker.
 
-Not counted, because dispatch does not see it: scratch that a kernel allocates inside, except as rules/cpu.py and
+Not counted, because dispatch does not see it: scratch that a kernel allocates inside, except as cpu_kernels.py and
 rules/cuda.py say; the states of random generators that a checkpoint keeps (5,056 bytes each on the CPU).
 """
 
@@ -21,8 +21,7 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckpt_ft.memory.rules import cpu
-
+from .cpu_kernels import real_kernels
 from .dispatch import from_python_dispatch, in_parts, is_composite, leave_uncompiled
 from .in_place_gradients import IN_PLACE, counts_of_a_sum, is_in_place
 from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
@@ -77,7 +76,7 @@ class RealOps:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._rules, self._after = cpu.real_kernels()
+        self._rules, self._after = real_kernels()
 
     def prepare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,7 +194,9 @@ class Tracker(TorchDispatchMode):
         self.context.__enter__()
         self._patches: list[Any] = [patch.object(torch.UntypedStorage, "resize_", self.recorder.resize)]
         if torch.distributed.is_available():
-            self._patches.append(patch.object(torch.distributed.Work, "wait", _unrecorded(torch.distributed.Work.wait)))
+            self._patches.append(
+                patch.object(torch.distributed.Work, "wait", _unrecorded(torch.distributed.Work.wait))
+            )
         for one in self._patches:
             one.start()
         return super().__enter__()

@@ -161,7 +161,9 @@ def matmul(arch: int) -> After:
     return workspace
 
 
-def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+def softmax_backward(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> None:
     """grad * output, of the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu]"""
     recorder.scratch(args[0].numel() * args[0].itemsize, str(func))
 

@@ -27,11 +27,11 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ckpt_ft.memory.fake.memo import call_key
-from ckpt_ft.memory.record.opinfo import After, Rule
+from .dispatch import call_key
+from .opinfo import After, Rule
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.record.recorder import Recorder
+    from .recorder import Recorder
 
 aten = torch.ops.aten
 
