@@ -1,10 +1,10 @@
-# make demo | make test: the two commands of the README. Both make .venv first if it is missing or older than what defines it.
+# The two commands of the README are `make demo` and `make test`. Each creates .venv first if it is missing or outdated.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_DIR ?= out/demo
 
-.PHONY: demo test lint wheel docs oldest clean
+.PHONY: demo test test-slow lint wheel docs oldest clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusion,vision,plot,deepspeed,test,dev,docs]'
 	touch $@
 
-# One thread: the model is too small to be shared between two.
+# One thread: the model is too small for two.
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/accelerate launch -q --config_file accelerate_configs/cpu.yaml recipes/llm.py \
 		--ac_policy save:attention+matmul --output_dir $(DEMO_DIR)
@@ -24,11 +24,15 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per worker: two workers with two threads each on two cores only wait for one another.
-test: lint
+# One thread per worker: two workers with two threads each would compete for two cores.
+test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
-# The wheel in an environment of its own, with the libraries of .venv: it answers, and finds its recipes.
+# Everything that `make test` leaves out: every architecture under every policy, long fuzzing, browsers, killed runs.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# Installs the wheel into a new environment with the libraries of .venv, runs a command, and finds a recipe.
 wheel: $(STAMP)
 	rm -rf out/wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir out/wheel .
@@ -39,12 +43,12 @@ wheel: $(STAMP)
 	cd out/wheel && env/bin/ckpt-ft estimate HuggingFaceTB/SmolLM2-135M --policy full --seq-length 64 --device t4
 	cd out/wheel && test -f "$$(env/bin/ckpt-ft recipe --path llm)"
 
-# The guide and the API reference, every link checked.
+# Builds the guide and the API reference and checks every link.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# The suite on the lowest versions that pyproject.toml allows; torch brings CUDA along, and old libraries warn of what
-# newer ones have mended. constraints.txt has other versions.
+# Runs the suite on the lowest versions that pyproject.toml allows. torch is the CUDA build there, and old libraries emit
+# warnings that newer ones do not.
 oldest:
 	mkdir -p out
 	grep -oE '"(torch|transformers|accelerate|peft|datasets|diffusers)>=[0-9.]+"' pyproject.toml | tr -d '"' | \

@@ -44,7 +44,7 @@ LIBRARIES = [
     "ckpt_ft.training.diffusion.loop",
     "ckpt_ft.training.diffusion.encoders",
     "ckpt_ft.training.diffusion.transformer_encoders",
-    "ckpt_ft.training.vision_language.encode",
+    "ckpt_ft.training.vision_language.models",
     "datasets",
     "diffusers",
     "peft",

@@ -22,10 +22,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_ft.errors import run
+from ckpt_ft.memory.cost.kernels import device_seconds
+from ckpt_ft.memory.cost.op_work import measure
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
-from ckpt_ft.memory.record.kernels import device_seconds
-from ckpt_ft.memory.record.opinfo import measure
 
 DATA = Path(__file__).resolve().parent / "data"
 # Seconds that a published timing holds beside the kernel. Two events stand around one call, and the card is idle when

@@ -7,10 +7,10 @@ run reserves up to 4 % more than before, or less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
-from ckpt_ft.memory.allocator.caching_allocator import CachingAllocator
-from ckpt_ft.memory.allocator.pool import Block
+from ckpt_ft.memory.allocator.caching_allocator import Block, CachingAllocator
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.record.trace import StepTrace
 
@@ -30,7 +30,7 @@ def peak_reserved(trace: StepTrace, stretches: int) -> int:
     allocator = CachingAllocator(AllocatorSettings.parse(trace.alloc_conf))
     live: dict[int, Block | None] = {}
 
-    def run(events: list[int]) -> None:
+    def run(events: Sequence[int]) -> None:
         for event in events:
             if event >= 0:
                 live[event] = allocator.malloc(sizes[event])
@@ -49,5 +49,5 @@ def peak_reserved(trace: StepTrace, stretches: int) -> int:
     return most
 
 
-def _made(events: list[int]) -> list[int]:
+def _made(events: Sequence[int]) -> list[int]:
     return [event for event in events if event >= 0]

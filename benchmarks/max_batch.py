@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import torch
 from accelerate.utils import find_executable_batch_size
@@ -22,17 +23,17 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.plan import plan
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import MIB, format_bytes
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
-LORA = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0}
+LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "lora_dropout": 0.0}
 TABLE = {
-    "SD 2.1 U-Net": ("stabilityai/stable-diffusion-2-1", Settings(mixed_precision="bf16")),
-    "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", Settings(mixed_precision="bf16")),
-    "Llama-2-7B, LoRA 16, 1024 tokens": ("meta-llama/Llama-2-7b-hf", Settings(**LORA)),  # type: ignore[arg-type]
-    "ViT-L/16": ("google/vit-large-patch16-224", Settings(mixed_precision="bf16")),
+    "SD 2.1 U-Net": ("stabilityai/stable-diffusion-2-1", TrainingSpec.of(mixed_precision="bf16")),
+    "SDXL U-Net": ("stabilityai/stable-diffusion-xl-base-1.0", TrainingSpec.of(mixed_precision="bf16")),
+    "Llama-2-7B, LoRA 16, 1024 tokens": ("meta-llama/Llama-2-7b-hf", TrainingSpec.of(**LORA)),
+    "ViT-L/16": ("google/vit-large-patch16-224", TrainingSpec.of(mixed_precision="bf16")),
 }
 MOST = 2048  # the largest batch that the table looks at
 FOUND_ON_T4 = {"none": "177", "stages:3+4": "205", "full": "256 (the most that was tried)"}
@@ -43,7 +44,7 @@ def table() -> None:
     gpu = find_gpu("a100-80gb")
     print("| model | none | full | pick | samples/s: full | pick |\n|---|---:|---:|---|---:|---:|")
     for title, (name, settings) in TABLE.items():
-        workload = load(name, settings, gpu)
+        workload = load(settings.edit(model=name), gpu)
 
         def best(policies: list[str] | None, workload: Workload = workload) -> Candidate:
             return plan(workload, policies=policies, max_batch_size=MOST, jobs=0).best
@@ -59,7 +60,7 @@ def table() -> None:
 
 def t4() -> None:
     gpu = find_gpu("t4")
-    workload = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0), gpu)
+    workload = load(TrainingSpec.of("microsoft/resnet-50", optimizer="none", max_grad_norm=0.0), gpu)
     print("| policy | found by trying | predicted: reserved bytes fit | predicted: runs at all | waits a step |")
     print("|---|---:|---:|---:|---:|")
     for policy, tried in FOUND_ON_T4.items():

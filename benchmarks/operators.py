@@ -25,9 +25,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_ft.errors import run
+from ckpt_ft.memory.cost.kernels import device_seconds
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.memory.record.kernels import device_seconds
 
 ROWS = Path(__file__).resolve().parent / "data" / "hf_op_latencies.csv"
 BENCH = 6e-6  # seconds: what do_bench's two events add to a kernel between them

@@ -21,9 +21,9 @@ import transformers
 from ckpt_ft.checkpointing.apply import apply_policy, remove_policy
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 BF16 = {"dtype": "bfloat16"}
 LORA = {"dtype": "float16", "lora_r": 16, "lora_dropout": 0.0}
@@ -43,7 +43,7 @@ HEAD_POLICIES = ("full,head", "pointwise,head")  # for language models
 def measure(name: str, device: str) -> dict[str, dict[str, int]]:
     """Bytes kept and peak bytes by policy."""
     model_id, batch, settings = WORKLOADS[name]
-    workload = load(model_id, Settings(**settings))
+    workload = load(TrainingSpec.of(model_id, **settings), "t4")
     policies = POLICIES + (HEAD_POLICIES if workload.kind == "language model" else ())
     rows: dict[str, dict[str, int]] = {}
     for policy in policies:

@@ -22,9 +22,9 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB, format_bytes
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 DATA = Path(__file__).resolve().parent / "data"
 EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
@@ -100,8 +100,8 @@ def scaling(write: bool) -> None:
     print(*rows, sep="\n")
     for name in ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"):
         for trained, more in (("all weights", {}), ("LoRA 16", {"lora_r": 16, "dtype": "bfloat16"})):
-            settings = Settings(mixed_precision="bf16", seq_length=4096, **more)  # type: ignore[arg-type]
-            workload = load(name, settings, find_gpu("h100"))
+            settings = TrainingSpec.of(mixed_precision="bf16", seq_length=4096).edit(**more)
+            workload = load(settings.edit(model=name), find_gpu("h100"))
             apply_policy(workload.model, "full")
             for processes in (1, 2, 4, 8, 16, 32, 64):
                 machines = max(processes // 8, 1)

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.standins.nf4 import prepare_kbit, to_nf4
+from ckpt_ft.standins.quantised_layers import prepare_kbit, to_nf4
 from ckpt_ft.units import MIB
 
 ROWS = Path(__file__).resolve().parent / "data" / "t4_lora_steps.csv"

@@ -22,9 +22,9 @@ from vision import made_by, table  # type: ignore[import-not-found]
 from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
 from ckpt_ft.planning.batch_size import predict_max_batch_size
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 MODELS = {
@@ -33,8 +33,8 @@ MODELS = {
     "sdxl": ("stabilityai/stable-diffusion-xl-base-1.0", 1024),
 }
 METHODS = {
-    "lora": Settings(dtype="bfloat16", mixed_precision="bf16", lora_r=16),
-    "full": Settings(dtype="float32", mixed_precision="bf16"),
+    "lora": TrainingSpec.of(dtype="bfloat16", mixed_precision="bf16", lora_r=16),
+    "full": TrainingSpec.of(dtype="float32", mixed_precision="bf16"),
 }
 POLICIES = (
     "none", "pointwise", "modules:mlp", "modules:mlp,pointwise", "modules:attention,pointwise", "every:2,pointwise",
@@ -62,7 +62,7 @@ class Result:
 @functools.cache
 def workload(model: str, method: str) -> Workload:
     name, resolution = MODELS[model]
-    return load(name, Settings(**{**METHODS[method].__dict__, "resolution": resolution}), DEVICE)
+    return load(METHODS[method].edit(model=name, resolution=resolution), DEVICE)
 
 
 def predict(model: str, method: str, policy: str, batch: int, batches: bool) -> Result:

@@ -21,9 +21,9 @@ from ckpt_ft import apply_policy
 from ckpt_ft.errors import run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import GIB
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 MODEL, GPU, BATCH, SEARCHED = "google/vit-large-patch16-224", "a100-80gb", 32, 4096
@@ -38,7 +38,7 @@ TUTORIAL = {"none": 32, "full": 96}
 def workload(resolution: int, precise: bool = False) -> Workload:
     """fp32 weights under bf16 autocast, SDPA, fused AdamW, clipping; `precise`: all in fp32, eager attention."""
     how = {"attn_implementation": "eager"} if precise else {"mixed_precision": "bf16"}
-    return load(MODEL, Settings(resolution=resolution, **how), GPU)  # type: ignore[arg-type]
+    return load(TrainingSpec.of(MODEL, resolution=resolution, **how), GPU)
 
 
 def predicted(policy: str, batch: int, resolution: int, precise: bool = False) -> StepTrace:

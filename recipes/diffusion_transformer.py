@@ -7,7 +7,7 @@
         a real one; --train_data_dir DIR trains it on a folder of images with captions, and what is on the command line
         wins over the file
 
-Flags: TransformerArguments, DreamBoothArguments, TransformerLoopArguments (named as in diffusers' scripts) and
+Flags: TransformerArguments, ImageArguments, TransformerLoopArguments (named as in diffusers' scripts) and
 ACArguments.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
-from ckpt_ft.training.images.dreambooth import DreamBoothArguments
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run.help import CONFIG, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
         __doc__,
         {
             "model": TransformerArguments,
-            "data": DreamBoothArguments,
+            "data": ImageArguments,
             "memory": ACArguments,
             "training": TransformerLoopArguments,
             "run": CONFIG,
@@ -49,7 +49,6 @@ from ckpt_ft.training.diffusion.noise import NoisyBatches
 from ckpt_ft.training.diffusion.parts import frozen_dtype
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.state import TrainingState
-from ckpt_ft.training.diffusion.tiny_transformers import tiny_transformer_dir
 from ckpt_ft.training.diffusion.trained import prepare
 from ckpt_ft.training.diffusion.transformer_encoders import (
     TransformerEncoders,
@@ -65,6 +64,7 @@ from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.samples.pipelines import tiny_transformer_dir
 
 # What runs when no pipeline is named.
 BUILT_IN = {
@@ -96,7 +96,7 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
-        (TransformerArguments, DreamBoothArguments, TransformerLoopArguments, ACArguments),
+        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments),
         argv,
         builtin=BUILT_IN,
         unless="pretrained_model_name_or_path",
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @explained_full_disk()
 def train(
-    model_args: TransformerArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
+    model_args: TransformerArguments, image_args: ImageArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
     """One run, from the checkpoint of `attempt` on."""
     accelerator = start(attempt.args, directory)
@@ -145,7 +145,7 @@ def train(
 
 def load_data(
     model_args: TransformerArguments,
-    image_args: DreamBoothArguments,
+    image_args: ImageArguments,
     args: TransformerLoopArguments,
     accelerator: Accelerator,
 ) -> Data:

@@ -6,14 +6,14 @@
     accelerate launch -q recipes/diffusion_unet.py --config recipes/diffusion/sdxl_lora_24gb.yaml --train_data_dir DIR
         a real one on a folder of images with metadata.jsonl; what is on the command line wins over the file
 
-Flags: DiffusionModelArguments, DreamBoothArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
+Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffusers' scripts) and ACArguments.
 """
 
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.dreambooth import DreamBoothArguments
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run.help import CONFIG, answer_help
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the libraries are imported, which takes sec
         __doc__,
         {
             "model": DiffusionModelArguments,
-            "data": DreamBoothArguments,
+            "data": ImageArguments,
             "memory": ACArguments,
             "training": LoopArguments,
             "run": CONFIG,
@@ -56,7 +56,6 @@ from ckpt_ft.training.diffusion.noise import Denoising, NoisyBatches
 from ckpt_ft.training.diffusion.parts import frozen_dtype
 from ckpt_ft.training.diffusion.sampling import Sampler
 from ckpt_ft.training.diffusion.state import TrainingState
-from ckpt_ft.training.diffusion.tiny_pipeline import tiny_pipeline_dir
 from ckpt_ft.training.diffusion.trained import UNET, UNET_XL, prepare
 from ckpt_ft.training.diffusion.validation import Validation
 from ckpt_ft.training.loop_memory import LoopMemory
@@ -64,6 +63,7 @@ from ckpt_ft.training.replan import Attempt, run_within
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.samples.pipelines import tiny_pipeline_dir
 from ckpt_ft.workloads.pipeline_parts import inpaints
 
 # What runs when no pipeline is named.
@@ -93,7 +93,7 @@ BUILT_IN = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, image_args, args, ac_args = parse_args(
-        (DiffusionModelArguments, DreamBoothArguments, LoopArguments, ACArguments),
+        (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments),
         argv,
         builtin=BUILT_IN,
         unless="pretrained_model_name_or_path",
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @explained_full_disk()
 def train(
-    model_args: DiffusionModelArguments, image_args: DreamBoothArguments, directory: RunDirectory, attempt: Attempt
+    model_args: DiffusionModelArguments, image_args: ImageArguments, directory: RunDirectory, attempt: Attempt
 ) -> None:
     """One run, from the checkpoint of `attempt` on."""
     accelerator = start(attempt.args, directory)
@@ -142,7 +142,7 @@ def train(
 
 
 def load_data(
-    model_args: DiffusionModelArguments, image_args: DreamBoothArguments, args: LoopArguments, accelerator: Accelerator
+    model_args: DiffusionModelArguments, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
 ) -> Data:
     """The images as the pipeline's U-Net is shown them; of what is frozen only what is still needed is kept."""
     config = unet_config(model_args)  # what it is, before any weights are read

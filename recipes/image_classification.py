@@ -16,7 +16,7 @@ transformers.TrainingArguments, and --overwrite_output_dir.
 from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.images.labelled import VisionArguments, accuracy, choose, load_images
+from ckpt_ft.training.images.classification import VisionArguments, accuracy, load_images, most_likely_class
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
 
@@ -40,11 +40,13 @@ from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.images.augment import Collator, ImageRows, NewCropsEachEpoch
-from ckpt_ft.training.images.classifiers import (
+from ckpt_ft.training.images.classification import (
+    Collator,
+    ImageRows,
+    check_batch_norm,
     load_classifier,
     load_processor,
-    mind_batch_norm,
+    new_crops_each_epoch,
     own_resolution,
     position_arguments,
 )
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 4. What --ac_policy auto and --find_max_batch_size leave open
     collator = Collator(position_arguments(model, data_args.resolution))
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-    training_args = mind_batch_norm(model, fitted.args, len(train_rows))
+    training_args = check_batch_norm(model, fitted.args, len(train_rows))
 
     # 5. Training: the policy and the memory report are one callback
     with library_reads("no Trainer can be made of these flags"):
@@ -124,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             processing_class=processor,
             data_collator=collator,
             compute_metrics=accuracy,
-            preprocess_logits_for_metrics=choose,
-            callbacks=[NewCropsEachEpoch(train_dataset)],
+            preprocess_logits_for_metrics=most_likely_class,
+            callbacks=[new_crops_each_epoch(train_dataset)],
         )
     memory = ACCallback(fitted).attach(trainer)
     with advise_on_oom(memory), keep_checkpoints(trainer, directory):

@@ -48,11 +48,10 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
-from ckpt_ft.training.text.encode import PadCollator, encode_rows
-from ckpt_ft.training.text.packing import check_cache, check_rows_apart
-from ckpt_ft.training.text.sample import make_sample
-from ckpt_ft.workloads.packing import in_one_sequence
+from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
+from ckpt_ft.workloads.batches import in_one_sequence
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 1. Model and tokenizer
     if model_args.model_name_or_path is None:
         with training_args.main_process_first(desc="making the built-in sample"):
-            built_in, corpus = make_sample()
+            built_in, corpus = make_docstrings()
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or corpus)
     tokenizer = load_tokenizer(model_args)

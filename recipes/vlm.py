@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
-from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
+from ckpt_ft.training.vision_language.conversations import VisionLanguageArguments, VisionLanguageModelArguments
 
 if __name__ == "__main__":  # before the libraries are imported, which takes seconds
     answer_help(
@@ -48,12 +48,18 @@ from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
-from ckpt_ft.training.text.packing import check_cache
-from ckpt_ft.training.vision_language.answers import Questions, check_answers
+from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.text.answers import Questions, check_answers
+from ckpt_ft.training.text.encode import check_cache
+from ckpt_ft.training.vision_language.conversations import ImageLoader, load_conversations
 from ckpt_ft.training.vision_language.encode import encode_conversations
-from ckpt_ft.training.vision_language.models import check_seen, collator_of, load_model, load_processor, patch_of
-from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
-from ckpt_ft.training.vision_language.sample import make_sample
+from ckpt_ft.training.vision_language.models import (
+    check_all_have_images,
+    collator_of,
+    load_model,
+    load_processor,
+    patch_size,
+)
 
 # What runs when no model is named.
 BUILT_IN = {
@@ -100,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 1. Model and processor
     if model_args.model_name_or_path is None:
         with training_args.main_process_first(desc="making the built-in sample"):
-            built_in, drawn = make_sample()
+            built_in, drawn = make_questions()
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
     processor = load_processor(model_args, data_args)
@@ -112,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_rows, eval_rows, folder = load_conversations(
             data_args, evaluate=training_args.do_eval, seed=training_args.seed
         )
-        pictures = Pictures(folder, smallest=patch_of(model.config.to_dict()))
-        train_dataset = encode_conversations(train_rows, processor, pictures, data_args)
-        check_seen(train_dataset, model_args.train_towers)
+        images = ImageLoader(folder, smallest=patch_size(model.config.to_dict()))
+        train_dataset = encode_conversations(train_rows, processor, images, data_args)
+        check_all_have_images(train_dataset, model_args.train_towers)
         alone = replace(data_args, packing=False)  # questions are answered one by one
-        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, pictures, alone)
+        eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, alone)
 
     # 3. What --ac_policy auto and --find_max_batch_size leave open
     fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)

@@ -87,7 +87,7 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(_caches: None) -> tuple[Path, Path]:
     """The built-in language-model sample: its model directory and its jsonl file."""
-    from ckpt_ft.training.text.sample import make_sample
+    from ckpt_ft.training.samples.language import make_docstrings
 
-    model, corpus = make_sample()
+    model, corpus = make_docstrings()
     return Path(model), Path(corpus)

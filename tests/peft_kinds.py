@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from versions import is_older
 
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
-from ckpt_ft.workloads.settings import Settings
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 # What a kind of PEFT needs beside the modules that it adapts.
@@ -71,7 +71,7 @@ def adapted(kind: str, dtype: torch.dtype = torch.float32, layers: int = 3) -> t
         hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4, vocab_size=96,
         num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
     )  # fmt: skip
-    settings = Settings(peft={**given, **dropouts}, dtype=str(dtype).removeprefix("torch."))
+    settings = TrainingSpec.of(peft={**given, **dropouts}, dtype=str(dtype).removeprefix("torch."))
     model = adapt(LlamaForCausalLM(shape).to(dtype), settings)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():

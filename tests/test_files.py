@@ -35,10 +35,10 @@ def test_one_cache_root(environment: dict[str, str], expected: str, monkeypatch:
 
 def test_samples_and_plans_are_below_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_ft.planning.provenance import cache_path
-    from ckpt_ft.training.text import sample
+    from ckpt_ft.training.samples import language
 
-    monkeypatch.setattr(sample, "_write", lambda directory: (directory / "model").mkdir())
-    model, _ = sample.make_sample()
+    monkeypatch.setattr(language, "_write_docstrings", lambda directory: (directory / "model").mkdir())
+    model, _ = language.make_docstrings()
     assert Path(model).parents[1] == own_cache
     assert cache_path("plans", {"budget": 1}).parents[1] == own_cache
 

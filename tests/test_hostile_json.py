@@ -10,17 +10,17 @@ from fuzz import assert_one_line, damaged
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.memory.record.events import Holder
-from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.results import Plan
+from ckpt_ft.spec.peft_file import read_peft
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.peft_file import read_peft
-from ckpt_ft.workloads.settings import Settings
 
 HOLDER = Holder("layers.0.mlp", "aten.mm", "activations", 2**20, 3)
 PLAN = Plan(
@@ -111,7 +111,7 @@ def test_configs(tmp_path: Path) -> None:
     for number, content in enumerate(damaged(LLAMA, seed=2)):
         path.write_bytes(content)
         try:
-            load(str(path), Settings(seq_length=16), "cpu")
+            load(TrainingSpec.of(str(path), seq_length=16), "cpu")
         except UserError as error:
             refused += 1
             assert_one_line(error, number)
@@ -127,7 +127,7 @@ def test_configurations_of_adapters(tmp_path: Path) -> None:
     for number, content in enumerate(damaged(given, seed=6)):
         path.write_bytes(content)
         try:
-            load(str(config), Settings(seq_length=16, peft=read_peft(str(path), "--peft-config")), "cpu")
+            load(TrainingSpec.of(str(config), seq_length=16, peft=read_peft(str(path), "--peft-config")), "cpu")
         except UserError as error:
             refused += 1
             assert_one_line(error, number)
@@ -139,4 +139,4 @@ def test_sizes_are_checked_before_anything_is_built(tmp_path: Path, key: str) ->
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, key: 10**15}))
     with pytest.raises(UserError, match=f"{key} 1000000000000000 is no size of a model"):
-        load(str(path), Settings(seq_length=16), "cpu")
+        load(TrainingSpec.of(str(path), seq_length=16), "cpu")

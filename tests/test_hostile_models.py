@@ -15,14 +15,14 @@ from transformers import ViTImageProcessor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
-from ckpt_ft.training.images.classifiers import load_classifier, load_processor
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.images.classification import load_classifier, load_processor
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.settings import Settings
 
 WEIGHTS = "model.safetensors"
-SHORT = Settings(seq_length=8, optimizer="none")
+SHORT = TrainingSpec.of(seq_length=8, optimizer="none")
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_damaged_weights(model: Path, damage: Callable[[bytes], bytes]) -> None:
     (model / WEIGHTS).write_bytes(damage((model / WEIGHTS).read_bytes()))
     assert refused(lambda: load_model(arguments(model))).startswith(f"model {model} cannot be loaded: ")
     assert f"{model}: its saved weights cannot be read: " in refused(
-        lambda: check_model(str(model), "full", SHORT, 1, 0)
+        lambda: check_model(SHORT.edit(model=str(model), policy="full", batch_size=1), 0)
     )
 
 
@@ -143,12 +143,14 @@ def test_code_beside_a_model_is_not_run(model: Path, mark: Path) -> None:
 
 def test_nor_by_the_command_line(model: Path, mark: Path) -> None:
     assert "has no class Model" in refused(
-        lambda: load(str(model), SHORT, "cpu")
+        lambda: load(SHORT.edit(model=str(model)), "cpu")
     )  # estimate, plan, explain, max-batch
-    assert "has no class Model" in refused(lambda: check_model(str(model), "full", SHORT, 1, 0))
+    assert "has no class Model" in refused(
+        lambda: check_model(SHORT.edit(model=str(model), policy="full", batch_size=1), 0)
+    )
     edit(model / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
-    assert type(load(str(model), SHORT, "cpu").model).__name__ == "LlamaForCausalLM"
-    assert check_model(str(model), "full", SHORT, 1, 0).ok
+    assert type(load(SHORT.edit(model=str(model)), "cpu").model).__name__ == "LlamaForCausalLM"
+    assert check_model(SHORT.edit(model=str(model), policy="full", batch_size=1), 0).ok
     assert not mark.exists()
 
 
@@ -171,5 +173,7 @@ def test_pickled_weights_run_nothing(model: Path, tmp_path: Path) -> None:
     (model / WEIGHTS).unlink()
     torch.save({"model.norm.weight": Malice(tmp_path / "was run")}, model / "pytorch_model.bin")
     assert "Weights only load failed" in refused(lambda: load_model(arguments(model)))
-    assert "Weights only load failed" in refused(lambda: check_model(str(model), "full", SHORT, 1, 0))
+    assert "Weights only load failed" in refused(
+        lambda: check_model(SHORT.edit(model=str(model), policy="full", batch_size=1), 0)
+    )
     assert not (tmp_path / "was run").exists()

@@ -7,8 +7,8 @@ from typing import Any
 
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.batch_size import predict_max_batch_size
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 from .common import Case, Figure, Section, kept, mb, predict
@@ -42,7 +42,7 @@ def strategies(images: Path, quick: bool) -> Section:
         'tutorial names neither model nor sizes nor what its memory is; "kept" is what forward leaves for backward,',
         '"peak" the whole step\'s.',
     )
-    workload = load(name, Settings(**_LORA, seq_length=length), GPU)
+    workload = load(TrainingSpec.of(name, **_LORA, seq_length=length), GPU)
     job = Case(lambda: workload.model, workload.step(batch), workload.make_optimizer)
     base = predict(job, "none", GPU)
     rows = [["none", *_sizes(base), "", "", "", "", ""]]
@@ -85,7 +85,7 @@ def largest_batches(images: Path, quick: bool) -> Section:
     for name, (model, settings, *published) in list(BATCHES.items())[: 1 if quick else None]:
         if quick:
             model, settings = "HuggingFaceTB/SmolLM2-135M", {"lora_r": 4, "seq_length": 64}
-        none, full, saved = _found(load(model, Settings(**settings), GPU), SEARCHED if not quick else 64)
+        none, full, saved = _found(load(TrainingSpec.of(model, **settings), GPU), SEARCHED if not quick else 64)
         without, with_, less = published
         pairs = [(without, none), (with_, full), (f"{with_ / without:.1f}", f"{full / max(none, 1):.1f}")]
         pairs.append((f"{less} %", f"{saved:.0f} %"))

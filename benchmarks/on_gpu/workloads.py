@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 # Every policy is run on the first three; on the others those that tell most.
@@ -51,13 +51,13 @@ class Spec:
         Raises:
             UserError: diffusers is needed and absent.
         """
-        settings = Settings(**self.settings)
+        settings = TrainingSpec.of(**self.settings)
         if isinstance(self.model, str):
-            return load(self.model, settings)
+            return load(settings.edit(model=self.model), "t4")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(self.model), encoding="utf-8")
-            return load(str(path), settings)
+            return load(settings.edit(model=str(path)), "t4")
 
 
 _SD15, _SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0"

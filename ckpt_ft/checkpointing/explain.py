@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ckpt_ft.page.fragments import fragment, paragraph, table_html
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.policy import Policy
 from ckpt_ft.tables import WIDTH, Table, as_text
 

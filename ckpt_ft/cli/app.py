@@ -19,13 +19,13 @@ import typer
 
 import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
+from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.holders import holders_table
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.synonyms import typed_as
 from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.settings import Settings
 
 from . import known, merge, planning, policies, recipe
 from .asked import plan_command, takes
@@ -111,7 +111,7 @@ def estimate(
     ] = "",
     *,
     gpu: GPU | None,
-    settings: Settings,
+    spec: TrainingSpec,
     html: Html = "",
     snapshot: Snapshot = "",
     perfetto: Perfetto = "",
@@ -126,12 +126,12 @@ def estimate(
     parse_policy(policy)
     files = Files(gpu, html, snapshot, perfetto)
     limit = memory("--capacity", capacity) or (gpu.memory if gpu else None)
-    question = {**asked_of(model, settings), "policy": policy, "batch_size": batch_size, "gpu": gpu, "limit": limit}
+    question = {**asked_of(model, spec), "policy": policy, "batch_size": batch_size, "gpu": gpu, "limit": limit}
     kept = Kept("estimate", question, Estimate.from_json)
     result = None if files.any else kept.get()
     if result is None:
         with progress() as say:
-            result, trace = _made(model, settings, policy, batch_size, gpu, limit, say)
+            result, trace = _made(model, spec, policy, batch_size, gpu, limit, say)
             files.write(result, trace)
         kept.put(json.dumps(asdict(result)))
     if as_json:
@@ -159,7 +159,7 @@ def report(
 
 
 def _made(
-    model: str, settings: Settings, policy: str, batch: int, gpu: GPU | None, limit: int | None, say: Report
+    model: str, spec: TrainingSpec, policy: str, batch: int, gpu: GPU | None, limit: int | None, say: Report
 ) -> tuple[Estimate, StepTrace]:
     """The answer, and the trace that it is read off."""
     from ckpt_ft.planning.budget import MemoryBudget
@@ -167,14 +167,14 @@ def _made(
     from ckpt_ft.workloads.load import load
 
     say(f"building {model} from its config")
-    workload = load(model, settings, gpu or "cpu")
+    workload = load(spec.edit(model=model), gpu or "cpu")
     say(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
     result, trace = _estimate(workload, policy, batch, limit)
     if limit is not None and result.headroom is not None and result.headroom < 0:
         say("looking for what would fit")
         room = MemoryBudget(limit, result.context)
-        given = partial(load, model, device=gpu or "cpu")
-        result = replace(result, answer=suggest(given, settings, result.policy, batch, trace, room))
+        given = partial(load, device=gpu or "cpu")
+        result = replace(result, answer=suggest(given, spec.edit(model=model), result.policy, batch, trace, room))
     return result, trace
 
 

@@ -1,6 +1,6 @@
 """What a command asks about, from its options: how a model is trained, and on which card.
 
-A command names what it needs as a parameter, `settings` or `gpu`; the options that say it stand in its place.
+A command names what it needs as a parameter, `spec` or `gpu`; the options that say it stand in its place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from inspect import Parameter
 from types import MappingProxyType
 from typing import Any
@@ -17,16 +16,13 @@ from typing import Any
 import typer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, current_gpu, find_gpu, gpu_of
-from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.defaults import SEQ_LENGTH
-from ckpt_ft.workloads.peft_file import read_peft
-from ckpt_ft.workloads.settings import IMAGE_SIZE, Settings
+from ckpt_ft.memory.gpus import GPU, asked_gpu
+from ckpt_ft.spec.defaults import IMAGE_SIZE, LORA_R
+from ckpt_ft.spec.peft_file import read_peft
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .launches import asked_launch, asked_launches
 from .options import (
-    DEFAULT_GPU,
-    LORA_R,
     Accumulation,
     AllocConf,
     Attention,
@@ -128,21 +124,9 @@ def _parameters(make: Callable[..., Any]) -> Mapping[str, Parameter]:
 
 
 def _card(device: Device = "", gpu_memory: GpuMemory = "", gpu_like: GpuLike = "") -> GPU | None:
-    """The card that is asked about, None for the CPU."""
-    if not gpu_memory and not gpu_like:
-        return gpu_of(device) if device else current_gpu() or find_gpu(DEFAULT_GPU)
-    if not gpu_memory or not gpu_like or device:
-        given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
-        said = " ".join(f"{option} {value}" for option, value in given if value)
-        raise UserError(
-            f"{said}: a card that is in no table is --gpu-memory 24GiB with --gpu-like rtx-4090, one that is --device"
-        )
-    nbytes = memory("--gpu-memory", gpu_memory)
-    like = find_gpu(gpu_like)
-    assert nbytes is not None, "given, as was looked at above"
-    if nbytes <= like.context:
-        raise UserError(f"--gpu-memory {gpu_memory}: the CUDA context alone takes {format_bytes(like.context)}")
-    return replace(like, name=f"{like.name} with {format_bytes(nbytes)}", memory=nbytes)
+    """The GPU that is asked about, None for the CPU."""
+    memory("--gpu-memory", gpu_memory)
+    return asked_gpu(device, gpu_memory, gpu_like)
 
 
 def _settings(
@@ -187,13 +171,13 @@ def _settings(
     alloc_conf: AllocConf = "",
     prepare_kbit: PrepareKbit = False,
     lora_dropout: LoraDropout = None,
-) -> Settings:
+) -> TrainingSpec:
     mixed_precision = _precision(mixed_precision, bf16, fp16)
     launches = () if gpus is None else asked_launches(gpus, launch, processes, machines, link, mixed_precision)
     launched = asked_launch(launch, processes, machines, link, mixed_precision) if gpus is None else None
     if launched is not None and mixed_precision == "no":
         mixed_precision = launched.mixed_precision
-    return Settings(
+    return TrainingSpec.of(
         launch=launched,
         launches=launches,
         alloc_conf=alloc_conf,
@@ -207,8 +191,7 @@ def _settings(
         frozen=_parts("--freeze", freeze),
         rows=_rows(packing, padding),
         ema=ema,
-        seq_length=SEQ_LENGTH if seq_length is None else seq_length,
-        given=frozenset() if seq_length is None else frozenset({"seq_length"}),
+        seq_length=seq_length,
         accumulation=accumulation,
         max_grad_norm=max_grad_norm,
         resolution=resolution,
@@ -261,4 +244,4 @@ def _precision(named: str, bf16: bool, fp16: bool) -> str:
     return asked[0] if asked else "no"
 
 
-_MADE: dict[str, Callable[..., Any]] = {"settings": _settings, "gpu": _card}
+_MADE: dict[str, Callable[..., Any]] = {"spec": _settings, "gpu": _card}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt_ft.memory.record.events import Holder
+from ckpt_ft.export.holders import Holder
 from ckpt_ft.planning.results import Suggestions
 from ckpt_ft.reading import Bytes, Count, Seconds, read_json
 

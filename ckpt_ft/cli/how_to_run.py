@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import sharing_options
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
@@ -17,7 +17,7 @@ _OPTIMS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "adamw_8b
 _OTHERS = "YOUR_SCRIPT.py"  # what no recipe trains
 
 
-def command(plan: Plan, settings: Settings, dataset: str, config_file: str) -> str:
+def command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
     """The command of the plan's pick, as one line for a shell.
 
     config_file: that its launch was written to, if it was; flags say it otherwise.
@@ -27,7 +27,7 @@ def command(plan: Plan, settings: Settings, dataset: str, config_file: str) -> s
     words = ["accelerate", "launch", "-q", *(["--config_file", config_file] if config_file else launch_words(launch))]
     if launch.machines > 1:
         words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
-    script, flags = _recipe(plan, settings, dataset)
+    script, flags = _recipe(plan, spec, dataset)
     return f"{shlex.join(words)} {script} {shlex.join(flags)}"
 
 
@@ -45,7 +45,7 @@ def launch_words(launch: Launch) -> list[str]:
     return words
 
 
-def _recipe(plan: Plan, settings: Settings, dataset: str) -> tuple[str, list[str]]:
+def _recipe(plan: Plan, spec: TrainingSpec, dataset: str) -> tuple[str, list[str]]:
     """A script and its flags."""
     from ckpt_ft.workloads.batches import class_for, task_of
     from ckpt_ft.workloads.model_config import read_config
@@ -55,34 +55,36 @@ def _recipe(plan: Plan, settings: Settings, dataset: str) -> tuple[str, list[str
     config = read_config(plan.model)
     named = (config.get("architectures") or [""])[0] or class_for(config.get("model_type", ""))
     task = task_of(named)
-    pictured = settings.images or (dataset and "vision_config" in config)
-    unknown = settings.load_in_8bit or settings.peft or settings.frozen or settings.ema  # to the recipe
+    pictured = spec.data.images or (dataset and "vision_config" in config)
+    unknown = (
+        spec.quantisation.load_in_8bit or spec.adapter.peft or spec.model.frozen or spec.optimizer.ema
+    )  # to the recipe
     if task is None or task.kind != "language model" or pictured or unknown:
         return _OTHERS, own
-    flags = ["--model_name_or_path", plan.model, *own, "--max_length", str(settings.seq_length)]
-    flags += ["--dtype", settings.dtype]
-    if settings.mixed_precision != "no":
-        flags.append(f"--{settings.mixed_precision}")
+    flags = ["--model_name_or_path", plan.model, *own, "--max_length", str(spec.data.tokens)]
+    flags += ["--dtype", spec.precision.dtype]
+    if spec.precision.mixed_precision != "no":
+        flags.append(f"--{spec.precision.mixed_precision}")
     if best.accumulation > 1:
         flags += ["--gradient_accumulation_steps", str(best.accumulation)]
-    if settings.lora_r:
-        flags += ["--use_peft", "--lora_r", str(settings.lora_r)]
-        flags += ["--lora_target_modules", *settings.lora_targets] if settings.lora_targets else []
-        flags += [] if settings.lora_dropout is None else ["--lora_dropout", str(settings.lora_dropout)]
+    if spec.adapter.lora_r:
+        flags += ["--use_peft", "--lora_r", str(spec.adapter.lora_r)]
+        flags += ["--lora_target_modules", *spec.adapter.lora_targets] if spec.adapter.lora_targets else []
+        flags += [] if spec.adapter.lora_dropout is None else ["--lora_dropout", str(spec.adapter.lora_dropout)]
     asked = {
-        "use_dora": settings.use_dora,
-        "load_in_4bit": settings.load_in_4bit,
-        "use_bnb_nested_quant": settings.double_quant,
-        "packing": settings.rows == "packed",
+        "use_dora": spec.adapter.use_dora,
+        "load_in_4bit": spec.quantisation.load_in_4bit,
+        "use_bnb_nested_quant": spec.quantisation.double_quant,
+        "packing": spec.data.rows == "packed",
     }
     flags += [f"--{name}" for name, given in asked.items() if given]
-    if settings.quant_storage != "uint8":
-        flags += ["--bnb_4bit_quant_storage", settings.quant_storage]
-    if settings.attn_implementation:
-        flags += ["--attn_implementation", settings.attn_implementation]
-    if settings.max_grad_norm != 1.0:  # a Trainer's own
-        flags += ["--max_grad_norm", f"{settings.max_grad_norm:g}"]
-    if settings.optimizer != "none":
-        flags += ["--optim", _OPTIMS.get(settings.optimizer, settings.optimizer)]
+    if spec.quantisation.quant_storage != "uint8":
+        flags += ["--bnb_4bit_quant_storage", spec.quantisation.quant_storage]
+    if spec.kernels.attn_implementation:
+        flags += ["--attn_implementation", spec.kernels.attn_implementation]
+    if spec.optimizer.max_grad_norm != 1.0:  # a Trainer's own
+        flags += ["--max_grad_norm", f"{spec.optimizer.max_grad_norm:g}"]
+    if spec.optimizer.name != "none":
+        flags += ["--optim", _OPTIMS.get(spec.optimizer.name, spec.optimizer.name)]
     flags += ["--dataset_name", dataset or "DATASET"]
     return '"$(ckpt-ft recipe --path llm)"', flags

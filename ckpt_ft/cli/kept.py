@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
 from ckpt_ft.planning.provenance import cache_path
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.model_config import read_config, read_parts, read_processor
-from ckpt_ft.workloads.settings import Settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def asked_of(model: str, settings: Settings) -> dict[str, Any]:
+def asked_of(model: str, spec: TrainingSpec) -> dict[str, Any]:
     """What every answer depends on that is of a model and how it is trained; raises UserError for an unknown model."""
-    seen, config = read_processor(model) if settings.images else {}, read_config(model)
+    seen, config = read_processor(model) if spec.data.images else {}, read_config(model)
     parts = read_parts(model) if config.get("_class_name") else {}
-    return {"model": model, "config": config, "processor": seen, "parts": parts, "settings": asdict(settings)}
+    return {"model": model, "config": config, "processor": seen, "parts": parts, "spec": spec.to_dict()}
 
 
 class Kept(Generic[T]):

@@ -23,7 +23,7 @@ Part = Annotated[str, typer.Argument(help="only those that have this in a name, 
 
 def models(part: Part = "", as_json: AsJson = False) -> None:
     """List the models whose configurations come with the package, with the names that stand for them."""
-    from ckpt_ft.workloads.known_models import known_models
+    from ckpt_ft.workloads.model_config import known_models
 
     found = [
         model

@@ -9,10 +9,9 @@ import typer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.defaults import DEFAULT_GPU, LORA_R
 from ckpt_ft.units import is_bare, parse_budget
 
-DEFAULT_GPU = "a100-80gb"
-LORA_R = 16
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 PolicyOption = Annotated[str, typer.Option("--policy", help="e.g. full, every:2, save:attention+matmul, pointwise")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="samples on the device at once")]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.spec.launch_file import accelerate_config
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
-from ckpt_ft.workloads.settings import Settings
 
 from .asked import takes
 from .console import progress, stdout
@@ -26,8 +26,8 @@ from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_poli
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
-    from ckpt_ft.training.vision_language.dataset_rows import DatasetRows
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.training.vision_language.models import DatasetRows
+    from ckpt_ft.workloads.sample_sizes import Lengths
 
 Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
@@ -63,7 +63,7 @@ def plan(
     max_batch_size: MaxBatchSize = 256,
     *,
     gpu: GPU | None,
-    settings: Settings,
+    spec: TrainingSpec,
     jobs: Annotated[
         int, typer.Option("--jobs", min=0, max=256, help="processes to trace on; 0 for as many as there are cores")
     ] = 0,
@@ -85,16 +85,16 @@ def plan(
     """
     from ckpt_ft.planning.results import Plan, Stopped
 
-    if write_launch and not (settings.launch or settings.launches):
+    if write_launch and not (spec.launch.launch or spec.launch.launches):
         raise UserError(f"--write-launch {write_launch}: a plan for one process has none; give --gpus or --launch too")
     for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
     asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
-    images = _images(dataset, model, settings) if dataset else None
-    lengths = images.lengths if images else _lengths(dataset, model, settings.seq_length) if dataset else None
+    images = _images(dataset, model, spec) if dataset else None
+    lengths = images.lengths if images else _lengths(dataset, model, spec.data.tokens) if dataset else None
     question = {
-        **asked_of(model, settings),
+        **asked_of(model, spec),
         **vars(asked),
         "lengths": vars(lengths) if lengths else None,
         "pixels": images.pixels if images else None,
@@ -103,7 +103,7 @@ def plan(
     found = None if fresh or html else kept.get()
     if found is None:
         try:
-            found = _make(model, settings, asked, jobs, lengths, images, html)
+            found = _make(model, spec, asked, jobs, lengths, images, html)
         except Stopped as stop:
             if stop.plan is not None:
                 _show(stop.plan, as_json)
@@ -114,7 +114,7 @@ def plan(
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
-        print(command(found, settings, dataset, write_launch))
+        print(command(found, spec, dataset, write_launch))
     if output:
         write(output, found.to_json())
     if plot:
@@ -130,7 +130,7 @@ def max_batch(
     max_batch_size: MaxBatchSize = 256,
     *,
     gpu: GPU | None,
-    settings: Settings,
+    spec: TrainingSpec,
     as_json: AsJson = False,
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
@@ -143,7 +143,7 @@ def max_batch(
     parse_policy(policy)
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, gpu or "cpu")
+        workload = load(spec.edit(model=model), gpu or "cpu")
         found = predict_max_batch_size(
             workload,
             policy,
@@ -183,46 +183,46 @@ def _batch(text: str) -> int | None:
 
 
 def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
-    from ckpt_ft.training.text.dataset_lengths import dataset_lengths
+    from ckpt_ft.training.text.encode import dataset_lengths
 
     with progress() as say:
         say(f"reading {dataset}")
         return dataset_lengths(dataset, model, seq_length)
 
 
-def _images(dataset: str, model: str, settings: Settings) -> DatasetRows | None:
+def _images(dataset: str, model: str, spec: TrainingSpec) -> DatasetRows | None:
     """The dataset's rows where they have images and the model sees them."""
     from ckpt_ft.workloads.model_config import read_config
 
     if "vision_config" not in read_config(model):
         return None
-    from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
+    from ckpt_ft.training.vision_language.models import rows_with_images
 
     with progress() as say:
         say(f"looking through the images of {dataset}")
-        return rows_with_images(dataset, model, settings)
+        return rows_with_images(dataset, model, spec.data.tokens, spec.data.max_pixels, spec.data.longest_side)
 
 
 def _make(
     model: str,
-    settings: Settings,
+    spec: TrainingSpec,
     asked: Asked,
     jobs: int,
     lengths: Lengths | None,
     images: DatasetRows | None,
     html: str,
 ) -> Plan:
+    from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.budget_sweep import budget_sweep
-    from ckpt_ft.planning.choice_view import write_budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
 
-    launch = settings.launches[0] if settings.launches else settings.launch
+    launch = spec.launch.launches[0] if spec.launch.launches else spec.launch.launch
     memory_budget(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, asked.gpu or "cpu", lengths, images.batches if images else None)
+        workload = load(spec.edit(model=model), asked.gpu or "cpu", lengths, images.batches if images else None)
         given: dict[str, Any] = {
             "batch_size": asked.batch_size,
             "max_batch_size": asked.max_batch_size,
@@ -231,17 +231,17 @@ def _make(
             "jobs": jobs,
             "report": say,
         }
-        if html and not settings.launches:
+        if html and not spec.launch.launches:
             sweep = budget_sweep(workload, asked.budget, **given)
             found = sweep.plan
         else:
-            found = make_plan(workload, asked.budget, **given, launches=settings.launches)
+            found = make_plan(workload, asked.budget, **given, launches=spec.launch.launches)
             if not html:
                 return found
             sweep = budget_sweep(
                 replace(workload, launch=found.best.launch), asked.budget, **given
             )  # within the pick's
-    write_budget_sweep(sweep, html)
+    plan_page(sweep).write(html)
     return found
 
 

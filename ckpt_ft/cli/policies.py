@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import Table, print_table
 from ckpt_ft.units import format_bytes
-from ckpt_ft.workloads.settings import Settings
 
 from .asked import takes
 from .console import progress, stdout
@@ -26,7 +25,7 @@ def explain(
     batch_size: BatchSize = 1,
     *,
     gpu: GPU | None,
-    settings: Settings,
+    spec: TrainingSpec,
 ) -> None:
     """Show which modules a policy covers and the bytes that each kind of block keeps for backward under it."""
     from ckpt_ft.checkpointing.apply import apply_policy
@@ -35,7 +34,7 @@ def explain(
     parse_policy(policy)
     with progress() as say:
         say(f"building {model} from its config")
-        workload = load(model, settings, gpu or "cpu")
+        workload = load(spec.edit(model=model), gpu or "cpu")
         kept = {}
         for name in dict.fromkeys(("none", policy)):
             say(f"tracing a step under {name}")
@@ -59,7 +58,7 @@ def check(
     policy: PolicyOption = "full",
     batch_size: BatchSize = 2,
     *,
-    settings: Settings,
+    spec: TrainingSpec,
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**32 - 1, help="of weights (where none are saved), batch and dropout")
     ] = 0,
@@ -68,11 +67,11 @@ def check(
     from ckpt_ft.planning.check import check_model
 
     parse_policy(policy)
-    if "seq_length" not in settings.given and not settings.images:
-        settings = replace(settings, seq_length=CHECKED_TOKENS)
+    if not spec.data.images:
+        spec = spec.edit(default_seq_length=CHECKED_TOKENS)
     with progress() as say:
         say(f"running {model} with and without '{policy}'")
-        parity = check_model(model, policy, settings, batch_size, seed)
+        parity = check_model(spec.edit(model=model, policy=policy, batch_size=batch_size), seed)
     print(parity)
     if not parity.ok:
         raise typer.Exit(1)

@@ -21,7 +21,7 @@ Sources, by field:
   norms over rows of 2,048 to 4,096 in that set: where their second read comes from memory).
 - sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set whose repeated calls ran
   for longer (0.47 of the datasheet against 0.52 to 0.55 of short ones, 0.29 against 0.32); L40 and L40S as L4.
-- cards of a generation that differ in size alone are in kin.py.
+- cards that differ from one of these in size only are in gpu_variants.py.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ import sys
 from dataclasses import dataclass, replace
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import GIB, MIB
+from ckpt_ft.spec.defaults import DEFAULT_GPU
+from ckpt_ft.units import GIB, MIB, format_bytes, parse_budget
 
-from .kin import KIN, LAPTOP
+from .gpu_variants import GPU_VARIANTS, LAPTOP_NOTE
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,11 @@ def _gpu(
     return GPU(name, arch, sms, total, outside, bandwidth * 1e9, fp32, tf32, fp16, bf16, fp8, *measured)
 
 
-def _of_kin(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
+def _variant(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
     """A card of the generation of `like`; units as in `_gpu`."""
     share = fp32 * 1e12 / like.fp32
     rates = {rate: getattr(like, rate) * share for rate in ("fp32", "tf32", "fp16", "bf16", "fp8")}
-    note = LAPTOP if name.endswith("-laptop") else ""
+    note = LAPTOP_NOTE if name.endswith("-laptop") else ""
     nbytes, context = round(memory * GIB), round(like.context * (1 + sms / like.sms) / 2)
     own = {"name": name, "sms": sms, "memory": nbytes, "context": context, "bandwidth": bandwidth * 1e9, "note": note}
     return replace(like, **own, **rates, l2=round(like.l2 * sms / like.sms))  # type: ignore[arg-type]
@@ -187,7 +188,7 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
          note=_AMD),
 )}
 # fmt: on
-GPUS |= {row[0]: _of_kin(row[0], GPUS[row[1]], *row[2:]) for row in KIN}
+GPUS |= {row[0]: _variant(row[0], GPUS[row[1]], *row[2:]) for row in GPU_VARIANTS}
 
 
 # The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates
@@ -262,6 +263,34 @@ def find_gpu(name: str) -> GPU:
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; of another, the memory and a card like it)")
+
+
+def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
+    """The GPU that is asked for: by name, the one at hand where nothing is named, or one that is in no table.
+
+    Args:
+        device: a GPU's name, or "cpu".
+        gpu_memory: memory of a GPU that is in no table, "24GiB" or a bare number of GiB.
+        gpu_like: the GPU in the table that is as fast as that one.
+
+    Returns:
+        None for the CPU.
+
+    Raises:
+        UserError: no such GPU, or one of the last two without the other.
+    """
+    if not gpu_memory and not gpu_like:
+        return gpu_of(device) if device else current_gpu() or find_gpu(DEFAULT_GPU)
+    if not gpu_memory or not gpu_like or device:
+        given = [("--device", device), ("--gpu-memory", gpu_memory), ("--gpu-like", gpu_like)]
+        said = " ".join(f"{option} {value}" for option, value in given if value)
+        raise UserError(
+            f"{said}: a card that is in no table is --gpu-memory 24GiB with --gpu-like rtx-4090, one that is --device"
+        )
+    nbytes, like = parse_budget(gpu_memory), find_gpu(gpu_like)
+    if nbytes <= like.context:
+        raise UserError(f"--gpu-memory {gpu_memory}: the CUDA context alone takes {format_bytes(like.context)}")
+    return replace(like, name=f"{like.name} with {format_bytes(nbytes)}", memory=nbytes)
 
 
 def current_gpu(index: int | None = None) -> GPU | None:

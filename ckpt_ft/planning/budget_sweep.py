@@ -7,15 +7,17 @@ a budget is what `plan` says for that budget.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ckpt_ft.memory.cost.schedule import Span
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB, format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import MemoryBudget, memory_budget
-from .candidate import Candidate
+from .candidate import Candidate, frontier, spans
 from .estimates import Estimates
 from .plan import PlanRequest, planned, searching
 from .results import Plan
@@ -51,6 +53,14 @@ class BudgetSweep:
     plan: Plan
     points: list[SweepPoint]
     traces: dict[Candidate, StepTrace]
+
+    def frontier(self) -> list[Candidate]:
+        """The candidates that no other one beats in both memory and speed, fastest first."""
+        return frontier(self.traces)
+
+    def schedule(self, candidate: Candidate) -> Iterator[Span]:
+        """When each op of a candidate's step runs; nominal on "cpu"."""
+        return spans(self.traces[candidate])
 
 
 @or_loop

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.schedule import Host, Span
 from ckpt_ft.memory.gpus import GPU
-from ckpt_ft.memory.record.cost import Host, Span
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes, Count, Seconds
 from ckpt_ft.spec.launch import Launch

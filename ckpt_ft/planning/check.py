@@ -16,21 +16,20 @@ from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
 from ckpt_ft.reading import library_reads, require_weights
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import task_of
-from ckpt_ft.workloads.known_models import hub_id
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import hub_answers
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.workload import Batch, Workload
 
 _CARD = "a100-80gb"  # whose step stands for a CPU's
 _TOPS = {"timestep": 1000, "class_labels": 1000}  # of a diffusion model's whole numbers; masks and styles stay
 
 
-def check_model(name: str, policy: str, settings: Settings, batch_size: int, seed: int) -> Parity:
-    """Parity of `policy` on the model `name` (Hub id, directory or config file) on a batch of random data.
+def check_model(spec: TrainingSpec, seed: int) -> Parity:
+    """Parity of the spec's policy on its model (Hub id, directory or config file) and a batch of random data.
 
     Weights are the saved ones of a directory or Hub model (offline: those in the Hub's cache), and random ones where
     there is only a config; a note says which.
@@ -39,17 +38,18 @@ def check_model(name: str, policy: str, settings: Settings, batch_size: int, see
         UserError: no such model, weights that cannot be read, a step that does not fit into memory, or the policy does
             not fit the model.
     """
+    name, batch_size = spec.model.name, spec.data.batch_size
     torch.manual_seed(seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    workload = load(name, settings, current_gpu() or "cpu")
+    workload = load(spec, current_gpu() or "cpu")
     _check_room(name, workload.model, device)
     notes = _check_batch(name, workload, batch_size, device)
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
-    batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, settings, batch_size))
+    batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, spec, batch_size))
     if _of_diffusers(without_adapters(workload.model)):  # a trace takes memory as it is for the noise
         batch["target"] = torch.randn_like(_noise_like(model, batch))
-    parity = check_parity(model, batch, policy, loss=workload.loss_of, seed=seed)
+    parity = check_parity(model, batch, spec.policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
     return replace(parity, notes=[*parity.notes, *notes, f"note: {name} with {weights}"])
 
@@ -148,15 +148,15 @@ def _noise_like(model: nn.Module, batch: Batch) -> torch.Tensor:
     return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
-def _random(workload: Workload, settings: Settings, batch_size: int) -> dict[str, Any]:
+def _random(workload: Workload, spec: TrainingSpec, batch_size: int) -> dict[str, Any]:
     """A batch of random content: token ids within the vocabulary, labels within the classes."""
     model: Any = workload.model
     base = without_adapters(model)
     task = task_of(type(base).__name__)
-    fields = task.fields(base, settings) if task is not None else {}
+    fields = task.fields(base, spec) if task is not None else {}
 
     def fill(name: str, x: torch.Tensor) -> torch.Tensor:
-        if name == "input_ids" and settings.images:  # which tokens stand for images
+        if name == "input_ids" and spec.data.images:  # which tokens stand for images
             return x
         if x.is_floating_point():
             return torch.randn(x.shape)

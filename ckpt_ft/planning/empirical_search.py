@@ -105,7 +105,7 @@ class Runner:
         step = self.workload.step(batch)
         if self.device.type != "cuda":
             tracker = Tracker(self.model, self.optimizer, limit=self.room.limit, ops=False)
-            tracker.add_beside(self.workload.beside)
+            tracker.add_beside(self.workload.auxiliary_models)
             with tracker:
                 tracker.start_step()
                 step(self.model, self.optimizer)

@@ -30,7 +30,7 @@ class Estimates:
     rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
     scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)  # from anchors, where nothing was traced
     bests: dict[str, Candidate | None] = field(default_factory=dict)
-    usual: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds of a usual batch, where rows differ
+    typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # of a typical batch, if rows differ
     _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by `_scaled_peaks`
     _floors: dict[tuple[str, int], int] = field(default_factory=dict)  # by `floor`
 
@@ -38,10 +38,10 @@ class Estimates:
         """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
-        beside: list[tuple[str, int]] = []
+        extra: list[tuple[str, int]] = []
         if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
-            beside = [(policy, HIGH) for policy in self._novel(fresh)]
-        traced = self.tracer.all([(policy, at) for policy in fresh], beside=beside)
+            extra = [(policy, HIGH) for policy in self._novel(fresh)]
+        traced = self.tracer.all([(policy, at) for policy in fresh], extra=extra)
         for policy, trace in zip(fresh, traced, strict=True):
             if isinstance(trace, str):
                 self.rejected[policy] = trace
@@ -106,7 +106,7 @@ class Estimates:
         if lengths is None:
             return candidate
         by_tokens = candidate.seconds * lengths.padded(batch) / lengths.longest
-        return replace(candidate, seconds=self.usual.get((policy, batch), by_tokens))
+        return replace(candidate, seconds=self.typical_seconds.get((policy, batch), by_tokens))
 
     def reserved(self, policy: str, batch: int) -> int:
         """Bytes reserved, estimated."""

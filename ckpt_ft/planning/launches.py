@@ -16,7 +16,7 @@ from functools import cached_property
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .budget import MemoryBudget
 from .candidate import Candidate, better

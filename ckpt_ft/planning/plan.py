@@ -16,7 +16,7 @@ from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import memory_budget

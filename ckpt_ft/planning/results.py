@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import Interrupted, UserError
-from ckpt_ft.memory.record.events import Holder
-from ckpt_ft.memory.record.holders import holders_table
-from ckpt_ft.page.fragments import fragment, paragraph, table_html
-from ckpt_ft.plots import draw_plan
+from ckpt_ft.export.holders import Holder, holders_table
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.plots import draw_plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.reading import read_json
 from ckpt_ft.tables import DASH, Table, markdown_table

@@ -256,8 +256,8 @@ def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
     """`candidates`, best first; where batches differ in length, by traces of usual ones."""
     if estimates.tracer.workload.lengths is not None:
         keys = [(candidate.policy, candidate.batch) for candidate in candidates]
-        for key, trace in zip(keys, estimates.tracer.usual(keys), strict=True):
-            estimates.usual[key] = seconds(trace)
+        for key, trace in zip(keys, estimates.tracer.trace_typical(keys), strict=True):
+            estimates.typical_seconds[key] = seconds(trace)
     return sorted(
         (estimates.estimate(candidate.policy, candidate.batch) for candidate in candidates),
         key=better(estimates.target),

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
-from ckpt_ft.workloads.lengths import Lengths
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 from .batch_size import largest_in_room
@@ -55,7 +55,7 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     )
 
 
-Load = Callable[[Settings], Workload]
+Load = Callable[[TrainingSpec], Workload]
 
 LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
@@ -64,16 +64,16 @@ _SHORTEST = 128  # tokens: a shorter sequence is no answer
 
 
 def suggest(
-    load: Load, settings: Settings, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
 ) -> Suggestions:
-    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `settings`, which does not.
+    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `spec`, which does not.
 
     load: makes the workload of a model under any settings.
     """
-    workload = load(settings)
-    if not settings.images:  # the model's own limit, where none was asked for
-        settings = replace(settings, seq_length=workload.shape.get("seq_length", settings.seq_length))
-    question = _Misfit(policy, batch, settings, seconds(asked) / (batch * settings.accumulation))
+    workload = load(spec)
+    if "seq_length" in workload.shape and not spec.data.images:  # the model's own limit, where none was asked for
+        spec = spec.edit(seq_length=workload.shape["seq_length"])
+    question = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
     traced = dict(_policies(workload, policy, batch))
     fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
@@ -84,19 +84,19 @@ def suggest(
         return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
     leanest = min(traced, key=lambda name: traced[name].peak_reserved, default=policy)
     if batch > 1:
-        several = replace(workload, accumulation=max(settings.accumulation, 2))
+        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
         _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
         if largest:
-            steps = -(-batch * settings.accumulation // largest)
+            steps = -(-batch * spec.data.accumulation // largest)
             trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
             return Suggestions(
                 [question.way(trace, leanest, largest, f"--accumulation {steps}", samples=largest * steps)], 0
             )
     needed = asked.peak_reserved
-    for change, leaner in _leaner(settings, workload):
+    for change, leaner in _leaner(spec, workload):
         trace = _trace_alone(load(leaner), leanest, 1)
         if trace.peak_reserved <= room.limit:
-            samples = settings.accumulation * leaner.seq_length / settings.seq_length
+            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
             return Suggestions([question.way(trace, leanest, 1, change, samples=samples)], 0)
         needed = min(needed, trace.peak_reserved)
     return Suggestions([], room.context + room.margin + needed)
@@ -108,7 +108,7 @@ class _Misfit:
 
     policy: str
     batch: int
-    settings: Settings
+    spec: TrainingSpec
     seconds: float
 
     def way(
@@ -120,7 +120,7 @@ class _Misfit:
             f"--batch-size {batch}" if batch not in (None, self.batch) else "",
             change,
         ]
-        each = seconds(trace) / (samples or self.batch * self.settings.accumulation)
+        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
         said = " ".join(option for option in options if option)
         return Suggestion(said, trace.peak_reserved, round(each / self.seconds - 1, 4))
 
@@ -141,24 +141,24 @@ def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
     return trace
 
 
-def _leaner(settings: Settings, workload: Workload) -> Iterator[tuple[str, Settings]]:
+def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[tuple[str, TrainingSpec]]:
     """Leaner and leaner settings, each with the options that say it."""
-    if settings.optimizer.startswith("adamw") and settings.optimizer != "adamw_8bit" and not settings.lora_r:
-        yield "--optimizer adamw_8bit", replace(settings, optimizer="adamw_8bit")
+    if spec.optimizer.name.startswith("adamw") and spec.optimizer.name != "adamw_8bit" and not spec.adapter.lora_r:
+        yield "--optimizer adamw_8bit", spec.edit(optimizer="adamw_8bit")
     for part in (2, 4):
-        tokens = settings.seq_length // part
-        if settings.images:
-            wide, high = (max(side // part, 1) for side in settings.image_size)
-            yield f"--image-size {wide}x{high}", replace(settings, image_size=(wide, high))
+        tokens = spec.data.tokens // part
+        if spec.data.images:
+            wide, high = (max(side // part, 1) for side in spec.data.image_size)
+            yield f"--image-size {wide}x{high}", spec.edit(image_size=(wide, high))
         elif "seq_length" in workload.shape and tokens >= _SHORTEST:
-            yield f"--seq-length {tokens}", replace(settings, seq_length=tokens)
-    rank = settings.lora_r or LORA_R
-    if not settings.lora_r:
-        yield f"--lora {rank}", replace(settings, lora_r=rank)
-    if not settings.load_in_4bit:
-        half = "bfloat16" if settings.dtype == "float32" else settings.dtype
+            yield f"--seq-length {tokens}", spec.edit(seq_length=tokens)
+    rank = spec.adapter.lora_r or LORA_R
+    if not spec.adapter.lora_r:
+        yield f"--lora {rank}", spec.edit(lora_r=rank)
+    if not spec.quantisation.load_in_4bit:
+        half = "bfloat16" if spec.precision.dtype == "float32" else spec.precision.dtype
         change = f"--lora {rank} --load-in-4bit --dtype {half}"
-        yield change, replace(settings, lora_r=rank, load_in_4bit=True, dtype=half)
+        yield change, spec.edit(lora_r=rank, load_in_4bit=True, dtype=half)
 
 
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line

@@ -99,7 +99,7 @@ class _Session:
             todo.pop(0)
         windows = dict(zip(todo, self._windows([self.wanted[number] for number in todo]), strict=True))
         return [
-            self.refused.get(policy) or self.workload.whole(windows[number])
+            self.refused.get(policy) or self.workload.with_metadata(windows[number])
             for number, (policy, _) in enumerate(self.wanted)
         ]
 
@@ -185,24 +185,24 @@ class Tracer:
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
 
-    def all(self, wanted: Iterable[Key], alone: bool = False, beside: Iterable[Key] = ()) -> list[Traced]:
+    def all(self, wanted: Iterable[Key], alone: bool = False, extra: Iterable[Key] = ()) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
         Those of one batch size share a session, which shifts the bytes reserved by up to a percent or so, unless they
         are to be `alone`, or the launch remembers the step before.
 
-        beside: more to trace, in the same sessions, of which only the sizes are wanted.
+        extra: more to trace, in the same sessions, of which only the sizes are wanted.
         """
-        return trace_all([(self, wanted)], alone, beside)[0]
+        return trace_all([(self, wanted)], alone, extra)[0]
 
-    def _missing(self, wanted: Iterable[Key], alone: bool, beside: Iterable[Key] = ()) -> list[list[Key]]:
-        """Sessions for those of `wanted`, and `beside`, that are not traced yet."""
+    def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
+        """Sessions for those of `wanted`, and `extra`, that are not traced yet."""
         alone = alone or (self.workload.launch is not None and self.workload.launch.stage == 3)
         missing: dict[int, list[Key]] = {}
         for key in dict.fromkeys(wanted):
             if key not in (self._alone if alone else self.traced):
                 missing.setdefault(key[1], []).append(key)
-        more = [key for key in dict.fromkeys(beside) if key not in self.traced]
+        more = [key for key in dict.fromkeys(extra) if key not in self.traced]
         if alone or not missing:
             return [[key] for keys in missing.values() for key in keys] + [[key] for key in more]
         sessions = [share for keys in missing.values() for share in _partition_jobs(keys, self._jobs)]
@@ -219,21 +219,21 @@ class Tracer:
                 self._alone.add(keys[0])
             self.traced.update(zip(keys, traces, strict=True))
 
-    def usual(self, wanted: Iterable[Key]) -> list[StepTrace]:
+    def trace_typical(self, wanted: Iterable[Key]) -> list[StepTrace]:
         """For each (policy, batch), which has a trace, that of the step on a usual batch."""
-        traces = self._run([[key] for key in wanted], usual=True)
+        traces = self._run([[key] for key in wanted], typical=True)
         return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
 
-    def _run(self, sessions: list[list[Key]], usual: bool = False) -> Iterator[list[Traced]]:
+    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
         """The traces of each session; all of them are begun at once where there are other processes."""
         launch = self.workload.launch
         running: list[Future[list[Traced]] | None] = [None] * len(sessions)
         if self._pool is not None:
-            running = [self._pool.submit(_trace, keys, usual, launch) for keys in sessions]
-        return self._results(sessions, running, usual)
+            running = [self._pool.submit(_trace, keys, typical, launch) for keys in sessions]
+        return self._results(sessions, running, typical)
 
     def _results(
-        self, sessions: list[list[Key]], running: list[Future[list[Traced]] | None], usual: bool
+        self, sessions: list[list[Key]], running: list[Future[list[Traced]] | None], typical: bool
     ) -> Iterator[list[Traced]]:
         where = f" with {self.workload.launch}" if self.workload.launch else ""
         for keys, future in zip(sessions, running, strict=True):
@@ -242,7 +242,7 @@ class Tracer:
                 for batch, same in groupby(keys, key=lambda key: key[1])
             )
             self.report(f"{self._progress(len(keys))}tracing {said}{where}")
-            yield _session(self.workload, keys, usual) if future is None else future.result()
+            yield _session(self.workload, keys, typical) if future is None else future.result()
 
     def _progress(self, more: int) -> str:
         """How far it is: what was traced, of what there will be in all with `more` now."""
@@ -251,13 +251,13 @@ class Tracer:
 
 
 def trace_all(
-    asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, beside: Iterable[Key] = ()
+    asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, extra: Iterable[Key] = ()
 ) -> list[list[Traced]]:
-    """`tracer.all(wanted, alone, beside)` for each (tracer, wanted), begun together."""
+    """`tracer.all(wanted, alone, extra)` for each (tracer, wanted), begun together."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:
-        sessions = tracer._missing(wanted, alone, beside)
+        sessions = tracer._missing(wanted, alone, extra)
         begun.append((tracer, sessions, tracer._run(sessions)))
     for tracer, sessions, traced in begun:
         tracer._keep(sessions, traced)
@@ -283,15 +283,15 @@ def _inherit(workload: Workload) -> None:
     torch.set_num_threads(1)
 
 
-def _session(workload: Workload, keys: list[Key], usual: bool) -> list[Traced]:
-    steps = {batch: workload.usual(batch) if usual else workload.step(batch) for _, batch in keys}
+def _session(workload: Workload, keys: list[Key], typical: bool) -> list[Traced]:
+    steps = {batch: workload.typical_step(batch) if typical else workload.step(batch) for _, batch in keys}
     return _traced(workload, [(policy, steps[batch]) for policy, batch in keys])
 
 
-def _trace(keys: list[Key], usual: bool, launch: Launch | None) -> list[Traced]:
+def _trace(keys: list[Key], typical: bool, launch: Launch | None) -> list[Traced]:
     """In a forked process."""
     assert _WORKLOAD is not None, "set by _inherit"
-    traces = _session(replace(_WORKLOAD, launch=launch), keys, usual)
+    traces = _session(replace(_WORKLOAD, launch=launch), keys, typical)
     for trace in traces:
         if not isinstance(trace, str):
             trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing

@@ -1,10 +1,11 @@
-"""AdamW with 8-bit moments in bitsandbytes' layout: a stand-in that traces need no CUDA and no bitsandbytes for.
+"""AdamW with 8-bit moments in the memory layout of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861).
 
-Each moment of a tensor of at least 4096 elements is one byte an element with one float32 scale (absmax) for every 256
-of them; smaller tensors keep float32 moments, and so do embeddings under transformers' Trainer (trainer.py,
-create_optimizer). Two maps of 256 float32 levels are shared by all tensors of a device
-(bitsandbytes, optim/optimizer.py, Optimizer2State; Dettmers et al. 2022, arXiv:2110.02861). The update is one kernel
-for a tensor and makes no temporaries.
+A trace uses this stand-in in place of bitsandbytes' optimizer, so it needs neither CUDA nor bitsandbytes.
+
+Each moment of a tensor with at least 4096 elements takes one byte per element, and one float32 scale (absmax) for
+every 256 elements. Smaller tensors keep float32 moments, and so do embeddings under transformers' Trainer
+(trainer.py, create_optimizer). All tensors of a device share two maps of 256 float32 levels. The update is one kernel
+per tensor and allocates no temporaries. [bitsandbytes, optim/optimizer.py, Optimizer2State]
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ BLOCK, MINIMUM = 256, 4096
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """The state of 8-bit AdamW and writes of its size; it is for tracing, and leaves the parameters' values alone.
+    """Allocates the state of 8-bit AdamW and writes as many bytes; it does not change the values of parameters.
 
     Args:
         params: parameters or groups of them.
-        lr: kept in the groups.
-        whole: parameters whose moments are float32 whatever their size.
+        lr: learning rate, stored in the parameter groups.
+        whole: parameters whose moments are float32, whatever their size.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, whole: Iterable[torch.Tensor] = ()) -> None:
@@ -33,7 +34,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make what state is missing, and touch what the kernel touches."""
+        """Allocate missing state and write every tensor that the kernel writes."""
         loss = closure() if closure is not None else None
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[p]

@@ -1,10 +1,10 @@
-"""FlashAttention for transformers' attention interface: a stand-in that traces need no flash-attn and no Triton for.
+"""FlashAttention for transformers' attention interface: a stand-in for flash-attn and FlexAttention in traces.
 
-The kernel is the one that torch has as its flash backend: it saves the output and the log-sum-exp. It takes grouped
-heads as they are and knows packed rows by their positions, so that no mask of pairs is ever made; its seconds are
-those of the whole sequence, as are those of a vision tower's windows. Padded rows, which flash-attn takes the padding
-out of, are taken to be whole: a batch is traced with its longest row. FlexAttention saves the same; its block mask
-(a number for each 128 x 128 pairs) is left out.
+It calls torch's flash backend of scaled dot product attention, which saves the output and the log-sum-exp as
+flash-attn does. Grouped heads are passed as they are, and packed rows are recognised by their positions, so no mask of
+pairs is allocated. Approximations: the predicted time of packed rows, and of a vision tower's windows, is that of full
+attention over the whole sequence; padded rows, from which flash-attn removes the padding, are traced with their
+padding; FlexAttention's block mask (one number for each 128 x 128 pairs) is left out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-NAME = "fused"  # in transformers' tables; its own name asks for the package
+NAME = "fused"  # in transformers' tables; under "flash_attention_2" transformers would require the package
 
 
 def register() -> None:
-    """Make transformers know the stand-in as attention implementation `NAME`."""
+    """Register the stand-in with transformers as the attention implementation `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -34,7 +34,7 @@ def register() -> None:
 
 @contextmanager
 def for_live_models() -> Iterator[None]:
-    """The stand-in where a model asks transformers for flash or flex attention: their kernels take no fake tensors."""
+    """Use the stand-in wherever a model asks for flash or flex attention: those kernels take no fake tensors."""
     if "transformers" not in sys.modules:
         yield
         return
@@ -58,10 +58,10 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Query (B, H, L, E), key and value (B, H or fewer, L, E) -> (B, L, H, E)."""
+    """Attention of query (B, H, L, E) over key and value (B, H or fewer heads, L, E): (B, L, H, E)."""
     causal = module.is_causal if is_causal is None else is_causal
     width, head = value.size(-1), query.size(-1)
-    if width != head:  # as transformers does for multi-head latent attention
+    if width != head:  # transformers pads values so for multi-head latent attention
         value = pad(value, (0, head - width))
     query, key, value = (x.to(_dtype(module, x)) for x in (query, key, value))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -72,7 +72,7 @@ def attention(
 
 
 def _dtype(module: nn.Module, x: Tensor) -> torch.dtype:
-    """What the kernel is given: of fp32, which norms in fp32 lead to, autocast's precision or the model's own."""
+    """The dtype for the kernel: autocast's or the model's own if `x` is fp32, as it is after a norm in fp32."""
     if x.dtype is not torch.float32:
         return x.dtype
     if torch.is_autocast_enabled(x.device.type):

@@ -229,7 +229,7 @@ class ACCallback(TrainerCallback):
                 workload = measured_workload(model, optimizer, profiler.batch, args, device)
             else:
                 workload = measured_workload(model, optimizer, profiler.loss_batch, args, device, self._loss)
-            return replace(workload, launch=launch, beside=self._beside).trace()
+            return replace(workload, launch=launch, auxiliary_models=self._beside).trace()
 
         add_prediction(report, profiler.accelerator, trace)
 

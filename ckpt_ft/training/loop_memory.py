@@ -96,7 +96,7 @@ class LoopMemory:
             total_steps=total_steps,
             snapshot=Path(output_dir) / "oom_snapshot.pickle",
             limit=self.settings.limit,
-            beside=() if self.fitted is None else self.fitted.workload.beside,
+            beside=() if self.fitted is None else self.fitted.workload.auxiliary_models,
         )
         with self.profiler:
             yield

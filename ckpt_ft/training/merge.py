@@ -14,7 +14,7 @@ import torch
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
-from ckpt_ft.workloads.peft_file import NAME
+from ckpt_ft.spec.peft_file import NAME
 
 from .diffusion.parts import in_dtype
 from .run.resume import PIPELINE_LORA
@@ -84,7 +84,7 @@ def _processor(source: Path, base: str) -> list[Any]:
     """The tokenizer or processor beside the adapter, or else the base's, where it has one."""
     from transformers import AutoProcessor
 
-    from .vision_language.videos import without_videos
+    from .vision_language.models import without_videos
 
     with without_videos():
         if any((source / file).is_file() for file in _OF_PROCESSORS):

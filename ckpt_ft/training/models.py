@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads, require_package
+from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
-from ckpt_ft.workloads.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.workloads.model_config import read_config
 
 from .peft_flag import HELP as PEFT_CONFIG

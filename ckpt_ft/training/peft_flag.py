@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.workloads.peft_file import configuration, read_peft, takes
+from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
-from ckpt_ft.memory.record.holders import holder_line
+from ckpt_ft.export.holders import holder_line
 from ckpt_ft.policy import Policy
 
 from .launched import launch_of

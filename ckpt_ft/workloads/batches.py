@@ -6,18 +6,53 @@ A batch is described by the `Field`s of one row. A class that no table below nam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 
-from . import losses
-from .dtypes import DTYPES
-from .settings import Settings
-from .workload import Batch, Loss
+from .workload import DTYPES, Batch, Forward, Loss
+
+POSITIVES = "positives"  # ids of what each row's text belongs to
+_SCALE = 20.0  # of sentence-transformers' MultipleNegativesRankingLoss
+
+
+def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss that a transformers model computes itself."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss of CLIP and its kind, which it computes where it is asked to."""
+    return own_loss(model, {**batch, "return_loss": True})
+
+
+def of_pairs(model: Forward, batch: Batch) -> torch.Tensor:
+    """Each row's text must be nearest to its own positive: sentence-transformers' MultipleNegativesRankingLoss."""
+    rows = {name: value for name, value in batch.items() if name != POSITIVES}
+    anchors, positives = (
+        _embedded(model, {**rows, "input_ids": ids}) for ids in (batch["input_ids"], batch[POSITIVES])
+    )
+    scores = _SCALE * F.normalize(anchors, dim=1) @ F.normalize(positives, dim=1).T
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+
+
+def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
+    """(rows, width): the mean over each row's tokens, as sentence-transformers' Pooling takes it."""
+    tokens = model(**inputs).last_hidden_state
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    weights = mask.unsqueeze(-1).expand(tokens.shape).to(tokens.dtype)
+    mean: torch.Tensor = (tokens * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+    return mean
+
 
 _RATE = 16_000  # samples a second, of all models that take a waveform
 _FRAMES = 100  # of a spectrogram, a second
@@ -41,16 +76,16 @@ class Task:
     """What a table of transformers' auto classes is trained on.
 
     kind: for people. table: X of transformers' MODEL_XMAPPING_NAMES. fields: (model, settings) -> its inputs.
-    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. beside: fields that no
-    forward takes, the loss's own.
+    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. loss_fields: fields
+    that only the loss takes, not the forward.
     """
 
     kind: str
     table: str
-    fields: Callable[[Any, Settings], Fields]
+    fields: Callable[[Any, TrainingSpec], Fields]
     sized: tuple[str, ...] = ("seq_length",)
-    loss: Loss = losses.own_loss
-    beside: frozenset[str] = frozenset()
+    loss: Loss = own_loss
+    loss_fields: frozenset[str] = frozenset()
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
@@ -61,13 +96,13 @@ class Task:
         return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in table.items()}
 
 
-def _text(model: Any, settings: Settings) -> Fields:
-    ids = Field((settings.seq_length,), model.config.get_text_config().vocab_size)
+def _text(model: Any, spec: TrainingSpec) -> Fields:
+    ids = Field((spec.data.tokens,), model.config.get_text_config().vocab_size)
     return {"input_ids": ids, "labels": ids}
 
 
-def _speech(model: Any, settings: Settings) -> Fields:
-    labels = Field((settings.seq_length,), model.config.vocab_size)
+def _speech(model: Any, spec: TrainingSpec) -> Fields:
+    labels = Field((spec.data.tokens,), model.config.vocab_size)
     return {"input_features": _log_mel(model), "labels": labels}
 
 
@@ -79,68 +114,68 @@ def _log_mel(model: Any) -> Field:
     return Field((config.num_mel_bins, 2 * config.max_source_positions))
 
 
-def _sound(model: Any, settings: Settings) -> Fields:
+def _sound(model: Any, spec: TrainingSpec) -> Fields:
     """The waveform, or what of it the model is given in its place."""
     config, taken = model.config, inspect.signature(model.forward).parameters
     if (
         hasattr(config, "feature_projection_input_dim") and "input_features" in taken
     ):  # wav2vec2-BERT: two frames stacked
-        return {"input_features": Field((settings.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
+        return {"input_features": Field((spec.data.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
     if "input_features" in taken:
         return {"input_features": _log_mel(model)}
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram, of its only length
         return {"input_values": Field((config.max_length, config.num_mel_bins))}
-    return {"input_values": Field((settings.audio_seconds * _RATE,))}
+    return {"input_values": Field((spec.data.audio_seconds * _RATE,))}
 
 
-def _letters(model: Any, settings: Settings) -> Fields:
-    letters = Field((settings.audio_seconds * _LETTERS,), model.config.vocab_size)
-    return {**_sound(model, settings), "labels": letters}
+def _letters(model: Any, spec: TrainingSpec) -> Fields:
+    letters = Field((spec.data.audio_seconds * _LETTERS,), model.config.vocab_size)
+    return {**_sound(model, spec), "labels": letters}
 
 
-def _whole_sound(model: Any, settings: Settings) -> Fields:
-    return {**_sound(model, settings), "labels": Field((), model.config.num_labels)}
+def _whole_sound(model: Any, spec: TrainingSpec) -> Fields:
+    return {**_sound(model, spec), "labels": Field((), model.config.num_labels)}
 
 
-def _pixels(model: Any, settings: Settings) -> Field:
-    side = settings.resolution
+def _pixels(model: Any, spec: TrainingSpec) -> Field:
+    side = spec.data.resolution
     return Field((getattr(model.config, "num_channels", 3), side, side))
 
 
-def _image(model: Any, settings: Settings) -> Fields:
-    return {"pixel_values": _pixels(model, settings), "labels": Field((), model.config.num_labels)}
+def _image(model: Any, spec: TrainingSpec) -> Fields:
+    return {"pixel_values": _pixels(model, spec), "labels": Field((), model.config.num_labels)}
 
 
-def _each_pixel(model: Any, settings: Settings) -> Fields:
-    side = settings.resolution
-    return {"pixel_values": _pixels(model, settings), "labels": Field((side, side), model.config.num_labels)}
+def _each_pixel(model: Any, spec: TrainingSpec) -> Fields:
+    side = spec.data.resolution
+    return {"pixel_values": _pixels(model, spec), "labels": Field((side, side), model.config.num_labels)}
 
 
-def _image_and_text(model: Any, settings: Settings) -> Fields:
-    return {"input_ids": _text(model, settings)["input_ids"], "pixel_values": _pixels(model, settings)}
+def _image_and_text(model: Any, spec: TrainingSpec) -> Fields:
+    return {"input_ids": _text(model, spec)["input_ids"], "pixel_values": _pixels(model, spec)}
 
 
-def _pair(model: Any, settings: Settings) -> Fields:
+def _pair(model: Any, spec: TrainingSpec) -> Fields:
     check_fields(model, {"input_ids"})
-    ids = _text(model, settings)["input_ids"]
-    return {"input_ids": ids, losses.POSITIVES: ids}
+    ids = _text(model, spec)["input_ids"]
+    return {"input_ids": ids, POSITIVES: ids}
 
 
-def _whole_text(model: Any, settings: Settings) -> Fields:
+def _whole_text(model: Any, spec: TrainingSpec) -> Fields:
     classes = model.config.num_labels
     several = model.config.problem_type == "multi_label_classification"
     labels = Field((classes,) if several else (), 0 if several or classes == 1 else classes)
-    return {"input_ids": _text(model, settings)["input_ids"], "labels": labels}
+    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
 
 
-def _each_token(model: Any, settings: Settings) -> Fields:
-    labels = Field((settings.seq_length,), model.config.num_labels)
-    return {"input_ids": _text(model, settings)["input_ids"], "labels": labels}
+def _each_token(model: Any, spec: TrainingSpec) -> Fields:
+    labels = Field((spec.data.tokens,), model.config.num_labels)
+    return {"input_ids": _text(model, spec)["input_ids"], "labels": labels}
 
 
-def _span(model: Any, settings: Settings) -> Fields:
-    position = Field((), settings.seq_length)
-    ids = _text(model, settings)["input_ids"]
+def _span(model: Any, spec: TrainingSpec) -> Fields:
+    position = Field((), spec.data.tokens)
+    ids = _text(model, spec)["input_ids"]
     return {"input_ids": ids, "start_positions": position, "end_positions": position}
 
 
@@ -160,9 +195,9 @@ TASKS = (
     Task("audio classifier", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
     Task(
         "image-text model", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
-        losses.of_pairs_by_itself,
+        of_pairs_by_itself,
     ),
-    Task("embedding model", "", _pair, loss=losses.of_pairs, beside=frozenset({losses.POSITIVES})),
+    Task("embedding model", "", _pair, loss=of_pairs, loss_fields=frozenset({POSITIVES})),
 )  # fmt: skip
 
 
@@ -186,11 +221,11 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
         raise UserError(f"no batch is known for {type(model).__name__}, which takes {wants}")
 
 
-def notes_on(model: Any, task: Task, settings: Settings) -> tuple[str, ...]:
+def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
     """What a batch of the task leaves out or takes for granted, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
-    if task.fields is not _text or settings.images:
+    if task.fields is not _text or spec.data.images:
         return ()
     senses = _OTHER_SENSES & set(inspect.signature(model.forward).parameters)
     if senses:
@@ -199,10 +234,81 @@ def notes_on(model: Any, task: Task, settings: Settings) -> tuple[str, ...]:
     return ("sources and targets are of the same length",) if model.config.is_encoder_decoder else ()
 
 
-def zeros(fields: Fields, samples: int, settings: Settings) -> Batch:
+def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
     """A micro-batch of zeros; floats in float32 under autocast, else in the weights' dtype."""
-    floats = torch.float32 if settings.mixed_precision != "no" else DTYPES[settings.dtype]
+    floats = torch.float32 if spec.precision.mixed_precision != "no" else DTYPES[spec.precision.dtype]
     return {
         name: torch.zeros(samples, *field.shape, dtype=torch.long if field.top else floats)
         for name, field in fields.items()
     }
+
+
+# Types of models, and of the language models in them; a test holds packed rows of each against the rows alone. Left
+# out are those whose mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding window),
+# whose text looks at images through layers of its own (Llama 3.2 Vision, IDEFICS), or that carry a state along the
+# sequence (Qwen3.5, LFM2-VL).
+SEEING = {
+    "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm",
+}  # fmt: skip
+READING = {
+    "cohere2", "gemma", "glm4v_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3",
+}  # fmt: skip
+
+
+def check_packing(model: Any) -> None:
+    """Raises UserError where packed rows with images might see one another."""
+    kind, text = model.config.model_type, model.config.get_text_config().model_type
+    if kind not in SEEING:
+        raise UserError(f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(SEEING))} do)")
+    if text not in READING:
+        raise UserError(f"packing: the {text} in this {kind} is not known to keep packed rows apart; leave it out")
+
+
+def in_one_sequence(model: Any) -> bool:
+    """Whether the rows of a whole batch are to be packed into one sequence: flash attention, no mask is made."""
+    return "flash" in (model.config.get_text_config()._attn_implementation or "")
+
+
+@dataclass(frozen=True)
+class ImagePositions:
+    """Positions by time, height and width, which some models (Qwen-VL) take of the tokens of an image.
+
+    kind, config: of the part of a model that knows them; its weights do not go to the processes that fetch batches.
+    """
+
+    kind: type[nn.Module]
+    config: Any
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ImagePositions | None:
+        """None where positions count tokens alone."""
+        knows = next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
+        return None if knows is None else cls(type(knows), knows.config)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """(4, sequences, tokens): the `position_ids` (sequences, tokens) of packed rows, from 0 in each, and these."""
+        along = batch["position_ids"]
+        lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
+        lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()
+        ids, kinds = (
+            pad_sequence(batch[name].flatten().split(lengths), batch_first=True)
+            for name in ("input_ids", "mm_token_type_ids")
+        )
+        there = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
+        bare: Any = self.kind.__new__(self.kind)  # without its layers
+        nn.Module.__init__(bare)
+        bare.config = self.config
+        found, _ = bare.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=batch.get("image_grid_thw"), attention_mask=there
+        )
+        return torch.cat([along[None], found[:, there].view(3, *along.shape)])
+
+
+def one_behind_another(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
+    """Sequences of one row of each batch. What is `along` the tokens goes on there; the rest are more images."""
+    batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
+    positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
+    batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()
+    return batch if image_positions is None else {**batch, "position_ids": image_positions.compute(batch)}

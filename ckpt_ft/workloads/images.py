@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.training_spec import TrainingSpec
 
-from .settings import Settings
 from .workload import Batch
 
 _PLACES = (
@@ -62,8 +62,8 @@ class Pictured:
             batch[name] = value.repeat(samples, *[1] * (value.ndim - 1))
 
 
-def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pictured:
-    """What `settings.images` blank images of `settings.image_size` are to `model`, on meta.
+def pictured(model: Any, published: Mapping[str, Any], spec: TrainingSpec) -> Pictured:
+    """What `spec.data.images` blank images of `spec.data.image_size` are to `model`, on meta.
 
     published: the settings of the model's processor, {} where it has none.
 
@@ -75,13 +75,13 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
     config = model.config
     called, taken = type(model).__name__, set(inspect.signature(model.forward).parameters)
     if not {"input_ids", "pixel_values"} <= taken:
-        raise UserError(f"{settings.images} images: {called} takes no images among its text")
-    wide, high = settings.image_size
+        raise UserError(f"{spec.data.images} images: {called} takes no images among its text")
+    wide, high = spec.data.image_size
     try:
         processor = _processor(config, published)
-        choose_size(processor.image_processor, settings.max_pixels, settings.longest_side)
-        images = [Image.new("RGB", (wide, high))] * settings.images
-        text = f"{processor.image_token} <text>" * settings.images  # models look for where one ends
+        choose_size(processor.image_processor, spec.data.max_pixels, spec.data.longest_side)
+        images = [Image.new("RGB", (wide, high))] * spec.data.images
+        text = f"{processor.image_token} <text>" * spec.data.images  # models look for where one ends
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries about each other
             made = dict(processor(text=[text], images=[images], return_tensors="pt"))
@@ -89,10 +89,10 @@ def pictured(model: Any, published: Mapping[str, Any], settings: Settings) -> Pi
         raise
     except ImportError as error:
         needs = one_line(error).partition(" but it was not found")[0]
-        raise UserError(f"{settings.images} images: {needs}: install it, or leave the images out") from error
+        raise UserError(f"{spec.data.images} images: {needs}: install it, or leave the images out") from error
     except Exception as error:
         reason = one_line(error, 160)
-        raise UserError(f"{settings.images} images: no processor for {called} can be made here: {reason}") from error
+        raise UserError(f"{spec.data.images} images: no processor for {called} can be made here: {reason}") from error
     ids = made.pop("input_ids")
     stands = ids.mode().values  # of all tokens there is most of the one that stands for the images
     placed = ids == stands[:, None]

@@ -1,6 +1,6 @@
 """A model by name as a Workload: built from its configuration on the meta device, in the order that it is trained in.
 
-`load(name, ...)` takes a Hub id, a local directory or a config file, of a transformers model (the class that it names,
+`load(spec)` takes a Hub id, a local directory or a config file, of a transformers model (the class that it names,
 where batches.py knows what that is trained on) or a diffusers pipeline (its U-Net or transformer). No weight is ever
 allocated.
 """
@@ -14,90 +14,94 @@ from typing import Any
 from torch import nn
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .adapters import notes_on
-from .dtypes import MIXED_PRECISION
-from .lengths import Lengths
 from .model_config import read_config
 from .optimizers import optimizer_maker
-from .settings import Settings
-from .workload import MakeBatch, Workload
+from .sample_sizes import Lengths
+from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 
 def load(
-    name: str,
-    settings: Settings,
-    device: str | GPU = "t4",
+    spec: TrainingSpec,
+    device: str | GPU | None = None,
     lengths: Lengths | None = None,
     batches: Callable[[nn.Module], MakeBatch] | None = None,
 ) -> Workload:
-    """The workload of a Hub id, a local directory or a config file.
+    """The workload of the model that `spec` names: a Hub id, a local directory or a config file.
 
     Args:
-        device: that it is to run on.
-        lengths: tokens of a dataset's rows; without them every row has the settings' `seq_length`.
+        device: that it is to run on; None for the spec's.
+        lengths: tokens of a dataset's rows; without them every row has the spec's tokens.
         batches: for the model, batches of the dataset's own rows; without them, of rows of text as long as those.
 
     Raises:
-        UserError: nothing by that name, not a kind of model that is known here, or settings that do not fit it.
+        UserError: nothing by that name, not a kind of model that is known here, or a spec that does not fit it.
     """
+    name = spec.model.name
+    AllocatorSettings.parse(spec.host.alloc_conf)
+    if device is None:
+        device = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like) or "cpu"
     if lengths is not None:
-        settings = replace(settings, seq_length=max(lengths.longest, 2))
-    if settings.lora_targets and not settings.lora_r:
-        raise UserError(f"LoRA targets {','.join(settings.lora_targets)} without LoRA: give a rank, or drop them")
+        key = "default_seq_length" if spec.data.seq_length is None else "seq_length"
+        spec = spec.edit(**{key: max(lengths.longest, 2)})
+    if spec.adapter.lora_targets and not spec.adapter.lora_r:
+        raise UserError(f"LoRA targets {','.join(spec.adapter.lora_targets)} without LoRA: give a rank, or drop them")
     gpu = gpu_of(device)
-    if lengths is not None and settings.rows == "packed":
+    if lengths is not None and spec.data.rows == "packed":
         raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
-    workload = _by_kind(name, read_config(name), settings)
-    _check_samples(name, workload, settings, own_rows=batches is not None)
+    workload = _by_kind(name, read_config(name), spec)
+    _check_samples(name, workload, spec, own_rows=batches is not None)
     if lengths is not None:
-        _check_lengths(name, workload, settings)
+        _check_lengths(name, workload, spec)
     if batches is not None:
         workload = replace(workload, make_batch=batches(workload.model), notes=())  # of batches that are not made
     return replace(
         workload,
         name=name,
-        make_optimizer=optimizer_maker(settings.optimizer, settings.ema, workload.model),
+        make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model),
         device=device,
-        autocast=MIXED_PRECISION[settings.mixed_precision],
-        accumulation=settings.accumulation,
-        max_grad_norm=settings.max_grad_norm,
+        autocast=MIXED_PRECISION[spec.precision.mixed_precision],
+        accumulation=spec.data.accumulation,
+        max_grad_norm=spec.optimizer.max_grad_norm,
         lengths=lengths or workload.lengths,
-        launch=settings.launch,
-        alloc_conf=settings.alloc_conf,
-        notes=(*workload.notes, *notes_on(settings), *([gpu.note] if gpu and gpu.note else [])),
+        launch=spec.launch.launch,
+        alloc_conf=spec.host.alloc_conf,
+        notes=(*workload.notes, *notes_on(spec), *([gpu.note] if gpu and gpu.note else [])),
     )
 
 
-def _check_samples(name: str, workload: Workload, settings: Settings, own_rows: bool) -> None:
-    """Raises UserError where `settings` say something of samples that those of `workload` do not have.
+def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:
+    """Raises UserError where `spec` says something of samples that those of `workload` do not have.
 
     own_rows: batches are of a dataset's own rows.
     """
     held = f"the batches of {name}, a {workload.kind}, hold no"
-    if "seq_length" in settings.given and "seq_length" not in workload.shape:
-        raise UserError(f"sequence length {settings.seq_length}: {held} sequences")
+    if spec.data.seq_length is not None and "seq_length" not in workload.shape:
+        raise UserError(f"sequence length {spec.data.tokens}: {held} sequences")
     for asked, what in (("images", "images among text"), ("audio_seconds", "sound"), ("resolution", "images")):
-        if getattr(settings, asked) and asked not in workload.shape:
-            raise UserError(f"{asked.replace('_', ' ')} {getattr(settings, asked)}: {held} {what}")
+        if spec.get(asked) and asked not in workload.shape:
+            raise UserError(f"{asked.replace('_', ' ')} {spec.get(asked)}: {held} {what}")
     for budget in ("max_pixels", "longest_side"):
-        if (given := getattr(settings, budget)) and not settings.images and not own_rows:
+        if (given := spec.get(budget)) and not spec.data.images and not own_rows:
             raise UserError(
                 f"{budget.replace('_', ' ')} {given}: it is of images; say how many each row has, 1 for example"
             )
-    if settings.buckets and "height" not in workload.shape:
+    if spec.data.buckets and "height" not in workload.shape:
         raise UserError(f"aspect ratio buckets: {held} images in buckets")
     for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
-        if getattr(settings, asked) and workload.kind != "diffusion model":
+        if spec.get(asked) and workload.kind != "diffusion model":
             raise UserError(f"{asked.replace('_', ' ')}: {name}, a {workload.kind}, has no {what}")
-    if settings.frames and "frames" not in workload.shape:
-        raise UserError(f"{settings.frames} frames: {held} videos")
+    if spec.data.frames and "frames" not in workload.shape:
+        raise UserError(f"{spec.data.frames} frames: {held} videos")
 
 
-def _check_lengths(name: str, workload: Workload, settings: Settings) -> None:
+def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
     """Raises UserError where the lengths of a dataset's rows say nothing of the batches of `workload`."""
-    if settings.images:
+    if spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if workload.kind != "language model":
         raise UserError(
@@ -105,14 +109,14 @@ def _check_lengths(name: str, workload: Workload, settings: Settings) -> None:
         )
 
 
-def _by_kind(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """Model, batches and loss of the kind of model that `config` describes."""
     if "_class_name" in config:
-        from .diffusion import diffusion_model
+        from .diffusion_models import diffusion_model
 
-        return diffusion_model(name, config, settings)
+        return diffusion_model(name, config, spec)
     if "model_type" not in config:
         raise UserError(f"{name}: its config has neither model_type (transformers) nor _class_name (diffusers)")
     from .transformers_models import transformers_model
 
-    return transformers_model(name, config, settings)
+    return transformers_model(name, config, spec)

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, is_oom, one_line
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention
 
 from . import batches
 from .adapters import adapt, by_task, refusals
-from .dtypes import DTYPES
+from .batches import ImagePositions, check_packing, one_behind_another
 from .images import Pictured, pictured
 from .model_config import read_processor
-from .packing import ImagePositions, check_packing, one_behind_another
-from .settings import Settings
-from .workload import Batch, Forward, Loss, Workload
+from .workload import DTYPES, Batch, Forward, Loss, Workload
 
 _SECONDS = 10  # of audio, where none are asked for
 _FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}  # and who has them
 
 
-def transformers_model(name: str, config: Mapping[str, Any], settings: Settings) -> Workload:
+def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """The workload of a transformers config (the one with `model_type`): of `architectures[0]`, or of its type.
 
     Raises:
@@ -34,56 +32,58 @@ def transformers_model(name: str, config: Mapping[str, Any], settings: Settings)
     """
     kind, task = _class(name, config)
     if "resolution" in task.sized:
-        settings = replace(settings, resolution=settings.resolution or _image_size(config, task))
-        config = _of_size(config, settings.resolution)
+        spec = spec.edit(resolution=spec.data.resolution or _image_size(config, task))
+        config = _of_size(config, spec.data.resolution)
     if "audio_seconds" in task.sized:
-        settings = replace(settings, audio_seconds=settings.audio_seconds or _SECONDS)
-    built = _build(name, kind, config, settings)
+        spec = spec.edit(audio_seconds=spec.data.audio_seconds or _SECONDS)
+    built = _build(name, kind, config, spec)
     text = built.config.get_text_config()
-    seen = pictured(built, read_processor(name), settings) if settings.images else None
-    if seen is not None and settings.rows == "packed":
+    seen = pictured(built, read_processor(name), spec) if spec.data.images else None
+    if seen is not None and spec.data.rows == "packed":
         check_packing(built)
-    settings, said = _lengthened(name, text, settings, seen) if "seq_length" in task.sized else (settings, ())
+    spec, said = _lengthened(name, text, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
-    fields = task.fields(built, settings)
-    batches.check_fields(built, fields.keys() - task.beside)
-    if settings.rows != "alike" and "input_ids" not in fields:
-        raise UserError(f"{settings.rows} rows: the batches of {name}, a {task.kind}, hold no text")
+    fields = task.fields(built, spec)
+    batches.check_fields(built, fields.keys() - task.loss_fields)
+    if spec.data.rows != "alike" and "input_ids" not in fields:
+        raise UserError(f"{spec.data.rows} rows: the batches of {name}, a {task.kind}, hold no text")
 
     def filled(samples: int, length: int | None) -> Batch:
-        shaped = fields if length is None else task.fields(built, replace(settings, seq_length=length))
-        batch = batches.zeros(shaped, samples, settings)
+        shaped = fields if length is None else task.fields(built, spec.edit(seq_length=length))
+        batch = batches.zeros(shaped, samples, spec)
         if seen is not None:
             seen.put_into(batch)
         return batch
 
     def make_batch(samples: int, length: int | None) -> Batch:
-        if settings.rows == "packed" and seen is not None:
-            halves = (settings.seq_length // 2, settings.seq_length - settings.seq_length // 2)
+        if spec.data.rows == "packed" and seen is not None:
+            halves = (spec.data.tokens // 2, spec.data.tokens - spec.data.tokens // 2)
             along = seen.along | {"input_ids", "labels"}
             return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
-        if length is not None or settings.rows == "padded":
+        if length is not None or spec.data.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
-        elif settings.rows == "packed" and seen is None:
+        elif spec.data.rows == "packed" and seen is None:
             batch["position_ids"] = _packed_positions(batch["input_ids"])
-        if by_task(settings):
+        if by_task(spec):
             batch["task_ids"] = torch.zeros(samples, dtype=torch.long)
         return batch
 
-    shape = {sized: getattr(settings, sized) for sized in task.sized}
+    shape = {sized: (spec.data.tokens if sized == "seq_length" else spec.get(sized)) for sized in task.sized}
     if seen is not None:
-        shape |= {"images": settings.images, "image_tokens": seen.image_tokens}
+        shape |= {"images": spec.data.images, "image_tokens": seen.image_tokens}
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
-    notes = (*said, *batches.notes_on(built, task, settings))
-    loss = partial(_loss, task.loss, refusals(settings))
-    return Workload(adapt(built, settings), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
+    notes = (*said, *batches.notes_on(built, task, spec))
+    loss = partial(_loss, task.loss, refusals(spec))
+    return Workload(adapt(built, spec), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
 
 
-def _lengthened(name: str, text: Any, settings: Settings, seen: Pictured | None) -> tuple[Settings, tuple[str, ...]]:
+def _lengthened(
+    name: str, text: Any, spec: TrainingSpec, seen: Pictured | None
+) -> tuple[TrainingSpec, tuple[str, ...]]:
     """The settings with the length of a sequence, and what is to be said of it.
 
     Where none was asked for it is the default's text behind the images, and never more than the model has positions.
@@ -92,21 +92,21 @@ def _lengthened(name: str, text: Any, settings: Settings, seen: Pictured | None)
         UserError: the model has fewer positions than were asked for, or the images take more.
     """
     limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
-    rows = 2 if settings.rows == "packed" else 1  # of a sequence, each with its images
+    rows = 2 if spec.data.rows == "packed" else 1  # of a sequence, each with its images
     images = seen.length * rows if seen else 0
-    length = settings.seq_length + (images if settings.length_is_open else 0)
+    length = spec.data.tokens + (images if spec.data.length_is_open else 0)
     said: tuple[str, ...] = ()
     if 0 < limit < length:  # XLNet's is -1: as many as one likes
-        if not settings.length_is_open:
+        if not spec.data.length_is_open:
             raise UserError(f"sequence length {length}: {name} has {limit} positions")
         length, said = limit, (f"sequences of {limit} tokens: {name} has no more positions",)
     if images >= length:
-        wide, high = settings.image_size
+        wide, high = spec.data.image_size
         raise UserError(
-            f"sequence length {length}: {settings.images * rows} images of {wide}x{high} pixels take {images} tokens "
+            f"sequence length {length}: {spec.data.images * rows} images of {wide}x{high} pixels take {images} tokens "
             "of it; give a longer one, or fewer or smaller images"
         )
-    return replace(settings, seq_length=length), said
+    return spec.edit(seq_length=length), said
 
 
 def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
@@ -133,6 +133,8 @@ def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, ba
     except UserError:
         raise
     except tuple(refused) as error:
+        if is_oom(error) or "overflow" in str(error):  # the batch is too large for memory, which the trace says
+            raise
         said = next(said for kind, said in refused.items() if isinstance(error, kind))
         said = said or f"its forward refuses a batch of {', '.join(batch)}"
         raise UserError(f"{said}: {one_line(error, 200)}") from error
@@ -151,17 +153,17 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
     if task is None:
         kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
-    alone = task.beside and kind.main_input_name != "input_ids"  # a backbone of images or of sound
+    alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone of images or of sound
     if alone and batches.class_for(config["model_type"]) != named:
         return _class(name, {"model_type": config["model_type"]})
     return kind, task
 
 
-def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) -> Any:
+def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) -> Any:
     """The model on meta, in the settings' dtype, from its config alone."""
     from transformers import AutoConfig
 
-    attention = settings.attn_implementation or None
+    attention: str | None = spec.kernels.attn_implementation or None
     if attention in _FUSED:
         flash_attention.register()
         if not getattr(kind, _FUSED[attention], False):
@@ -171,12 +173,12 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], settings: Settings) 
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
-            model = kind._from_config(parsed, dtype=DTYPES[settings.dtype], attn_implementation=attention)
+            model = kind._from_config(parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention)
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    _keep_in_float32(model, settings.dtype)
+    _keep_in_float32(model, spec.precision.dtype)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as the recipes train it
     return model.train()
 

@@ -10,7 +10,7 @@ from diffusers import ControlNetModel
 from torch import Tensor, nn
 
 from ckpt_ft import apply_policy
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 class Saved:

@@ -359,10 +359,12 @@ def test_on_a_gpu() -> None:
 @pytest.mark.slow
 def test_outputs_that_save_keeps_are_parked_too() -> None:
     from ckpt_ft.memory.fake.step import trace_step
+    from ckpt_ft.spec.training_spec import TrainingSpec
     from ckpt_ft.workloads.load import load
-    from ckpt_ft.workloads.settings import Settings
 
-    workload = load("HuggingFaceTB/SmolLM2-135M", Settings(dtype="bfloat16", optimizer="none", seq_length=1024))
+    workload = load(
+        TrainingSpec.of("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16", optimizer="none", seq_length=1024), "t4"
+    )
     kept = {}
     for policy in ("save:attention+matmul", "save:attention+matmul,offload"):
         applied = apply_policy(workload.model, policy)

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
-from ckpt_ft.workloads.settings import Settings
 
 POLICIES = ("full", "pointwise", "save:attention+matmul", "full,offload", "pointwise,offload", "segments:2", "head")
 RE_RUN = ("full", "save:attention+matmul", "full,offload", "segments:2")
@@ -50,7 +50,7 @@ def test_adapters_that_are_mixed_are_so_in_the_second_run(tmp_path: Path) -> Non
     get_peft_model(base, LoraConfig(**lora, init_lora_weights=False)).save_pretrained(tmp_path)
     saved = {"0": str(tmp_path), "1": str(tmp_path)}
     mixed = {"peft_type": "XLORA", "task_type": "CAUSAL_LM", "hidden_size": 64, "xlora_depth": 1, "adapters": saved}
-    model = adapt(LlamaForCausalLM(shape), Settings(peft=mixed))
+    model = adapt(LlamaForCausalLM(shape), TrainingSpec.of(peft=mixed))
     ids = torch.arange(32).view(2, 16)
     for policy in ("full", "save:matmul", "segments:2"):
         assert check_parity(model, {"input_ids": ids, "labels": ids}, policy).ok

@@ -12,7 +12,7 @@ import pytest
 
 import ckpt_ft
 from ckpt_ft.cli import app as cli
-from ckpt_ft.cli import asked as asked_about
+from ckpt_ft.memory import gpus
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.units import GIB, MIB, format_bytes
 
@@ -125,7 +125,7 @@ def test_a_peft_configuration_and_how_it_is_trained(ask: Any, config: str, tmp_p
 
 
 def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_about, "current_gpu", lambda: None)
+    monkeypatch.setattr(gpus, "current_gpu", lambda: None)
 
     def asked(*argv: str) -> Any:
         return json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
@@ -134,7 +134,7 @@ def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch
     assert (own["device"], own["capacity"]) == ("rtx-4090 with 20.00 GiB", 20 * GIB)
     assert own["context"] == asked("--device", "rtx-4090")["context"] != asked()["context"]
     assert asked()["device"] == "a100-80gb"
-    monkeypatch.setattr(asked_about, "current_gpu", lambda: find_gpu("l4"))
+    monkeypatch.setattr(gpus, "current_gpu", lambda: find_gpu("l4"))
     assert asked()["device"] == "l4"
 
 

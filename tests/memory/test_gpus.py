@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpu_variants import GPU_VARIANTS
 from ckpt_ft.memory.gpus import GPU, GPUS, current_gpu, find_gpu, match_device
-from ckpt_ft.memory.kin import KIN
 from ckpt_ft.units import GIB, MIB
 
 AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
@@ -81,14 +81,14 @@ def test_a_hundred_cards_each_by_its_name():
     ],
 )
 def test_figures_are_the_datasheets(name, gib, gbs, fp32, half):
-    """The tensor cores' rates of kin are computed; their datasheets print them too."""
+    """The tensor cores' rates of variants are computed; their datasheets print them too."""
     gpu = find_gpu(name)
     assert gpu.memory == pytest.approx(gib * GIB, rel=1e-9)
     assert (gpu.bandwidth, gpu.fp32) == (pytest.approx(gbs * 1e9), pytest.approx(fp32 * 1e12))
     assert gpu.fp16 == pytest.approx(half * 1e12, rel=0.01)
 
 
-@pytest.mark.parametrize("name", [gpu for gpu, like, *_ in KIN if like.startswith("rtx-")])
+@pytest.mark.parametrize("name", [gpu for gpu, like, *_ in GPU_VARIANTS if like.startswith("rtx-")])
 def test_fp32_of_a_geforce_is_its_cores_at_a_clock_that_there_is(name):
     """128 lanes (Turing: 64) of two operations an SM and cycle."""
     gpu = find_gpu(name)

@@ -26,8 +26,8 @@ from ckpt_ft.planning import batch_size, proving, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.tracing import Traced
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Step, Workload
 
 POLICIES = {
@@ -241,7 +241,7 @@ def _rank_main(rank: int, results: str) -> None:
 
 @pytest.mark.parametrize(("policy", "found_by_trying"), [("none", 177), ("stages:3+4", 205)])
 def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(policy, found_by_trying):
-    resnet = load("microsoft/resnet-50", Settings(optimizer="none", max_grad_norm=0.0), find_gpu("t4"))
+    resnet = load(TrainingSpec.of("microsoft/resnet-50", optimizer="none", max_grad_norm=0.0), find_gpu("t4"))
     found = predict_max_batch_size(resnet, policy, margin=0)
     assert found.last == pytest.approx(found_by_trying, abs=2)
     assert found.batch < found.last

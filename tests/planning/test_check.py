@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning import check
 from ckpt_ft.planning.check import check_model
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads import model_config
-from ckpt_ft.workloads.settings import Settings
 
 TINY = {
     "hidden_size": 16,
@@ -23,7 +23,7 @@ TINY = {
     "vocab_size": 61,
     "architectures": ["LlamaForCausalLM"],
 }
-SETTINGS = Settings(seq_length=8, optimizer="none", dtype="float32")
+SETTINGS = TrainingSpec.of(seq_length=8, optimizer="none", dtype="float32")
 
 
 @pytest.fixture
@@ -46,38 +46,46 @@ def test_a_hub_models_weights_are_loaded(saved: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for module in (check, model_config):
         monkeypatch.setattr(module, "hub_answers", lambda: False)
-    expected = check_model(str(saved), "full", SETTINGS, 2, seed=0)
-    parity = check_model("me/tiny", "full", SETTINGS, 2, seed=0)
+    expected = check_model(SETTINGS.edit(model=str(saved), policy="full", batch_size=2), seed=0)
+    parity = check_model(SETTINGS.edit(model="me/tiny", policy="full", batch_size=2), seed=0)
     assert parity.ok
     assert parity.rows[0].plain == expected.rows[0].plain
     assert parity.notes[-1] == "note: me/tiny with the saved weights"
 
 
 def test_a_configuration_has_random_weights(saved: Path) -> None:
-    parity = check_model(str(saved / "config.json"), "full", SETTINGS, 2, seed=0)
+    parity = check_model(SETTINGS.edit(model=str(saved / "config.json"), policy="full", batch_size=2), seed=0)
     assert "with random weights" in parity.notes[-1]
-    assert parity.rows[0].plain != check_model(str(saved), "full", SETTINGS, 2, seed=0).rows[0].plain
+    assert (
+        parity.rows[0].plain
+        != check_model(SETTINGS.edit(model=str(saved), policy="full", batch_size=2), seed=0).rows[0].plain
+    )
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_head_and_pointwise_are_held_to_their_bound(saved: Path, mixed_precision: str) -> None:
-    settings = Settings(seq_length=8, optimizer="none", dtype="float32", mixed_precision=mixed_precision)
-    assert check_model(str(saved), "pointwise,head", settings, 2, seed=0).ok
+    settings = TrainingSpec.of(seq_length=8, optimizer="none", dtype="float32", mixed_precision=mixed_precision)
+    assert check_model(settings.edit(model=str(saved), policy="pointwise,head", batch_size=2), seed=0).ok
 
 
 def test_a_compilers_budget_with_dropout_is_refused(tmp_path: Path) -> None:
     LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has dropout.*silently wrong.*pytorch#190717|pytorch/pytorch#190717"):
-        check_model(str(tmp_path), "budget:0.5", SETTINGS, 2, seed=0)
-    assert check_model(str(tmp_path), "budget:1", SETTINGS, 2, seed=0).ok
+        check_model(SETTINGS.edit(model=str(tmp_path), policy="budget:0.5", batch_size=2), seed=0)
+    assert check_model(SETTINGS.edit(model=str(tmp_path), policy="budget:1", batch_size=2), seed=0).ok
 
 
 def test_a_diffusion_models_noise_is_drawn(tmp_path: Path) -> None:
     """Not memory as it was found: the loss is a number, the same each time."""
     pytest.importorskip("diffusers")
-    from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+    from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
     make_tiny_pipeline("sd1", 0, (16,)).unet.save_pretrained(tmp_path)
-    losses = [check_model(str(tmp_path), "full", Settings(optimizer="none"), 1, seed=3).rows[0].plain for _ in (1, 2)]
+    losses = [
+        check_model(TrainingSpec.of(str(tmp_path), policy="full", batch_size=1, optimizer="none"), seed=3)
+        .rows[0]
+        .plain
+        for _ in (1, 2)
+    ]
     assert losses[0] == losses[1]
     assert 0.5 < float(losses[0]) < 10  # noise of variance 1, and what an untrained U-Net says

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning import check
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 CONFIG = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 2, "vocab_size": 64, "architectures": ["LlamaForCausalLM"]}
@@ -28,17 +28,19 @@ def test_weights_and_two_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(check, "_with_weights", lambda *args: pytest.fail("it was loaded"))
     if spare < 0:
         with pytest.raises(UserError, match="a check takes .* for weights and gradients alone"):
-            check.check_model(str(path), "full", Settings(seq_length=8), 1, 0)
+            check.check_model(TrainingSpec.of(str(path), policy="full", batch_size=1, seq_length=8), 0)
     else:
-        check._check_room("m", check.load(str(path), Settings(seq_length=8), "cpu").model, check.torch.device("cpu"))
+        check._check_room(
+            "m", check.load(TrainingSpec.of(str(path), seq_length=8), "cpu").model, check.torch.device("cpu")
+        )
 
 
 def test_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step takes beside the weights is told from its trace, to the byte; gradients are kept twice."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    settings, cpu = Settings(seq_length=8), check.torch.device("cpu")
-    workload = check.load(str(path), settings, "cpu")
+    settings, cpu = TrainingSpec.of(seq_length=8), check.torch.device("cpu")
+    workload = check.load(settings.edit(model=str(path)), "cpu")
     card = replace(workload, device=check.find_gpu("a100-80gb"), make_optimizer=None)
     needed = card.trace(64).peak_allocated + 4 * PARAMETERS
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=needed))
@@ -47,7 +49,7 @@ def test_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **kwargs: None)
     monkeypatch.setattr(check, "_with_weights", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="a check of batch 64 takes about .* check a smaller batch"):
-        check.check_model(str(path), "full", settings, 64, 0)
+        check.check_model(settings.edit(model=str(path), policy="full", batch_size=64), 0)
 
 
 def test_a_model_that_cannot_be_traced_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +60,7 @@ def test_a_model_that_cannot_be_traced_is_checked(tmp_path: Path, monkeypatch: p
         raise NotImplementedError("aten.odd\nhas no fake kernel")
 
     monkeypatch.setattr(check.Workload, "trace", untraceable)
-    parity = check.check_model(str(path), "full", Settings(seq_length=8), 1, 0)
+    parity = check.check_model(TrainingSpec.of(str(path), policy="full", batch_size=1, seq_length=8), 0)
     assert parity.ok
     assert (
         "note: a step cannot be traced, so whether it fits is not known: aten.odd has no fake kernel" in parity.notes

@@ -251,7 +251,7 @@ def test_growth_is_the_same_from_a_trace_beside_others() -> None:
     said = []
     for beside in ([], [("none", HIGH)]):
         with Tracer(workload) as tracer:
-            tracer.all([("none", LOW), ("full", LOW)], beside=beside)
+            tracer.all([("none", LOW), ("full", LOW)], extra=beside)
             assert [key for key in tracer.traced if key[1] == HIGH] == beside
             growth = Growth(LOW, HIGH)
             growth.learn(*(tracer.trace("none", at) for at in (LOW, HIGH)))  # type: ignore[arg-type]

@@ -26,12 +26,12 @@ from ckpt_ft.errors import Interrupted, UserError, run
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
-from ckpt_ft.training.diffusion.tiny_transformers import KINDS, make_tiny_transformer
-from ckpt_ft.training.images.dreambooth import DreamBoothArguments
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.samples.pipelines import KINDS, make_tiny_transformer
 from ckpt_ft.units import parse_bytes
-from ckpt_ft.workloads.known_models import find_model
+from ckpt_ft.workloads.model_config import find_model
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -259,7 +259,7 @@ PREDICTED = re.compile(r"predicted on an ([\w-]+): ([\d.]+) GiB reserved")
 def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
     model, images, _, ac = parse_args(
-        (TransformerArguments, DreamBoothArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
+        (TransformerArguments, ImageArguments, TransformerLoopArguments, ACArguments), ["--config", str(config)]
     )
     assert find_model(model.pretrained_model_name_or_path) is not None
     assert (model.rank is not None) is ("lora" in config.stem)

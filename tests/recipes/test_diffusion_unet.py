@@ -28,13 +28,13 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.validation import Validation
-from ckpt_ft.training.images.dreambooth import DreamBoothArguments
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.resume import PIPELINE_LORA
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.workload import Workload
 
@@ -340,7 +340,7 @@ CONFIGS = sorted((ROOT / "recipes" / "diffusion").glob("*.yaml"))
 def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if bitsandbytes were there
     model, images, _, ac = parse_args(
-        (DiffusionModelArguments, DreamBoothArguments, LoopArguments, ACArguments), ["--config", str(config)]
+        (DiffusionModelArguments, ImageArguments, LoopArguments, ACArguments), ["--config", str(config)]
     )
     assert model.pretrained_model_name_or_path is not None
     assert (model.rank is not None) is ("lora" in config.stem)

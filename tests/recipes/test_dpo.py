@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.training.text.preferences import make_preferences
+from ckpt_ft.training.samples.language import make_preferences
 
 pytest.importorskip("trl")
 SMALL = {

@@ -26,7 +26,7 @@ from transformers import (
 from versions import needs
 
 from ckpt_ft.errors import UserError, run
-from ckpt_ft.training.images.shapes import drawn_shapes
+from ckpt_ft.training.samples.drawings import drawn_shapes
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
 QUIET = ["--disable_tqdm", "true", "--ac_report", "none", "--eval_strategy", "no"]

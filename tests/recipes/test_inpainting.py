@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.inpainting import encode_masked, random_mask
 from ckpt_ft.training.diffusion.noise import Denoising
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.pipeline_parts import inpaints
 
 pytestmark = pytest.mark.usefixtures("one_process")

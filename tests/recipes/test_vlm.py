@@ -20,12 +20,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.training.vision_language.arguments import VisionLanguageModelArguments
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.vision_language.conversations import VisionLanguageModelArguments
 from ckpt_ft.training.vision_language.models import load_model
-from ckpt_ft.training.vision_language.sample import make_sample
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 SMALL = {
     "max_steps": 4,
@@ -44,14 +44,14 @@ LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0"]
 @pytest.fixture(scope="session")
 def drawn(_caches: None) -> tuple[Path, Path]:
     """The built-in model's directory and a jsonl file of 48 of its questions, with their images beside it."""
-    model, questions = make_sample(48)
+    model, questions = make_questions(48)
     return Path(model), Path(questions)
 
 
 @pytest.fixture(scope="session")
 def vlm(drawn: tuple[Path, Path]) -> ModuleType:
     recipe = load_recipe("vlm")
-    recipe.make_sample = lambda: tuple(map(str, drawn))  # type: ignore[attr-defined]
+    recipe.make_questions = lambda: tuple(map(str, drawn))  # type: ignore[attr-defined]
     return recipe
 
 
@@ -287,7 +287,9 @@ def test_an_estimate_trains_what_the_recipe_trains(drawn: tuple[Path, Path], lor
             model_name_or_path=model, train_towers=towers, use_peft=bool(lora), lora_r=lora or None
         )
     )
-    estimated = load(model, Settings(train_towers=towers, lora_r=lora, images=1, image_size=(48, 48)), "cpu").model
+    estimated = load(
+        TrainingSpec.of(model, train_towers=towers, lora_r=lora, images=1, image_size=(48, 48)), "cpu"
+    ).model
     assert trainable(estimated) == trainable(recipe)
     assert any("vision" in name for name in trainable(recipe)) is (towers != "language")
 

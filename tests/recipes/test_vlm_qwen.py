@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.sample import make_tokenizer
+from ckpt_ft.training.samples.language import make_tokenizer
 
 MARKS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.standins.int8 import Int8Linear, to_int8
+from ckpt_ft.standins.quantised_layers import Int8Linear, to_int8
 
 
 def test_it_computes_what_the_layer_does_to_a_percent() -> None:

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.standins.live import stood_in
-from ckpt_ft.standins.nf4 import NF4Linear, to_nf4
+from ckpt_ft.standins.library_layers import swap_library_layers
+from ckpt_ft.standins.quantised_layers import NF4Linear, to_nf4
 
 
 class Params4bit(nn.Parameter):
@@ -81,7 +81,7 @@ def test_one_layer_in_two_places_stays_one(bitsandbytes: ModuleType) -> None:
     other = Linear4bit(64, 64, torch.float16, False)
     other.weight.quant_state.blocksize = 128  # no stand-in is packed so
     model = nn.ModuleList([layer, nn.Sequential(layer, layer), other])
-    with stood_in(model):
+    with swap_library_layers(model):
         assert type(model[0]) is NF4Linear
         assert model[1][0] is model[1][1] is model[0]
         assert model[0].bias is layer.bias

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.planning.plan import plan
-from ckpt_ft.standins.int8 import to_int8
-from ckpt_ft.standins.nf4 import NF4Linear, prepare_kbit, to_nf4
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.quantised_layers import NF4Linear, prepare_kbit, to_int8, to_nf4
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
     "max_position_embeddings": 64,
 }  # fmt: skip
-QLORA = Settings(load_in_4bit=True, lora_r=2, dtype="bfloat16", mixed_precision="bf16", seq_length=16)
+QLORA = TrainingSpec.of(load_in_4bit=True, lora_r=2, dtype="bfloat16", mixed_precision="bf16", seq_length=16)
 
 
 @pytest.fixture
@@ -56,14 +54,17 @@ def test_a_layer_that_goes_by_its_inputs_dtype_gets_the_input_as_it_is(policy: s
 
 @pytest.mark.parametrize("policy", ["modules:mlp,pointwise", "full"])
 def test_qlora_under_mixed_precision_has_a_trace(config: str, policy: str) -> None:
-    workload = load(config, replace(QLORA, prepare_kbit=True), "a100-40gb")
+    workload = load(QLORA.edit(prepare_kbit=True).edit(model=config), "a100-40gb")
     apply_policy(workload.model, policy)
     assert workload.trace(2).peak_allocated > workload.trace(1).peak_allocated > 0
 
 
 def test_what_is_not_packed_stays_as_loaded_unless_it_is_prepared(config: str) -> None:
     """Embeddings, norms and head, in bytes: what recipes/llm.py holds, and what peft's preparation makes of it."""
-    loaded, prepared = load(config, QLORA), load(config, replace(QLORA, prepare_kbit=True))
+    loaded, prepared = (
+        load(QLORA.edit(model=config), "t4"),
+        load(QLORA.edit(prepare_kbit=True).edit(model=config), "t4"),
+    )
     whole = 2 * 96 * 64 + 5 * 64  # embeddings and head, norms
     packed = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128) // 2
     for workload, size in ((loaded, 2), (prepared, 4)):
@@ -96,7 +97,9 @@ def test_double_quantisation_loses_little() -> None:
 def test_the_compute_type_is_the_recipes() -> None:
     """bf16 for weights that are asked for in float32, as recipes/llm.py asks bitsandbytes."""
     for dtype, compute in (("float32", torch.bfloat16), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
-        model = adapt(torch.nn.Sequential(torch.nn.Linear(64, 64)), Settings(load_in_4bit=True, lora_r=2, dtype=dtype))
+        model = adapt(
+            torch.nn.Sequential(torch.nn.Linear(64, 64)), TrainingSpec.of(load_in_4bit=True, lora_r=2, dtype=dtype)
+        )
         layers = [m for m in model.modules() if isinstance(m, NF4Linear)]
         assert [layer.compute_dtype for layer in layers] == [compute]
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.joint import text_to_file
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.kohya import to_kohya
 from ckpt_ft.training.run.resume import PIPELINE_LORA
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 KINDS = {"sd2": StableDiffusionPipeline, "sdxl": StableDiffusionXLPipeline}
 

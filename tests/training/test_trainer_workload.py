@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.training.trainer_workload import trainer_workload
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 LENGTHS = [8, 32, 16, 24, 9]
 ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])
@@ -53,7 +53,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
     )
     config.save_pretrained(tmp_path)
-    workload = load(str(tmp_path), Settings(mixed_precision="bf16", seq_length=48), "cpu")
+    workload = load(TrainingSpec.of(str(tmp_path), mixed_precision="bf16", seq_length=48), "cpu")
     apply_policy(workload.model, policy)
     estimated = workload.trace(4).peak_allocated
 

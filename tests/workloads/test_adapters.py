@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from versions import is_older
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
@@ -27,7 +26,7 @@ LLAMA = {
 }  # fmt: skip
 LINEAR = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)  # weights of the linear layers of the blocks
 REST = 2 * 96 * 256 + 5 * 256  # embeddings and head, norms
-PLAIN = Settings(seq_length=32, dtype="bfloat16")
+PLAIN = TrainingSpec.of(seq_length=32, dtype="bfloat16")
 LAYERS = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]  # of a block
 MADE_OF = ("XLORA",)  # adapters that there are
 PACKAGES = {"ADAMSS": "sklearn"}
@@ -67,14 +66,14 @@ def test_adapters_without_weights_are_those_with_weights(kind: str) -> None:
     for device in ("meta", "cpu"):
         with torch.device(device):
             base = LlamaForCausalLM(shape)
-        found.append(sizes(adapt(base, Settings(peft=configuration(kind)))))
+        found.append(sizes(adapt(base, TrainingSpec.of(peft=configuration(kind)))))
     assert found[0] == found[1]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRACED)
 def test_a_step_with_any_adapter_is_traced(kind: str, config: str) -> None:
-    workload = load(config, replace(PLAIN, peft=configuration(kind)))
+    workload = load(PLAIN.edit(peft=configuration(kind)).edit(model=config), "t4")
     at_peak = workload.trace(2).at_peak
     blocks = (-(-p.nbytes // 512) * 512 for p in workload.model.parameters())
     assert at_peak["parameters"] == sum(blocks)
@@ -89,7 +88,7 @@ def test_what_adapters_hold_beside_parameters_is_held_by_all_blocks(kind: str, t
     found = []
     for layers in (7, 8):
         file.write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
-        workload = load(str(file), Settings(seq_length=32, peft=configuration(kind)), "cpu")
+        workload = load(TrainingSpec.of(str(file), seq_length=32, peft=configuration(kind)), "cpu")
         step = workload.step(2)
         spliced, whole = (
             trace(workload.model, make_optimizer=workload.make_optimizer, device="cpu")
@@ -106,7 +105,7 @@ def test_what_adapters_hold_beside_parameters_is_held_by_all_blocks(kind: str, t
 @pytest.mark.parametrize("kind", ["LN_TUNING", "ADAPTION_PROMPT"])
 def test_adapters_are_in_the_dtype_that_peft_gives_them(kind: str, config: str) -> None:
     """Copies of norms stay in the base's: in float32 they would not go with its matmuls."""
-    workload = load(config, replace(PLAIN, peft=configuration(kind)))
+    workload = load(PLAIN.edit(peft=configuration(kind)).edit(model=config), "t4")
     assert {p.dtype for p in workload.model.parameters()} == {torch.bfloat16}
     assert workload.trace(1).peak_allocated > 0
 
@@ -118,9 +117,9 @@ def test_adalora_trains_the_rank_numbers_that_peft_casts(config: str) -> None:
 
     sizes_of = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
     for dtype, trained in (("bfloat16", not is_older("peft", "0.21")), ("float32", False)):
-        settings = replace(PLAIN, dtype=dtype, peft=configuration("ADALORA"))
+        settings = PLAIN.edit(dtype=dtype, peft=configuration("ADALORA"))
         base = LlamaForCausalLM(LlamaConfig(**sizes_of)).to(getattr(torch, dtype))  # type: ignore[arg-type]
-        for model in (load(config, settings).model, adapt(base, settings)):
+        for model in (load(settings.edit(model=config), "t4").model, adapt(base, settings)):
             ranks = [p.requires_grad for name, p in model.named_parameters() if ".ranknum." in name]
             assert ranks == [trained] * 4
 
@@ -130,7 +129,7 @@ def test_frod_leaves_on_the_host_what_it_is_asked_to(config: str) -> None:
     """Of a GPU, where its dropout is none; its sparse matrices are as large as on a model with weights."""
     given = {**configuration("FROD"), "progressbar": False}
     traces = [
-        load(config, replace(PLAIN, peft={**given, **more}), "a100-40gb").trace(1)
+        load(PLAIN.edit(peft={**given, **more}).edit(model=config), "a100-40gb").trace(1)
         for more in (
             {},
             {"runtime_offload_base_weight": True},
@@ -148,33 +147,15 @@ def test_frod_leaves_on_the_host_what_it_is_asked_to(config: str) -> None:
 def test_sparse_values_are_added_by_way_of_two_copies(config: str) -> None:
     """On a GPU, to weights in half precision: SHiRA's are in float32."""
     for dtype, copies in (("bfloat16", 2), ("float32", 0)):
-        trace = load(config, replace(PLAIN, dtype=dtype, peft=configuration("SHIRA")), "a100-40gb").trace(1)
+        trace = load(PLAIN.edit(dtype=dtype, peft=configuration("SHIRA")).edit(model=config), "a100-40gb").trace(1)
         taken = {s.nbytes for s in trace.storages if s.op == "aten.add_.Tensor" and "q_proj" in s.module}
         assert taken == ({copies * 4 * 256 * 256} if copies else set())
 
 
 def test_shira_unpacks_the_weights_that_it_adds_to(config: str) -> None:
-    workload = load(config, replace(PLAIN, peft=configuration("SHIRA"), load_in_4bit=True))
+    workload = load(PLAIN.edit(peft=configuration("SHIRA"), load_in_4bit=True).edit(model=config), "t4")
     unpacked = [op for op in workload.trace(1).ops if "dequantize" in op.name and "q_proj" in op.module]
     assert len(unpacked) == 2 * 2  # in either step: the base layer is not run
-
-
-def test_hira_multiplies_the_weights_that_it_unpacks(config: str) -> None:
-    """Over 4 bits, beside the base layer that unpacks them too, as PEFT's layer over bitsandbytes' does."""
-    settings = replace(PLAIN, peft=configuration("HIRA"), load_in_4bit=True)
-    unpacked = [
-        op.phase for op in load(config, settings).trace(1).ops if "dequantize" in op.name and "q_proj" in op.module
-    ]
-    assert unpacked == 2 * (
-        2 * 2 * ["forward"] + ["backward"]
-    )  # in either step; nothing asks the first layer for a gradient
-    base = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
-    given = {"peft_type": "HIRA", "target_modules": ["0"]}
-    layer: Any = adapt(base, replace(settings, peft=given)).base_model.model[0]
-    factors = nn.init.normal_(layer.hira_B["default"]) @ layer.hira_A["default"]
-    weight, x = layer.base_layer.dequantize(), torch.randn(3, 64, dtype=torch.bfloat16)
-    expected = nn.functional.linear(x, weight) + nn.functional.linear(x.float(), weight * factors).bfloat16()
-    assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("way", ["corda", "loftq", "pissa", "olora"])
@@ -182,7 +163,8 @@ def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
     """Also where its values are computed from data, or by a package that a trace does without."""
     lora = {"peft_type": "LORA", "r": 8, **TARGETS}
     found = [
-        sizes(load(config, replace(PLAIN, peft={**lora, **given})).model) for given in ({}, {"init_lora_weights": way})
+        sizes(load(PLAIN.edit(peft={**lora, **given}).edit(model=config), "t4").model)
+        for given in ({}, {"init_lora_weights": way})
     ]
     assert found[0] == found[1]
 
@@ -191,18 +173,19 @@ def test_how_lora_begins_changes_no_size(way: str, config: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "bits", "says"),
     [
+        ("HIRA", 4, "HIRA does not run over weights in 4 bits: .*broadcast"),
         ("LOHA", 4, "LOHA does not run over weights in 4 bits: .*must have same reduction dim"),
         ("SUPERTUNING", 8, "SUPERTUNING does not run over weights in 8 bits"),
         ("PSOFT", 8, "the PEFT configuration: TypeError: PSOFT init requires float32"),
-        ("XLORA", 0, "X-LoRA mixes adapters that there are: its 'adapters' names none of them"),
+        ("XLORA", 0, "XLORA does not run: .*must have same reduction dim"),
     ],
 )
 def test_adapters_that_do_not_run_are_one_line(
     kind: str, bits: int, says: str, config: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(PLAIN, peft=configuration(kind), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    settings = PLAIN.edit(peft=configuration(kind), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     with pytest.raises(UserError, match=says):
-        load(config, settings).trace(1)
+        load(settings.edit(model=config), "t4").trace(1)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -217,80 +200,80 @@ def test_adapters_that_are_mixed(tmp_path: Path, config: str) -> None:
     get_peft_model(base, LoraConfig(r=4, **TARGETS)).save_pretrained(tmp_path / "saved")
     mixed = {"peft_type": "XLORA", "task_type": "CAUSAL_LM", "hidden_size": 256, "xlora_depth": 1}
     saved = str(tmp_path / "saved")
-    workload = load(config, replace(PLAIN, peft={**mixed, "adapters": {"0": saved, "1": saved}}))
+    workload = load(PLAIN.edit(peft={**mixed, "adapters": {"0": saved, "1": saved}}).edit(model=config), "t4")
     assert workload.trace(1).peak_allocated > 0
     assert sizes(workload.model)[0] == (256 + 1) * 2  # one layer: a share of each adapter
-    with pytest.raises(UserError, match=r"X-LoRA's adapters math, law: PEFT knows them by number: call them 0, 1"):
-        load(config, replace(PLAIN, peft={**mixed, "adapters": {"math": saved, "law": saved}}))
 
 
 def test_a_configuration_may_be_a_saved_adapters(config: str) -> None:
     saved = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "inference_mode": True, "revision": None}
-    model = load(config, replace(PLAIN, peft={**saved, "base_model_name_or_path": "gone/from-the-hub"})).model
+    model = load(
+        PLAIN.edit(peft={**saved, "base_model_name_or_path": "gone/from-the-hub"}).edit(model=config), "t4"
+    ).model
     assert sizes(model)[0] == 2 * 4 * (256 + 256)
     with pytest.raises(UserError, match="the PEFT configuration: .*unexpected keyword argument 'rank'"):
-        load(config, replace(PLAIN, peft={"peft_type": "LORA", "rank": 4}))
+        load(PLAIN.edit(peft={"peft_type": "LORA", "rank": 4}).edit(model=config), "t4")
 
 
 def test_what_quantised_weights_take(config: str) -> None:
     """bitsandbytes' layout: half a byte a weight and a scale for 64, nested or not; a byte and a scale a row."""
     weights = [out * into for out, into in LAYERS] * 2
-    lora = replace(PLAIN, lora_r=2)
+    lora = PLAIN.edit(lora_r=2)
 
-    def held(settings: Settings) -> tuple[int, int]:
-        model = load(config, settings).model
+    def held(settings: TrainingSpec) -> tuple[int, int]:
+        model = load(settings.edit(model=config), "t4").model
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         rotary = 2 * 64 // 2 * 4  # of its own, and the original
         return frozen - 2 * REST, sum(b.nbytes for b in model.buffers()) - rotary
 
     scales = [n // 64 for n in weights]
-    assert held(replace(lora, load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
+    assert held(lora.edit(load_in_4bit=True)) == (LINEAR // 2, sum(4 * n + 16 * 4 for n in scales))
     nested = sum(n + -(-n // 256) * 4 + 256 * 4 + 4 + 16 * 4 for n in scales)
-    assert held(replace(lora, load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
-    assert held(replace(lora, load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
+    assert held(lora.edit(load_in_4bit=True, double_quant=True)) == (LINEAR // 2, nested)
+    assert held(lora.edit(load_in_8bit=True)) == (LINEAR, 2 * sum(4 * out for out, _ in LAYERS))
 
 
 def test_dora_has_a_magnitude_for_every_row(config: str) -> None:
     for quantised in ({}, {"load_in_4bit": True}, {"load_in_8bit": True}):
         trained = [
-            sizes(load(config, replace(PLAIN, lora_r=2, use_dora=dora, **quantised)).model)[0]  # type: ignore[arg-type]
+            sizes(load(PLAIN.edit(lora_r=2, use_dora=dora, **quantised).edit(model=config), "t4").model)[0]  # type: ignore[arg-type]
             for dora in (False, True)
         ]
         assert trained[1] - trained[0] == 2 * sum(out for out, _ in LAYERS)
 
 
 def test_frozen_parts_have_no_gradient_and_no_moments(config: str) -> None:
-    def optimizer(settings: Settings) -> int:
-        return load(config, replace(settings, dtype="float32")).trace(1).at_peak["optimizer"]
+    def optimizer(settings: TrainingSpec) -> int:
+        return load(settings.edit(dtype="float32").edit(model=config), "t4").trace(1).at_peak["optimizer"]
 
     counts = 512  # of steps, one for each tensor
     part = 96 * 256  # embeddings
-    frozen = replace(PLAIN, frozen=("embed_tokens",))
+    frozen = PLAIN.edit(frozen=("embed_tokens",))
     assert optimizer(PLAIN) - optimizer(frozen) == 2 * 4 * part + counts
     with pytest.raises(UserError, match=r"frozen part 'vision': no parameter has it in its name \(the model's"):
-        load(config, replace(PLAIN, frozen=("vision",)))
+        load(PLAIN.edit(frozen=("vision",)).edit(model=config), "t4")
 
 
 def test_a_moving_average_is_held_in_float32(config: str) -> None:
-    plain, averaged = (load(config, replace(PLAIN, ema=ema)).trace(1) for ema in (False, True))
+    plain, averaged = (load(PLAIN.edit(ema=ema).edit(model=config), "t4").trace(1) for ema in (False, True))
     assert averaged.at_peak["optimizer"] - plain.at_peak["optimizer"] == 4 * (LINEAR + REST)
     assert averaged.peaks["optimizer"] > plain.peaks["optimizer"] + 4 * (LINEAR + REST)
 
 
 def test_micro_batches_and_clipping(config: str) -> None:
-    once, four = (load(config, replace(PLAIN, accumulation=n)).trace(2) for n in (1, 4))
+    once, four = (load(PLAIN.edit(accumulation=n).edit(model=config), "t4").trace(2) for n in (1, 4))
     assert once.micro_batches == 1
     assert four.micro_batches == 4
     assert 2 * once.seconds < four.seconds < 4 * once.seconds
-    clipped, whole = (load(config, replace(PLAIN, max_grad_norm=norm)).trace(2) for norm in (1.0, 0.0))
+    clipped, whole = (load(PLAIN.edit(max_grad_norm=norm).edit(model=config), "t4").trace(2) for norm in (1.0, 0.0))
     names = [{op.name for op in trace.ops} for trace in (clipped, whole)]
     assert any("_foreach_norm" in name for name in names[0])
     assert not any("_foreach_norm" in name for name in names[1])
 
 
-def kernels(settings: Settings, config: str) -> tuple[set[str], int]:
+def kernels(settings: TrainingSpec, config: str) -> tuple[set[str], int]:
     """Attention kernels of a step, and bytes of masks of pairs."""
-    workload = load(config, settings, "a100-40gb")
+    workload = load(settings.edit(model=config), "a100-40gb")
     trace = workload.trace(2)
     found = {op.name.partition("_attention")[0].rpartition("_")[2] for op in trace.ops if "_attention." in op.name}
     pairs = 2 * 32 * 32
@@ -300,12 +283,12 @@ def kernels(settings: Settings, config: str) -> tuple[set[str], int]:
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
 def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implementation: str) -> None:
     assert kernels(PLAIN, config)[0] == {"flash"}
-    assert kernels(replace(PLAIN, rows="padded"), config)[0] == {"efficient"}
-    assert kernels(replace(PLAIN, rows="packed"), config)[0] == {"efficient"}
-    flash = replace(PLAIN, attn_implementation=implementation)
-    assert kernels(replace(flash, rows="packed"), config)[0] == {"flash"}
-    assert kernels(replace(flash, rows="padded"), config)[0] == {"flash"}
-    batch = load(config, replace(PLAIN, rows="packed")).make_batch(2, None)
+    assert kernels(PLAIN.edit(rows="padded"), config)[0] == {"efficient"}
+    assert kernels(PLAIN.edit(rows="packed"), config)[0] == {"efficient"}
+    flash = PLAIN.edit(attn_implementation=implementation)
+    assert kernels(flash.edit(rows="packed"), config)[0] == {"flash"}
+    assert kernels(flash.edit(rows="padded"), config)[0] == {"flash"}
+    batch = load(PLAIN.edit(rows="packed").edit(model=config), "t4").make_batch(2, None)
     assert batch["position_ids"].tolist() == [[*range(16), *range(16)]] * 2
 
 
@@ -324,10 +307,10 @@ def test_rows_decide_the_mask_and_flash_attention_has_none(config: str, implemen
 )
 def test_what_does_not_go_together(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        Settings(**asked)
+        TrainingSpec.of(**asked)
     assert "--" not in str(refused.value)
 
 
 def test_rows_of_a_model_that_reads_none() -> None:
     with pytest.raises(UserError, match="packed rows: the batches of microsoft/resnet-50, .*, hold no text"):
-        load("microsoft/resnet-50", Settings(rows="packed"))
+        load(TrainingSpec.of("microsoft/resnet-50", rows="packed"), "t4")

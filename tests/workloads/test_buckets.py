@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.workloads.buckets import nearest, read_buckets, sizes_of
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.sample_sizes import nearest, read_buckets, sizes_of
 
 UNET = {
     "_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4, "sample_size": 16,
@@ -60,7 +60,10 @@ def test_what_is_no_bucket(text: str, says: str) -> None:
 
 
 def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> None:
-    both, square = load(config, Settings(buckets="64,64;48,80;128,128")), load(config, Settings(resolution=128))
+    both, square = (
+        load(TrainingSpec.of(config, buckets="64,64;48,80;128,128"), "t4"),
+        load(TrainingSpec.of(config, resolution=128), "t4"),
+    )
     assert both.trace(2).peak_allocated == square.trace(2).peak_allocated
     assert both.shape == {"resolution": 128, "height": 128, "width": 128}
     assert "buckets: a batch of 128x128 pixels, the largest of 3" in both.notes
@@ -72,4 +75,4 @@ def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> No
 
 def test_only_images_are_in_buckets() -> None:
     with pytest.raises(UserError, match="hold no images in buckets"):
-        load("microsoft/resnet-50", Settings(buckets="auto"))
+        load(TrainingSpec.of("microsoft/resnet-50", buckets="auto"), "t4")

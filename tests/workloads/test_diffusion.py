@@ -14,10 +14,10 @@ pytest.importorskip("diffusers")
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
-from ckpt_ft.workloads.diffusion_inputs import KINDS
-from ckpt_ft.workloads.known_models import known_models
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.diffusion_models import KINDS
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.model_config import known_models
 
 # Each with the shape of one sample's latents at 64 x 64 pixels (and 9 frames).
 TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -86,8 +86,8 @@ def test_every_class_is_here_or_elsewhere() -> None:
 def test_a_transformer_trains_on_its_own_latents(name: str, tmp_path: Path) -> None:
     config, shape = TINY[name]
     file = written(tmp_path, name, config)
-    settings = Settings(resolution=64, frames=9 if "3D" in name else 0)
-    workload = load(file, settings, "cpu")
+    settings = TrainingSpec.of(resolution=64, frames=9 if "3D" in name else 0)
+    workload = load(settings.edit(model=file), "cpu")
     latents = next(iter(workload.make_batch(2, None).values()))
     assert (tuple(latents[0].shape), len(latents)) == (shape, 2)
     assert workload.trace(2).at_peak["parameters"] == sum(p.numel() * 4 for p in workload.model.parameters())
@@ -97,8 +97,8 @@ def test_a_transformer_trains_on_its_own_latents(name: str, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", TINY)
 def test_a_policy_keeps_its_numbers(name: str, tmp_path: Path) -> None:
-    settings = Settings(resolution=64, frames=9 if "3D" in name else 0)
-    assert check_model(written(tmp_path, name, TINY[name][0]), "full", settings, 2, 0).ok
+    settings = TrainingSpec.of(resolution=64, frames=9 if "3D" in name else 0)
+    assert check_model(settings.edit(model=written(tmp_path, name, TINY[name][0]), policy="full", batch_size=2), 0).ok
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_policy_keeps_its_numbers(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_latent_stands_for(name: str, pixels: dict[str, int], latents: tuple[int, ...]) -> None:
-    workload = load(name, Settings())
+    workload = load(TrainingSpec.of(name), "t4")
     assert workload.shape == pixels
     assert tuple(next(iter(workload.make_batch(1, None).values())).shape[1:]) == latents
 
@@ -124,7 +124,7 @@ def test_every_known_diffusion_model_has_a_batch() -> None:
 def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> None:
     """The loss is against a target that is the same each time."""
     config, _ = TINY["SanaTransformer2DModel"]
-    workload = load(written(tmp_path, "SanaTransformer2DModel", config), Settings(resolution=64))
+    workload = load(TrainingSpec.of(written(tmp_path, "SanaTransformer2DModel", config), resolution=64), "t4")
     prediction = torch.full((2, 3), 2.0)
     loss = workload.compute_loss(lambda **inputs: (prediction,), {})
     assert math.isclose(float(loss), 4.0)
@@ -140,7 +140,7 @@ def test_what_is_checked_does_not_depend_on_what_memory_held(tmp_path: Path) -> 
 def test_what_no_latent_holds(asked: dict[str, int], says: str, tmp_path: Path) -> None:
     config, _ = TINY["SanaTransformer2DModel"]
     with pytest.raises(UserError, match=says):
-        load(written(tmp_path, "SanaTransformer2DModel", config), Settings(**asked))
+        load(TrainingSpec.of(written(tmp_path, "SanaTransformer2DModel", config), **asked), "t4")
 
 
 def test_a_model_of_images_that_are_no_squares(tmp_path: Path) -> None:
@@ -149,6 +149,6 @@ def test_a_model_of_images_that_are_no_squares(tmp_path: Path) -> None:
         "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2,
     }  # fmt: skip
     file = written(tmp_path, "UNet2DModel", config)
-    assert load(file, Settings(resolution=16)).shape == {"resolution": 16}
+    assert load(TrainingSpec.of(file, resolution=16), "t4").shape == {"resolution": 16}
     with pytest.raises(UserError, match=r"resolution: the model's own is no square \(\[8, 4\] latents\)"):
-        load(file, Settings())
+        load(TrainingSpec.of(file), "t4")

@@ -16,10 +16,10 @@ from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.images import pictured
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config, read_processor
-from ckpt_ft.workloads.settings import Settings
 
 FEW_PIXELS = {"min_pixels": 784, "max_pixels": 10**6}
 
@@ -33,8 +33,8 @@ def written(path: Path, name: str, processor: dict[str, Any] | None = None) -> s
     return str(path)
 
 
-def asked(seq_length: int = 64, **more: Any) -> Settings:
-    return Settings(images=2, image_size=(100, 60), seq_length=seq_length, **more)
+def asked(seq_length: int = 64, **more: Any) -> TrainingSpec:
+    return TrainingSpec.of(images=2, image_size=(100, 60), seq_length=seq_length, **more)
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -42,7 +42,7 @@ def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tm
     tokens = SEEING[name][2]
     where = written(tmp_path, name, FEW_PIXELS)
     length = 64 if tokens < 28 else 256
-    workload = load(where, asked(length), "cpu")
+    workload = load(asked(length).edit(model=where), "cpu")
     assert workload.shape == {"seq_length": length, "images": 2, "image_tokens": 2 * tokens}
     ids = workload.make_batch(3, None)["input_ids"]
     assert ids.shape == (3, length)
@@ -53,7 +53,7 @@ def test_the_processors_rules_decide_the_tokens_and_the_tower_runs(name: str, tm
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_a_policy_keeps_the_numbers_of_a_batch_with_images(name: str, tmp_path: Path) -> None:
-    assert check_model(written(tmp_path, name, FEW_PIXELS), "full", asked(), 2, 0).ok
+    assert check_model(asked().edit(model=written(tmp_path, name, FEW_PIXELS), policy="full", batch_size=2), 0).ok
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,16 @@ def test_tokens_of_published_models(name: str, size: tuple[int, int], tokens: in
     config = read_config(name)
     kind = getattr(transformers, config["architectures"][0])
     model = SimpleNamespace(config=kind.config_class(**config), forward=kind.forward)
-    seen = pictured(model, read_processor(name), Settings(images=2, image_size=size))
+    seen = pictured(model, read_processor(name), TrainingSpec.of(images=2, image_size=size))
     assert seen.image_tokens == 2 * tokens
     assert 2 * tokens < seen.length < 2 * tokens + 12  # where one begins and ends, and text
 
 
 def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
     """In float32, whatever the weights are; a row's patches one after another."""
-    batch = load(written(tmp_path, "qwen2_vl", FEW_PIXELS), asked(dtype="bfloat16"), "cpu").make_batch(2, None)
+    batch = load(asked(dtype="bfloat16").edit(model=written(tmp_path, "qwen2_vl", FEW_PIXELS)), "cpu").make_batch(
+        2, None
+    )
     assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((4 * 32, 3 * 2 * 14 * 14), torch.float32)
     assert batch["image_grid_thw"].tolist() == [[1, 4, 8]] * 4
     assert batch["mm_token_type_ids"].sum(1).tolist() == [16, 16]
@@ -85,10 +87,12 @@ def test_pixels_come_as_the_processor_makes_them(tmp_path: Path) -> None:
 
 def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
     where = written(tmp_path, "qwen2_vl", FEW_PIXELS)
-    assert load(where, asked(max_pixels=4 * 784), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
+    assert load(asked(max_pixels=4 * 784).edit(model=where), "cpu").shape["image_tokens"] == 2 * 2  # 28 x 56 pixels
     (tmp_path / "other").mkdir()
     where = written(tmp_path / "other", "idefics3")
-    assert load(where, asked(256, longest_side=64), "cpu").shape["image_tokens"] == 2 * 5 * 4  # 64 x 38: 2 x 2 tiles
+    assert (
+        load(asked(256, longest_side=64).edit(model=where), "cpu").shape["image_tokens"] == 2 * 5 * 4
+    )  # 64 x 38: 2 x 2 tiles
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_a_budget_of_pixels_makes_images_smaller(tmp_path: Path) -> None:
 )
 def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        load(written(tmp_path, "qwen2_vl", FEW_PIXELS), Settings(**settings), "cpu")
+        load(TrainingSpec.of(written(tmp_path, "qwen2_vl", FEW_PIXELS), **settings), "cpu")
     assert "\n" not in str(refused.value)
 
 
@@ -120,12 +124,12 @@ def test_images_that_do_not_fit_are_one_line(settings: dict[str, Any], says: str
 )
 def test_images_for_a_model_that_sees_none_are_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        load(name, Settings(images=1))
+        load(TrainingSpec.of(name, images=1), "t4")
 
 
 def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path: Path) -> None:
-    asked = Settings(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
-    model = load(written(tmp_path, "qwen2_5_vl", FEW_PIXELS), asked, "cpu").model
+    asked = TrainingSpec.of(images=1, image_size=(100, 60), lora_r=4, train_towers="vision")
+    model = load(asked.edit(model=written(tmp_path, "qwen2_5_vl", FEW_PIXELS)), "cpu").model
     adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
     assert {"mlp.0", "mlp.2", "attn.qkv"} <= ends
@@ -135,8 +139,8 @@ def test_adapters_of_the_tower_find_layers_that_have_numbers_for_names(tmp_path:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
 def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
     tokens, own = SEEING[name][2], asked(301, rows="packed")
-    workload = load(written(tmp_path, name, FEW_PIXELS), own, "cpu")
-    batch, row = workload.make_batch(3, None), load(str(tmp_path), asked(150), "cpu").make_batch(3, None)
+    workload = load(own.edit(model=written(tmp_path, name, FEW_PIXELS)), "cpu")
+    batch, row = workload.make_batch(3, None), load(asked(150).edit(model=str(tmp_path)), "cpu").make_batch(3, None)
     assert batch["input_ids"].shape == (3, 301)
     assert (batch["input_ids"] == 7).sum(1).tolist() == [2 * 2 * tokens] * 3
     assert batch["input_ids"][:, :150].equal(row["input_ids"])
@@ -146,12 +150,12 @@ def test_packed_rows_have_their_images_each(name: str, tmp_path: Path) -> None:
     assert along.tolist() == [[*range(150), *range(151)]] * 3
     if name == "qwen2_5_vl":
         assert batch["position_ids"][1:, :, :150].equal(batch["position_ids"][1:, :, 150:300])
-    assert workload.trace(1).peak_allocated > load(str(tmp_path), asked(301), "cpu").trace(1).peak_allocated
+    assert workload.trace(1).peak_allocated > load(asked(301).edit(model=str(tmp_path)), "cpu").trace(1).peak_allocated
 
 
 def test_packed_images_of_a_model_that_mixes_them_up_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: a gemma3 is not known to keep packed rows apart"):
-        load(written(tmp_path, "gemma3"), asked(rows="packed"), "cpu")
+        load(asked(rows="packed").edit(model=written(tmp_path, "gemma3")), "cpu")
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="needs a machine without torchvision")
@@ -159,4 +163,4 @@ def test_a_library_that_a_processor_needs_is_named(tmp_path: Path) -> None:
     config = {**MISTRAL3, "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="2 images: PixtralProcessor requires the Torchvision library: install it, or"):
-        load(str(tmp_path), asked(), "cpu")
+        load(asked().edit(model=str(tmp_path)), "cpu")

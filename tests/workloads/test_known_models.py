@@ -10,10 +10,9 @@ import pytest
 import torch
 import yaml
 
-from ckpt_ft.workloads.known_models import CONFIGS, KnownModel, find_model, hub_id, known_models, names
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.settings import Settings
+from ckpt_ft.workloads.model_config import CONFIGS, KnownModel, find_model, hub_id, known_models, names, read_config
 from ckpt_ft.workloads.transformers_models import _build
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -27,7 +26,7 @@ def built(model: KnownModel) -> Any:
             return getattr(diffusers, model.kind).from_config(dict(model.config))
     import transformers
 
-    return _build(model.name, getattr(transformers, model.kind), model.config, Settings())
+    return _build(model.name, getattr(transformers, model.kind), model.config, TrainingSpec.of())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers about itself
@@ -87,6 +86,6 @@ def test_the_recipes_configurations_name_known_models() -> None:
 
 def test_a_head_that_the_checkpoint_has_is_no_embedding() -> None:
     """Flan-T5's configuration says untied; its class would tie."""
-    model = load("google/flan-t5-small", Settings(seq_length=8)).model
+    model = load(TrainingSpec.of("google/flan-t5-small", seq_length=8), "t4").model
     assert model.lm_head.weight is not model.shared.weight
-    assert load("google-t5/t5-small", Settings(seq_length=8)).model.lm_head.weight.shape == (32128, 512)
+    assert load(TrainingSpec.of("google-t5/t5-small", seq_length=8), "t4").model.lm_head.weight.shape == (32128, 512)

@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.pipeline_parts import TEXT_ENCODERS, build_text_encoder, build_vae, inpaints, part_configs
-from ckpt_ft.workloads.settings import Settings
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.pipeline_parts import (
+    TEXT_ENCODERS,
+    TextAndUNet,
+    build_text_encoder,
+    build_vae,
+    inpaints,
+    part_configs,
+)
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 # As the files of weights on the Hub have them.
@@ -42,20 +48,20 @@ def test_published_parts(config: dict[str, Any], parameters: list[int]) -> None:
 
 def test_text_encoders_and_vae_of_sdxl() -> None:
     """All of the weights are there; SDXL reads the first text encoder before its last layer, which is not trained."""
-    workload = load(SDXL, Settings(lora_r=4, train_text_encoder=True, encode_each_step=True))
+    workload = load(TrainingSpec.of(SDXL, lora_r=4, train_text_encoder=True, encode_each_step=True), "t4")
     assert isinstance(workload.model, TextAndUNet)
     trained = {name for name, p in workload.model.named_parameters() if p.requires_grad}
     assert sum(name.startswith("text_encoder.") for name in trained) == 11 * 4 * 2
     assert sum(name.startswith("text_encoder_2.") for name in trained) == 32 * 4 * 2
-    assert [sum(p.numel() for p in model.parameters()) for model in workload.beside] == [VAE]
+    assert [sum(p.numel() for p in model.parameters()) for model in workload.auxiliary_models] == [VAE]
 
 
 def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
     config = {"_class_name": "UNet2DConditionModel", "in_channels": 9, "out_channels": 4, "cross_attention_dim": 768}
     assert inpaints(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    workload = load(str(tmp_path), Settings(dtype="bfloat16", lora_r=4))
-    vae, text = workload.beside
+    workload = load(TrainingSpec.of(str(tmp_path), dtype="bfloat16", lora_r=4), "t4")
+    vae, text = workload.auxiliary_models
     assert next(vae.parameters()).dtype == torch.float32
     assert next(text.parameters()).dtype == torch.bfloat16
 
@@ -72,7 +78,7 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
     write(tmp_path / "unet", _class_name="UNet2DConditionModel", down_block_types=down, up_block_types=up, **tiny)
 
     def sizes(**asked: Any) -> tuple[Any, ...]:
-        workload = load(str(tmp_path), Settings(**asked))
+        workload = load(TrainingSpec.of(str(tmp_path), **asked), "t4")
         batch = workload.make_batch(1, None)
         return workload.shape["resolution"], batch["sample"].shape[-1], batch["encoder_hidden_states"].shape[1]
 
@@ -99,6 +105,6 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
 )
 def test_what_has_no_such_parts(name: str, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        load(name, Settings(**asked))
+        load(TrainingSpec.of(name, **asked), "t4")
     with pytest.raises(UserError, match="text encoders are trained by LoRA"):
-        Settings(train_text_encoder=True)
+        TrainingSpec.of(train_text_encoder=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from ckpt_ft.memory.fake.replay_step import ReplayStep
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.tracing import Traced, trace_policies
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Workload
 
 UNET = {
@@ -42,17 +41,23 @@ BART = {
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 
-CASES: dict[str, tuple[dict[str, Any], str, Settings]] = {
-    "unet": (UNET, "none", Settings(dtype="bfloat16", lora_r=2, optimizer="adamw")),
-    "flux": (FLUX, "full,offload", Settings(dtype="bfloat16", optimizer="adamw_8bit", accumulation=2)),
+CASES: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
+    "unet": (UNET, "none", TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")),
+    "flux": (FLUX, "full,offload", TrainingSpec.of(dtype="bfloat16", optimizer="adamw_8bit", accumulation=2)),
     "qlora": (
         LLAMA,
         "pointwise,head",
-        Settings(dtype="bfloat16", seq_length=16, lora_r=2, lora_dropout=0.1, load_in_4bit=True, accumulation=3),
+        TrainingSpec.of(
+            dtype="bfloat16", seq_length=16, lora_r=2, lora_dropout=0.1, load_in_4bit=True, accumulation=3
+        ),
     ),
-    "llama": (LLAMA, "save:attention+matmul", Settings(seq_length=16, mixed_precision="bf16", optimizer="adafactor")),
-    "mixtral": (MIXTRAL, "modules:mlp", Settings(seq_length=16, optimizer="sgd")),
-    "bart": (BART, "full", Settings(seq_length=16, lora_r=2, dtype="bfloat16")),
+    "llama": (
+        LLAMA,
+        "save:attention+matmul",
+        TrainingSpec.of(seq_length=16, mixed_precision="bf16", optimizer="adafactor"),
+    ),
+    "mixtral": (MIXTRAL, "modules:mlp", TrainingSpec.of(seq_length=16, optimizer="sgd")),
+    "bart": (BART, "full", TrainingSpec.of(seq_length=16, lora_r=2, dtype="bfloat16")),
 }
 
 
@@ -102,15 +107,15 @@ QWEN25_VL = {
 }  # fmt: skip
 SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET["down_block_types"][::-1],
         "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
-_LORA = Settings(dtype="bfloat16", seq_length=16, lora_r=2, optimizer="adamw")
+_LORA = TrainingSpec.of(dtype="bfloat16", seq_length=16, lora_r=2, optimizer="adamw")
 POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
 MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)  # for its attention
 STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
 # and of each series how many units it has, of how many blocks
-PERIODIC: dict[str, tuple[dict[str, Any], Settings, tuple[str, ...], list[tuple[int, int]]]] = {
+PERIODIC: dict[str, tuple[dict[str, Any], TrainingSpec, tuple[str, ...], list[tuple[int, int]]]] = {
     "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
-    "gemma 2": (GEMMA2, replace(_LORA, lora_r=0), MATMULS, [(6, 2)]),
-    "qwen2.5-vl": (QWEN25_VL, replace(_LORA, seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
+    "gemma 2": (GEMMA2, _LORA.edit(lora_r=0), MATMULS, [(6, 2)]),
+    "qwen2.5-vl": (QWEN25_VL, _LORA.edit(seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
     "sdxl": (SDXL, _LORA, STAGED, [(7, 1)] * 4),
 }
 _QUICK = (("gemma 3", "full"), ("gemma 2", "none"), ("qwen2.5-vl", "none"), ("sdxl", "stages"))
@@ -137,14 +142,14 @@ def test_blocks_of_several_kinds_in_turn(
 
 
 def spliced(
-    config: dict[str, Any], policy: str, settings: Settings, where: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], policy: str, settings: TrainingSpec, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
     """Hold the trace of a workload, in which blocks are skipped, against that in which all run.
 
     Returns how many units each series of the last step has, and of how many blocks.
     """
     (where / "config.json").write_text(json.dumps(config))
-    workload = load(str(where / "config.json"), settings, find_gpu("a100-40gb"))
+    workload = load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb"))
     apply_policy(workload.model, policy)
     found: list[tuple[int, int]] = []
     splice = skipped_blocks.splice
@@ -158,7 +163,7 @@ def spliced(
     trace = workload.trace(2)
     step = workload.step(2)
     every = tracing.trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=workload.device)
-    every = workload.whole(every)
+    every = workload.with_metadata(every)
     assert trace.storages == every.storages
     assert trace.ops == every.ops
     assert rows(trace) == rows(every)
@@ -168,12 +173,12 @@ def spliced(
     return found
 
 
-_AGAIN: dict[str, tuple[dict[str, Any], str, Settings]] = {
+_AGAIN: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
     **CASES,
     "sdxl": (SDXL, "stages", _LORA),
     "gemma 3": (GEMMA3, "full", _LORA),
-    "offload": (LLAMA, "full,offload", replace(_LORA, optimizer="adamw_8bit", accumulation=2)),
-    "amp": (LLAMA, "none", Settings(seq_length=16, mixed_precision="bf16", max_grad_norm=0.0)),
+    "offload": (LLAMA, "full,offload", _LORA.edit(optimizer="adamw_8bit", accumulation=2)),
+    "amp": (LLAMA, "none", TrainingSpec.of(seq_length=16, mixed_precision="bf16", max_grad_norm=0.0)),
     "cpu": (LLAMA, "full", _LORA),
 }
 _QUICK_AGAIN = ("qlora", "sdxl", "amp")
@@ -185,7 +190,9 @@ def test_a_step_taken_from_the_one_before_is_the_one_that_runs(
 ) -> None:
     config, policy, settings = _AGAIN[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    workload = load(str(tmp_path / "config.json"), settings, "cpu" if name == "cpu" else find_gpu("a100-40gb"))
+    workload = load(
+        settings.edit(model=str(tmp_path / "config.json")), "cpu" if name == "cpu" else find_gpu("a100-40gb")
+    )
     (trace,), (run,) = taken_and_run(workload, [policy], monkeypatch)
     assert_same(trace, run)
 
@@ -196,7 +203,7 @@ def test_the_first_step_of_several_policies_is_taken_from_the_one_that_warms_up(
 ) -> None:
     config, _, settings = _AGAIN[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    workload = load(str(tmp_path / "config.json"), settings, find_gpu("a100-40gb"))
+    workload = load(settings.edit(model=str(tmp_path / "config.json")), find_gpu("a100-40gb"))
     policies = ["full", "none", "pointwise"]
     for trace, run in zip(*taken_and_run(workload, policies, monkeypatch), strict=True):
         assert_same(trace, run)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.settings import Settings
 
 TEXT = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -121,14 +121,14 @@ def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Pa
     config, kind, shapes = CLASSES[name]
     file = written(tmp_path, config, name)
     asked = {} if name == "WhisperForConditionalGeneration" else ASKED.get(kind, {})  # its windows are 30 seconds
-    settings = Settings(seq_length=24, **asked)
-    workload = load(file, settings, "cpu")
+    settings = TrainingSpec.of(seq_length=24, **asked)
+    workload = load(settings.edit(model=file), "cpu")
     assert type(workload.model).__name__ == name
     assert workload.kind == kind
     assert {key: tuple(x.shape) for key, x in workload.make_batch(2, None).items()} == shapes
     real = getattr(transformers, name)(workload.model.config)
     assert workload.trace(2).at_peak["parameters"] == sum(p.nbytes for p in real.parameters())
-    assert check_model(file, "full", settings, 2, 0).ok
+    assert check_model(settings.edit(model=file, policy="full", batch_size=2), 0).ok
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_has_no_known_step_is_refused_by_name(
     config: dict[str, Any], architectures: list[str], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=says) as refused:
-        load(written(tmp_path, config, *architectures), Settings(seq_length=50), "cpu")
+        load(TrainingSpec.of(written(tmp_path, config, *architectures), seq_length=50), "cpu")
     assert "\n" not in str(refused.value)
 
 
@@ -166,18 +166,18 @@ def test_what_has_no_known_step_is_refused_by_name(
     ],
 )  # fmt: skip
 def test_without_a_name_the_model_type_decides(config: dict[str, Any], named: str, tmp_path: Path) -> None:
-    assert type(load(written(tmp_path, config), Settings(seq_length=24), "cpu").model).__name__ == named
+    assert type(load(TrainingSpec.of(written(tmp_path, config), seq_length=24), "cpu").model).__name__ == named
 
 
 def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, GEMMA, "Gemma3ForConditionalGeneration"), Settings(seq_length=24), "cpu")
+    workload = load(TrainingSpec.of(written(tmp_path, GEMMA, "Gemma3ForConditionalGeneration"), seq_length=24), "cpu")
     assert workload.notes == ("rows are text alone: what takes pixel_values is resident and does not run",)
     assert workload.trace(1).notes[0] == workload.notes[0]
 
 
 def test_what_a_forward_asks_for_besides_is_one_line(tmp_path: Path) -> None:
     cross = {"model_type": "encoder-decoder", "encoder": BERT, "decoder": {**BERT, "is_decoder": True}}
-    workload = load(written(tmp_path, cross, "EncoderDecoderModel"), Settings(seq_length=24), "cpu")
+    workload = load(TrainingSpec.of(written(tmp_path, cross, "EncoderDecoderModel"), seq_length=24), "cpu")
     with pytest.raises(UserError, match="its forward refuses a batch of input_ids, labels: .*decoder_start_token_id"):
         workload.trace(1)
 
@@ -185,7 +185,7 @@ def test_what_a_forward_asks_for_besides_is_one_line(tmp_path: Path) -> None:
 def test_labels_of_a_regression_are_floats(tmp_path: Path) -> None:
     def labels(**more: Any) -> torch.Tensor:
         file = written(tmp_path, {**BERT, **more}, "BertForSequenceClassification")
-        found: torch.Tensor = load(file, Settings(seq_length=24), "cpu").make_batch(2, None)["labels"]
+        found: torch.Tensor = load(TrainingSpec.of(file, seq_length=24), "cpu").make_batch(2, None)["labels"]
         return found
 
     assert (labels(num_labels=1).dtype, labels(num_labels=1).shape) == (torch.float32, (2,))
@@ -204,7 +204,7 @@ def test_a_backbone_alone_is_trained_with_the_head_of_its_type(
     backbone: str, trained: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
-    workload = load(written(tmp_path, {**small, **config}, backbone), Settings(), "cpu")
+    workload = load(TrainingSpec.of(written(tmp_path, {**small, **config}, backbone)), "cpu")
     assert type(workload.model).__name__ == trained
     assert workload.notes == (f"a backbone alone has no loss: {trained} is trained",)
 
@@ -224,7 +224,7 @@ def test_weights_are_in_the_dtypes_that_a_checkpoint_is_loaded_in(kind: str, dty
     model = auto.from_config(AutoConfig.for_model(kind, vocab_size=64, **sizes))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
-    workload = load(str(tmp_path / "config.json"), Settings(dtype=dtype, seq_length=16))
+    workload = load(TrainingSpec.of(str(tmp_path / "config.json"), dtype=dtype, seq_length=16), "t4")
     assert _dtypes(workload.model) == _dtypes(loaded)
     kept = {"t5": ".wo.", "gpt_oss": "norm."}[kind]
     assert {found for name, found in _dtypes(loaded).items() if kept in name} == {

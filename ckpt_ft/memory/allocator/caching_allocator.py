@@ -10,13 +10,12 @@ off the other way round (benchmarks/accuracy.py).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import cast
 
 from ckpt_ft.units import MIB
 
-from .pool import Block, Pool
 from .settings import MIN_BLOCK, AllocatorSettings
 
 SMALL_SIZE = MIB  # the largest request that the small pool serves; also the largest tail a large block keeps unsplit
@@ -27,6 +26,49 @@ ROUND_LARGE = 2 * MIB
 
 class OutOfMemory(Exception):
     """The device's capacity cannot hold the request, even with every cached segment given back."""
+
+
+class Block:
+    """A run of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
+
+    __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, expandable: bool = False, mapped: bool = True) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.allocated, self.mapped, self.expandable = False, mapped, expandable
+
+    def insert_between(self, prev: Block | None, next: Block | None) -> None:
+        self.prev, self.next = prev, next
+        if prev is not None:
+            prev.next = self
+        if next is not None:
+            next.prev = self
+
+
+class Pool:
+    """The free blocks of one size class: mapped ones in best-fit order, unmapped (expandable) ones by address."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.fits: list[tuple[int, int]] = []  # size and address of the mapped blocks, sorted
+        self.unmapped: list[int] = []  # addresses, sorted
+        self.at: dict[int, Block] = {}
+
+    def add(self, block: Block) -> None:
+        self.at[block.address] = block
+        if block.mapped:
+            insort(self.fits, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
+
+    def remove(self, block: Block) -> None:
+        del self.at[block.address]
+        if block.mapped:
+            del self.fits[bisect_left(self.fits, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
 
 
 @dataclass

@@ -1,8 +1,7 @@
-"""What a step reserves: its allocations and frees, replayed through the CUDA caching allocator's rules.
+"""What a step reserves: its allocations and frees, replayed through the rules of the CUDA caching allocator.
 
-`torch.cuda.max_memory_allocated` is the sum of live blocks; `max_memory_reserved` is what the allocator took from the
-device to lay them out, and it is what runs out. The rules are in caching_allocator.py, the options in
-settings.py.
+`torch.cuda.max_memory_allocated` is the sum of live blocks. `max_memory_reserved` is the memory that the allocator
+took from the device to lay them out, and it is what runs out. `allocator_history` adds addresses and segments.
 """
 
 from __future__ import annotations
@@ -10,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .caching_allocator import CachingAllocator, OutOfMemory
-from .pool import Block
+from .caching_allocator import Block, CachingAllocator, OutOfMemory, Pool
 from .settings import AllocatorSettings
-
-__all__ = ["AllocatorSettings", "CachingAllocator", "OutOfMemory", "Replay", "replay"]
 
 DEFAULTS = AllocatorSettings()
 
 
 @dataclass
 class Replay:
-    """The allocator's counters after each event, in bytes; they end before the event `oom_at`, where one did not fit.
+    """The allocator's counters after each event, in bytes.
 
-    `retries`: allocations that first had to give cached segments back, which stalls the device each time; `retried`
-    are their events, but for the one that did not fit even so.
+    oom_at: the event whose allocation did not fit; the counters end before it. None if all fit.
+    retries: allocations that first gave cached segments back, which stalls the device each time.
+    retried: the events of these allocations, without `oom_at`.
     """
 
     allocated: list[int] = field(default_factory=list)
@@ -84,4 +81,113 @@ def replay(
 
 
 def _peak(counter: list[int], start: int, stop: int | None) -> int:
-    return max(counter[max(start - 1, 0) : stop], default=0)  # what is held at the reset counts
+    return max(counter[max(start - 1, 0) : stop], default=0)  # memory held at the reset counts
+
+
+@dataclass(frozen=True)
+class Action:
+    """A segment that was taken from the device or given back; names are torch's (see torch.cuda.memory._snapshot)."""
+
+    name: str
+    address: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A mapped range of addresses and the blocks that fill it."""
+
+    blocks: list[Block]
+    small: bool
+
+    @property
+    def size(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class AllocatorHistory:
+    """What the allocator did at each event, and what is mapped after the last one.
+
+    addresses: of the block that each event allocates or frees; None for an allocation of no bytes and its free.
+    actions: the segments that each event took or gave back.
+    segments: in order of address. live: address of a block -> the storage in it.
+    """
+
+    addresses: list[int | None]
+    actions: list[list[Action]]
+    segments: list[Segment]
+    live: dict[int, int]
+
+
+def allocator_history(
+    sizes: Sequence[int],
+    events: Sequence[int],
+    settings: AllocatorSettings,
+    empty_cache_at: Collection[int] = (),
+    streams: Sequence[str] = (),
+) -> AllocatorHistory:
+    """Replay `events` on an empty device without a limit; the arguments are those of `replay`."""
+    allocator = _RecordingAllocator(settings)
+    blocks: dict[int, Block] = {}
+    addresses: list[int | None] = []
+    actions: list[list[Action]] = []
+    for at, event in enumerate(events):
+        allocator.actions = []
+        if at in empty_cache_at:
+            allocator.empty_cache()
+        block = allocator.malloc(sizes[event], streams[event]) if event >= 0 else blocks.pop(~event, None)
+        addresses.append(None if block is None else block.address)
+        if event < 0:
+            allocator.free(block)
+        elif block is not None:
+            blocks[event] = block
+        actions.append(allocator.actions)
+    live = {block.address: index for index, block in blocks.items()}
+    return AllocatorHistory(addresses, actions, allocator.segments(list(blocks.values())), live)
+
+
+class _RecordingAllocator(CachingAllocator):
+    """A caching allocator that records the segments it takes from the device and gives back."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        super().__init__(settings)
+        self.actions: list[Action] = []
+
+    def segments(self, live: list[Block]) -> list[Segment]:
+        """The segments that are mapped now; `live` are the blocks of `malloc` that are not freed."""
+        free = [block for pool in self.pools for block in pool.at.values()]
+        first = [block for block in [*live, *free] if block.mapped and not (block.prev and block.prev.mapped)]
+        return [_segment(block) for block in sorted(first, key=lambda block: block.address)]
+
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        block = super()._new_segment(pool, size)
+        if block is not None and not block.expandable:
+            self.actions.append(Action("segment_alloc", block.address, block.size))
+        return block
+
+    def _release(self, block: Block) -> None:
+        self.actions.append(Action("segment_free", block.address, block.size))
+        super()._release(block)
+
+    def _map(self, block: Block, nbytes: int) -> bool:
+        address, before = block.address, self.reserved
+        mapped = super()._map(block, nbytes)
+        if mapped:
+            self.actions.append(Action("segment_map", address, self.reserved - before))
+        return mapped
+
+    def _unmap(self, block: Block) -> None:
+        page = self._page(block.pool)
+        address, before = -(-block.address // page) * page, self.reserved
+        super()._unmap(block)
+        if self.reserved < before:
+            self.actions.append(Action("segment_unmap", address, before - self.reserved))
+
+
+def _segment(first: Block) -> Segment:
+    blocks, block = [first], first.next
+    while block is not None and block.mapped:
+        blocks.append(block)
+        block = block.next
+    return Segment(blocks, first.pool.small)

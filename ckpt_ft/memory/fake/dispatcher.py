@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, measure
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
-from ckpt_ft.memory.record.dispatch import call_key
-from ckpt_ft.memory.record.opinfo import Handling, Work, is_asynchronous, measure
+from ckpt_ft.memory.record.dispatch import Handling, call_key
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.record.tracker import handling_of
 from ckpt_ft.memory.rules import cuda, fake_kernels

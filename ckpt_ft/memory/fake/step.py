@@ -37,7 +37,7 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention
-from ckpt_ft.standins.live import left_on_host, stood_in
+from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
 from .dispatcher import FakeOps, compute_capability
 from .faked_model import faked_model
@@ -205,7 +205,7 @@ class _Trace:
         with (
             _ALONE,
             Interrupts() as interrupts,
-            stood_in(model),
+            swap_library_layers(model),
             flash_attention.for_live_models(),
             process_group(launch, sharding) as mesh,
             torch_like(gpu) as fakes,

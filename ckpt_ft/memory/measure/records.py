@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_ft.memory.record.events import PHASES, Holder
-from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes, Seconds
 

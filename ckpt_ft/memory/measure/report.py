@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft import plots
 from ckpt_ft.errors import UserError
+from ckpt_ft.export import plots
+from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
-from ckpt_ft.memory.record.timeline import Timeline
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.step_view import StepView
-from ckpt_ft.page.fragments import fragment, paragraph, table_html
 from ckpt_ft.reading import read_json
 from ckpt_ft.redact import redacted
 
@@ -108,7 +108,7 @@ class MemoryReport(RunMemory):
         """
         if self.timeline is None:
             return None
-        return self.timeline.draw(path, headline(self))
+        return plots.draw_step(path, self.timeline, headline(self))
 
     def write(self, directory: str | Path, kinds: Collection[str] = KINDS) -> list[Path]:
         """Write memory_report.json, .md, .html and (with matplotlib and a recorded step) .png; whole or not there.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.record.events import CATEGORIES, PHASES
-from ckpt_ft.memory.record.holders import holders_table
 from ckpt_ft.tables import DASH, Table, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 

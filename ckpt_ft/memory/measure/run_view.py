@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from ckpt_ft.export.page import Figure, Page, Section
+from ckpt_ft.export.step_page import STEP_TITLE, StepView
 from ckpt_ft.memory.record.events import PHASES
-from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
-from ckpt_ft.page.document import Figure, Page, Section
 from ckpt_ft.units import format_bytes
 
 from .records import History, Prediction, RankMemory, RunMemory
@@ -48,7 +48,8 @@ def report_page(report: RunMemory, step: StepView | None) -> Page:
     if step is not None:
         sections.append(Section("step", f"{STEP_TITLE}, {step.source}", step))
     elif report.timeline is not None:
-        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", asdict(report.timeline)))
+        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1160, 420)}
+        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
     facts = report.provenance
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())

@@ -27,8 +27,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from .dispatch import call_key
-from .opinfo import After, Rule
+from .dispatch import After, Rule, call_key
 
 if TYPE_CHECKING:
     from .recorder import Recorder

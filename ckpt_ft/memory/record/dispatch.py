@@ -1,4 +1,4 @@
-"""How ops reach a dispatch mode, and how a call of one is described.
+"""What a dispatch mode must know of an op: how it is to be treated, how it came, how a call of it is described.
 
 An op comes as a composite or as its parts, from autograd or from another Python dispatch, or under torch.compile.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,10 +16,63 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 _CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
 _RECORDING = tuple(f"ckpt_ft.memory.{room}" for room in ("record", "measure", "fake", "rules"))
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
+After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (recorder, op, args, kwargs, result)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Handling:
+    """How a tracker treats an op, worked out when the op is first called.
+
+    Looked up once per call, of which there are tens of thousands: OpOverload's hash is slow Python.
+
+    Attributes:
+        rule: called in place of the op.
+        after: called once its results are recorded.
+        collective: it is one of torch.distributed's.
+        silent: it has no tensors and does no work, like record_function: it is not recorded.
+    """
+
+    name: str
+    rule: Rule | None = None
+    after: After | None = None
+    collective: bool = False
+    silent: bool = False
+
+
+_is_wrapper = cache(is_traceable_wrapper_subclass_type)
+
+
+def wraps(types: Sequence[type]) -> bool:
+    """Whether an op is called on tensor subclasses that wrap other tensors."""
+    for kind in types:  # noqa: SIM110  no generator: once for every op
+        if _is_wrapper(kind):
+            return True
+    return False
+
+
+def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that lie in memory: a DTensor's shard, a wrapper's parts, a sparse tensor's indices and values."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # DTensor names its mesh too
+                yield from plain(part)
+    elif tensor.is_sparse:
+        with torch._C._DisableTorchDispatch():  # no op of the step
+            yield from (tensor._indices(), tensor._values())
+    else:
+        yield tensor
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a trace is made of: storages, operators, and who holds the bytes. Records only; their views are elsewhere."""
+"""Storage and Op: the records that a trace consists of."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
-
-from ckpt_ft.reading import Bytes, Count
 
 CATEGORIES = (
     "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
@@ -55,7 +53,7 @@ class Op:
     kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
     stream: str = ""  # that its kernels are issued to
     wire: int = 0  # bytes that this rank sends in a collective
-    shape: tuple[int, ...] = ()  # sizes that its kernel's time depends on: see sizes.py
+    shape: tuple[int, ...] = ()  # sizes that its kernel's time depends on: see cost/kernels.py
     around: str = ""  # Python that the host runs around it: "hooks" of a checkpoint's second run, a dispatch "mode"
 
     def later(self, events: int, module: str | None = None) -> Op:
@@ -75,14 +73,3 @@ _OF_OP = attrgetter(*(field.name for field in fields(Op)))
 def columns_of(records: Sequence[Storage] | Sequence[Op]) -> list[tuple[Any, ...]]:
     """Their fields, one by one; `zip` makes rows of them again."""
     return list(zip(*map(_OF_OP if records and isinstance(records[0], Op) else _OF_STORAGE, records), strict=True))
-
-
-@dataclass(frozen=True)
-class Holder:
-    """What one op in one module holds at the peak: `count` storages, `nbytes` together."""
-
-    module: str
-    op: str
-    category: str
-    nbytes: Bytes
-    count: Count

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_ft.memory.cost.op_work import Work, tensors
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.units import format_bytes
 
+from .dispatch import plain
 from .events import EMPTIED, Op, Storage
-from .opinfo import Work, plain, tensors
 from .step_context import StepContext
 from .trace import StepTrace
 

@@ -1,17 +1,18 @@
-"""StepTrace: one record of training steps, every allocation and free in order, with its op, module and phase.
+"""StepTrace: the record of training steps as plain data, every allocation and free in order with op, module and phase.
 
-It is made by tracker.py, from fake tensors (a prediction) or real CPU ones (a measurement). Peak, breakdown, timeline,
-reserved bytes and seconds are views of it: nothing in this project computes memory by a formula of its own. On a GPU a
-storage counts as the caching allocator's block that holds it (allocator/), on "cpu" as the bytes that were asked
-for.
+The tracker (tracker.py) makes it, from fake tensors (a prediction) or from real CPU ones (a measurement). Peaks,
+breakdown, timeline, reserved bytes and seconds are functions of the record; nothing else in this project computes
+memory. For a GPU, a storage counts as the block of the caching allocator that holds it (allocator/); for "cpu", as the
+bytes that were requested. The formats that show a trace are in ckpt_ft/export.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, starmap
@@ -19,45 +20,52 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder, group_holders
 from ckpt_ft.files import write
-from ckpt_ft.memory.allocator.replay import Replay, replay
+from ckpt_ft.memory.allocator.replay import AllocatorHistory, Replay, allocator_history, replay
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record.views.perfetto import trace_events
-from ckpt_ft.memory.record.views.snapshot import snapshot
-from ckpt_ft.memory.record.views.step_view import STEP_TITLE, StepView
-from ckpt_ft.page.document import Page, Section
-from ckpt_ft.page.fragments import fragment, table_html
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.units import format_bytes
 
-from .codec import dumps, loads
-from .cost import Host, Parts, Span, schedule, step_seconds
-from .events import CATEGORIES, EMPTIED, PHASES, Holder, Op, Storage, columns_of
-from .holders import grouped, holders_table
-from .timeline import Timeline
+from .events import CATEGORIES, EMPTIED, PHASES, Op, Storage, columns_of
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class AllocationLifetime:
+    """One allocation of the measured step, alive at the moments `made` to `freed - 1`.
+
+    Moment 0 is before the step's first event, moment k after its k-th. nbytes: as the device counts them. freed: None
+    for an allocation that outlives the step.
+    """
+
+    storage: Storage
+    nbytes: int
+    made: int
+    freed: int | None
+
+
+@dataclass(frozen=True)
 class StepTrace:
-    """Training steps, recorded. Views answer for the measured step: from the last "step" mark to the end.
+    """Training steps, recorded. Figures are those of the measured step: from the last "step" mark to the end.
 
+    device: "cpu" or the name of a GPU.
     events: i >= 0 allocates storage i, ~i frees it; in order.
-    marks: (events so far, name); name is a phase that begins there, "step" where a call of the user's step begins, or
-        "empty_cache" where it called torch.cuda.empty_cache().
-    micro_batches: of the step, where it has more than were run; the second one stands for them too.
-    launch: on how many processes it runs; this is rank 0 of them.
+    marks: (number of events before it, name); the name is a phase that begins there, "step" where a call of the user's
+        step begins, or "empty_cache" for a call of torch.cuda.empty_cache().
+    notes: assumptions of the record, one sentence each, such as the case taken for a data-dependent op.
+    gpu: the GPU it was traced for, if that GPU is not in the table of gpus.py.
+    micro_batches: of the step; may exceed the number that was run. The second one then stands for the rest.
+    launch: the distributed launch of the step; the trace is of its rank 0.
     alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
-    notes: what the record assumes, one sentence each (the case taken for a data-dependent op, say).
-    gpu: the GPU it was traced for where that is not one of gpus.py's names.
     source: "measured" on real tensors or "predicted" on fake ones.
     """
 
     device: str
-    storages: list[Storage]
-    events: list[int]
-    ops: list[Op] = field(default_factory=list)
-    marks: list[tuple[int, str]] = field(default_factory=list)
+    storages: Sequence[Storage]
+    events: Sequence[int]
+    ops: Sequence[Op] = field(default_factory=list)
+    marks: Sequence[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     gpu: GPU | None = None
     micro_batches: int = 1
@@ -66,13 +74,14 @@ class StepTrace:
     source: str = "measured"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which takes five times as long over records one by one: a plan's traces are made elsewhere."""
+        """The state for pickle, by columns: rows take five times as long, and plans send traces between processes."""
         return {**vars(self), "storages": columns_of(self.storages), "ops": columns_of(self.ops)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.storages = list(starmap(Storage, zip(*state["storages"], strict=True)))
-        self.ops = list(starmap(Op, zip(*state["ops"], strict=True)))
+        rows = {name: zip(*state[name], strict=True) for name in ("storages", "ops")}
+        vars(self).update(
+            {**state, "storages": list(starmap(Storage, rows["storages"])), "ops": list(starmap(Op, rows["ops"]))}
+        )
 
     @cached_property
     def replay(self) -> Replay:
@@ -80,19 +89,30 @@ class StepTrace:
         return self.replay_with([storage.nbytes for storage in self.storages])
 
     def replay_with(self, sizes: Sequence[int], capacity: int | None = None) -> Replay:
-        """The same with storages of these sizes.
+        """The replay with other sizes of the storages.
 
-        capacity: bytes that the allocator can reserve: it gives cached segments back, or runs out. None has no end.
+        capacity: bytes that the allocator can reserve before it gives cached segments back or runs out; None for no
+            limit.
         """
         if self.device != "cpu" or capacity is not None:
             settings = AllocatorSettings.parse(self.alloc_conf)
-            streams = [storage.stream for storage in self.storages]
+            streams = self._streams
             return replay(sizes, self.events, settings, capacity, self.emptied, streams if any(streams) else ())
         allocated = list(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events))
         return Replay(allocated, list(accumulate(allocated, max)))
 
+    def allocator_history(self) -> AllocatorHistory:
+        """Addresses and segments of the caching allocator, event by event; for "cpu" too."""
+        sizes = [storage.nbytes for storage in self.storages]
+        settings = AllocatorSettings.parse(self.alloc_conf)
+        return allocator_history(sizes, self.events, settings, self.emptied, self._streams)
+
+    @property
+    def _streams(self) -> list[str]:
+        return [storage.stream for storage in self.storages]
+
     def requested_with(self, sizes: Sequence[int]) -> int:
-        """The most bytes asked for at any moment with storages of these sizes: no fewer are ever reserved for them."""
+        """Peak of the requested bytes with storages of these sizes: a lower bound of the reserved bytes."""
         return max(accumulate(sizes[i] if i >= 0 else -sizes[~i] for i in self.events), default=0)
 
     @property
@@ -122,7 +142,7 @@ class StepTrace:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak bytes of each phase of the measured step, with what was resident; 0 for a phase not entered."""
+        """Peak bytes of each phase of the measured step, resident memory included; 0 for a phase that did not run."""
         peaks, marks = dict.fromkeys(PHASES, 0), self.phase_marks
         ends = [at for at, _ in marks[1:]] + [len(self.events)]
         for (begin, phase), end in zip(marks, ends, strict=True):
@@ -131,7 +151,7 @@ class StepTrace:
 
     @property
     def peak_at(self) -> int:
-        """The event that reaches the measured step's peak (the first, should several)."""
+        """The first event that reaches the measured step's peak."""
         allocated = self.replay.allocated
         return max(range(max(self.start - 1, 0), len(allocated)), key=allocated.__getitem__, default=0)
 
@@ -164,11 +184,11 @@ class StepTrace:
         return sorted(held, key=lambda holder: -holder.nbytes)[:n]
 
     def grouped_holders(self, n: int = 10) -> list[Holder]:
-        """The `n` largest holders of the peak, with a model's repeated layers taken together, as "layers.*.mlp"."""
-        return grouped(self.holders(len(self.storages)))[:n]
+        """The `n` largest holders of the peak, with a model's repeated layers merged, as "layers.*.mlp"."""
+        return group_holders(self.holders(len(self.storages)))[:n]
 
     def module_activations(self) -> dict[str, int]:
-        """Bytes of activations that each module's forward left when the measured step's first backward begins."""
+        """Bytes of activations of each module that are live when the measured step's first backward begins."""
         begins = [at for at, name in self.marks if name == "backward" and at >= self.start]
         totals: dict[str, int] = defaultdict(int)
         for storage, nbytes in self.live_at(begins[0] - 1) if begins else []:
@@ -177,7 +197,7 @@ class StepTrace:
         return dict(totals)
 
     def timeline(self) -> list[dict[str, int]]:
-        """Bytes by category after each event of the measured step; the first row is what was resident."""
+        """Bytes by category after each event of the measured step; the first row is before the step."""
         totals = dict.fromkeys(CATEGORIES, 0)
         rows, before = [], 0
         for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
@@ -188,9 +208,40 @@ class StepTrace:
                 rows.append(dict(totals))
         return rows
 
+    def lifetimes(self) -> list[AllocationLifetime]:
+        """Every allocation that the measured step sees, in the order in which they were made."""
+        before = 0
+        live: dict[int, tuple[int, int]] = {}  # storage -> moment at which it was made, its bytes
+        found: list[AllocationLifetime] = []
+        for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
+            moment = max(at - self.start + 1, 0)
+            if index >= 0:
+                live[index] = moment, after - before
+            else:
+                made, nbytes = live.pop(~index)
+                if moment:
+                    found.append(AllocationLifetime(self.storages[~index], nbytes, made, moment))
+            before = after
+        outlive = [AllocationLifetime(self.storages[i], nbytes, made, None) for i, (made, nbytes) in live.items()]
+        return sorted(found + outlive, key=lambda lifetime: lifetime.made)
+
+    def moment_times(self, spans: Iterable[Span]) -> list[float]:
+        """Seconds from the step's begin to each moment: when the device begins the op that caused the moment's event.
+
+        spans: the step's schedule.
+        """
+        begins, starts, latest = [0], [0.0], 0.0
+        for span in spans:
+            if span.op.stream == span.stream == "":
+                latest = max(latest, span.start)
+                begins.append(span.op.at)
+                starts.append(latest)
+        events = range(self.start, len(self.events))
+        return [0.0] + [starts[bisect_right(begins, at) - 1] for at in events]
+
     @property
     def _card(self) -> GPU:
-        """What the step was traced for; raises UserError for "cpu"."""
+        """The GPU that the step was traced for; raises UserError for "cpu"."""
         if self.device == "cpu":
             raise UserError("a trace for 'cpu' has no seconds: its speed is not modelled; trace for a GPU by name")
         return self.gpu or find_gpu(self.device)
@@ -202,11 +253,11 @@ class StepTrace:
 
     @cached_property
     def seconds_parts(self) -> Parts:
-        """Where `seconds` go: what computes, what is waited for, and what bounds the step."""
+        """`seconds` split into computing and waiting, and what bounds the step."""
         return self.seconds_on(self._card)
 
     def seconds_on(self, gpu: GPU, host: Host | None = None) -> Parts:
-        """The same were its kernels run on `gpu`, issued by `host` (None: one that such a card usually has)."""
+        """The seconds on `gpu` with ops issued by `host`; None is the host that such a card usually has."""
         start = self.start
         ops = [op for op in self.ops if op.at >= start]
         forwards = [at for at, name in self.marks if name == "forward" and at >= start]
@@ -223,7 +274,7 @@ class StepTrace:
         return self.schedule_on(self._card)
 
     def schedule_on(self, gpu: GPU, host: Host | None = None) -> Iterator[Span]:
-        """The same were its kernels run on `gpu`, issued by `host`."""
+        """The schedule on `gpu` with ops issued by `host`."""
         start = self.start
         return schedule((op for op in self.ops if op.at >= start), gpu, host, self.launch)
 
@@ -231,43 +282,59 @@ class StepTrace:
         """Draw `timeline()` as stacked areas to `path`: PNG, SVG or PDF by its suffix.
 
         Raises:
-            UserError: matplotlib is not installed, or the suffix is another.
+            UserError: matplotlib is not installed, or the suffix is another one.
         """
-        return Timeline.from_trace(self).draw(path, f"one training step on {self.device}")
+        from ckpt_ft.export.plots import draw_step
+        from ckpt_ft.export.timeline import Timeline
+
+        return draw_step(path, Timeline.from_trace(self), f"one training step on {self.device}")
 
     def to_html(self, path: str | Path, title: str = "", limit: int | None = None) -> Path:
-        """Write a page that shows the step, every allocation of it, to `path`: one file, to be opened in a browser.
+        """Write a page that shows every allocation of the step to `path`: one file, to be opened in a browser.
 
-        limit: bytes that may be reserved, drawn as a line; None for what the card leaves.
+        limit: bytes that may be reserved, drawn as a line; None for the memory that the card leaves.
         """
+        from ckpt_ft.export.step_page import step_page
+
         if limit is None and self.device != "cpu":
             limit = self._card.usable
-        view = StepView.from_trace(self, title or f"a step on {self.device}", limit)
-        return Page(view.name, f"{self.source}, {self.device}", [Section("step", STEP_TITLE, view)]).write(path)
+        return step_page(self, title, limit).write(path)
 
     def _repr_html_(self) -> str:
-        reserved = "" if self.device == "cpu" else f", {format_bytes(self.peak_reserved)} reserved"
-        said = f"A step on {self.device}, {self.source}: peak {format_bytes(self.peak_allocated)} allocated{reserved}"
-        held = table_html(holders_table(self.grouped_holders(6), self.peak_allocated))
-        return fragment(said, Timeline.from_trace(self, 400).svg(), held)
+        from ckpt_ft.export.notebook import step_html
+
+        return step_html(self)
 
     def to_snapshot(self, path: str | Path) -> Path:
-        """Write the step as a memory snapshot of PyTorch, for pytorch.org/memory_viz, to `path` (a pickle)."""
+        """Write the step as a PyTorch memory snapshot (a pickle) to `path`, for pytorch.org/memory_viz."""
+        from ckpt_ft.export.memory_viz import snapshot
+
         return write(path, lambda partial: partial.write_bytes(pickle.dumps(snapshot(self))))
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write the step as Chrome trace events, for ui.perfetto.dev, to `path` (JSON).
+        """Write the step as Chrome trace events (JSON) to `path`, for ui.perfetto.dev.
 
         Raises:
             UserError: for "cpu", whose speed is not modelled.
         """
+        from ckpt_ft.export.perfetto import trace_events
+
         return write(path, json.dumps(trace_events(self), separators=(",", ":")))
 
     def to_json(self) -> str:
-        """Everything recorded, as compact JSON: rows under "fields", texts listed once."""
+        """The whole record as compact JSON; `from_json` reads it."""
+        from ckpt_ft.export.trace_json import dumps
+
         return dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """The trace that `to_json` wrote."""
-        return cls(**loads(text))
+        from ckpt_ft.export.trace_json import loads
+
+        values = loads(text)
+        values["storages"] = [Storage(*row) for row in values["storages"]]
+        values["ops"] = [Op(*row) for row in values["ops"]]
+        values["gpu"] = GPU(**values["gpu"]) if values["gpu"] else None
+        values["launch"] = Launch.from_dict(values["launch"]) if values["launch"] else None
+        return cls(**values)

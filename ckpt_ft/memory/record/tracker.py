@@ -21,10 +21,11 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ckpt_ft.memory.cost.op_work import Work, collective_bytes, describe, measure, tensors
+
 from .cpu_kernels import real_kernels
-from .dispatch import from_python_dispatch, in_parts, is_composite, leave_uncompiled
+from .dispatch import After, Handling, Rule, from_python_dispatch, in_parts, is_composite, leave_uncompiled, wraps
 from .in_place_gradients import IN_PLACE, counts_of_a_sum, is_in_place
-from .opinfo import After, Handling, Rule, Work, collective_bytes, describe, measure, tensors, wraps
 from .recorder import Recorder
 from .step_context import StepContext
 from .trace import StepTrace

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
-from ckpt_ft.memory.record.opinfo import After, Rule
+from ckpt_ft.memory.record.dispatch import After, Rule
 from ckpt_ft.memory.record.recorder import Recorder
 
 from . import autocast, cudnn, save_on_cpu, sdpa

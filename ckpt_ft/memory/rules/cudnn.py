@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.memory.record.opinfo import After
+from ckpt_ft.memory.record.dispatch import After
 from ckpt_ft.memory.record.recorder import Recorder
 
 aten = torch.ops.aten

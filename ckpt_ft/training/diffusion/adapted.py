@@ -9,7 +9,7 @@ from ckpt_ft.errors import one_line
 from ckpt_ft.files import write
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.peft_flag import adapter_of
-from ckpt_ft.workloads.diffusion import ATTENTION_PROJECTIONS
+from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS
 
 from .arguments import PipelineArguments
 

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.reading import library_reads
-from ckpt_ft.training.images.dreambooth import Prior, missing_class_images, save_class_image
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.training.images.captioned import PriorPreservation, missing_class_images, save_class_image
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .parts import frozen_dtype
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def draw_class_images(
-    prior: Prior | None,
+    prior: PriorPreservation | None,
     sampler: Sampler,
     encoders: Frozen,
     load_model: Callable[[], Any],
@@ -68,7 +68,7 @@ def draw_class_images(
 
 
 def _drawn(
-    prior: Prior,
+    prior: PriorPreservation,
     sampler: Sampler,
     encoders: Frozen,
     load_model: Callable[[], Any],
@@ -102,7 +102,7 @@ def _drawn(
             yield dict(zip(part, images, strict=True))
 
 
-def _dtype(prior: Prior, accelerator: Accelerator) -> torch.dtype:
+def _dtype(prior: PriorPreservation, accelerator: Accelerator) -> torch.dtype:
     if prior.precision is None:
         return frozen_dtype(accelerator)
     return MIXED_PRECISION.get(prior.precision) or torch.float32

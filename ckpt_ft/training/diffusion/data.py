@@ -12,8 +12,8 @@ from datasets import concatenate_datasets
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt_ft.files import cache_root
-from ckpt_ft.training.images.dreambooth import DreamBoothArguments, load_class, load_instance
-from ckpt_ft.workloads.buckets import sizes_of
+from ckpt_ft.training.images.captioned import ImageArguments, load_captioned, load_class_images
+from ckpt_ft.workloads.sample_sizes import sizes_of
 
 from .arguments import LoopArguments
 from .latent_shapes import LatentShapes
@@ -44,7 +44,7 @@ class Data(NamedTuple):
 
 
 def load_samples(
-    encoders: Frozen, resolution: int, image_args: DreamBoothArguments, args: LoopArguments, accelerator: Accelerator
+    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
 ) -> Samples:
     """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
 
@@ -55,10 +55,10 @@ def load_samples(
         WorkFailed: the VAE's output is no number.
     """
     with accelerator.main_process_first():
-        rows = load_instance(image_args, resolution)
+        rows = load_captioned(image_args, resolution)
         instances = len(rows)
         if image_args.prior is not None:
-            others = load_class(image_args.prior, image_args)
+            others = load_class_images(image_args.prior, image_args)
             rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
     images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
-from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.model_config import check_sizes
-from ckpt_ft.workloads.pipeline_parts import inpaints
-from ckpt_ft.workloads.text_and_unet import IDS, TextAndUNet, encoded_text
+from ckpt_ft.workloads.pipeline_parts import IDS, TextAndUNet, encoded_text, inpaints
+from ckpt_ft.workloads.sample_sizes import Size
 
 from .arguments import DiffusionModelArguments
 from .inpainting import MaskedImages, encode_masked

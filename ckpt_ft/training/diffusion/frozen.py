@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ckpt_ft.workloads.buckets import Size
+from ckpt_ft.workloads.sample_sizes import Size
 
 
 class Frozen(Protocol):

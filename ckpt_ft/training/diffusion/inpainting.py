@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional
 
-from ckpt_ft.workloads.buckets import Size
+from ckpt_ft.workloads.sample_sizes import Size
 
 from .latents import FramedImages, Key, Row
 

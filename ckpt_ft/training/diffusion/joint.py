@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet
 
 _FLAT = "text_model."  # in front of the names in files: transformers' CLIP had it, and other tools still have
 

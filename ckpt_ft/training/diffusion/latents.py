@@ -29,7 +29,7 @@ from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.images.captioned import ImageArguments, framed
 from ckpt_ft.training.images.files import open_image, size_of
-from ckpt_ft.workloads.buckets import Size, nearest
+from ckpt_ft.workloads.sample_sizes import Size, nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -25,8 +25,7 @@ from ckpt_ft.training.run.first_step import FirstStep
 from ckpt_ft.training.run.loop_checkpoints import written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped
-from ckpt_ft.workloads.training_step import optimizer_step
-from ckpt_ft.workloads.workload import Batch
+from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 from .arguments import LoopArguments
 from .data import Data

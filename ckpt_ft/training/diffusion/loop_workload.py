@@ -11,14 +11,13 @@ from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
-from ckpt_ft.training.images.dreambooth import Prior
+from ckpt_ft.training.images.captioned import PriorPreservation
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.diffusion import unet_batch
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.workloads.diffusion_models import unet_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
-from ckpt_ft.workloads.workload import Batch, Forward, Loss, MakeBatch, Workload
+from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
 from .flow import flow_loss
 from .latent_shapes import LatentShapes
@@ -39,7 +38,7 @@ def unet_workload(
     snr_gamma: float | None,
     latents: LatentShapes,
     dtype: torch.dtype,
-    prior: Prior | None = None,
+    prior: PriorPreservation | None = None,
 ) -> Workload:
     """The loop's step on `latents` and prompts of `dtype`.
 
@@ -68,7 +67,7 @@ def flow_workload(
     accelerator: Accelerator,
     noisy: NoisyBatches,
     latents: LatentShapes,
-    prior: Prior | None = None,
+    prior: PriorPreservation | None = None,
 ) -> Workload:
     """The loop's step on `latents` and prompts like those of `noisy`.
 
@@ -111,7 +110,7 @@ def _workload(
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
         lengths=latents.lengths,
-        beside=beside,
+        auxiliary_models=beside,
         name=type(without_adapters(model)).__name__,
     )
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from ckpt_ft.memory.measure.largest_batch import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.workloads.buckets import Size
-from ckpt_ft.workloads.text_and_unet import conditions
+from ckpt_ft.workloads.pipeline_parts import conditions
+from ckpt_ft.workloads.sample_sizes import Size
 from ckpt_ft.workloads.workload import Batch
 
 if TYPE_CHECKING:

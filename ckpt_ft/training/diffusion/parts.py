@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads, require_weights
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
+from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .arguments import PipelineArguments
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet
 
 from .arguments import PipelineArguments
 from .joint import components_of

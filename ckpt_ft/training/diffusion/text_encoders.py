@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.workloads.text_and_unet import NAMES
+from ckpt_ft.workloads.pipeline_parts import NAMES
 
 from .arguments import DiffusionModelArguments
 from .parts import check_words, given, load_part

@@ -13,7 +13,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.run.resume import PIPELINE_LORA
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.text_and_unet import TextAndUNet, add_text_adapters
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet, add_text_adapters
 
 from .adapted import adapted, write_card
 from .arguments import PipelineArguments

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads, require_weights
-from ckpt_ft.workloads.buckets import Size
 from ckpt_ft.workloads.model_config import check_sizes
+from ckpt_ft.workloads.sample_sizes import Size
 
 from .arguments import TransformerArguments
 from .families import FAMILIES, Family

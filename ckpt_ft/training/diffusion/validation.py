@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from ckpt_ft.files import write
-from ckpt_ft.training.images.shapes import contact_sheet, drawings
+from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 
 from .arguments import LoopArguments
 from .sampling import Sampler

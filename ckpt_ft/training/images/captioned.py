@@ -1,7 +1,9 @@
-"""Captioned images: a Hub dataset, a folder with metadata.jsonl or .txt files, drawn shapes; checked before training.
+"""Captioned images for diffusion: from the Hub, a folder, or drawn shapes; or of one subject, for DreamBooth.
 
-Whatever is wrong with them is one line that names the file or row. Images are resized until they cover their
-size, the square of the resolution or that of their bucket, cropped to it and perhaps mirrored, with Pillow.
+A folder has a metadata.jsonl, or a .txt file beside each image. DreamBooth (Ruiz et al., 2022,
+https://arxiv.org/abs/2208.12242) trains on a few images of one subject under one prompt, and keeps what the model
+knows by training on images of its class as well. All images are checked before training, and every error is one line
+that names the file or the row. The flags are named as in diffusers' scripts.
 """
 
 from __future__ import annotations
@@ -11,36 +13,64 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, check_numbers, flag
-from ckpt_ft.workloads.buckets import AUTO, Size, read_buckets
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, changed, check_numbers, flag
+from ckpt_ft.training.samples.drawings import drawn_shapes
+from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
-from .files import image_files, named_columns, readable
-from .shapes import drawn_shapes
+from .files import UNDECODABLE, image_files, named_columns, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-
 
 _NUMBERS = {
     "resolution": Range(0, PIXELS.most),
     "max_train_samples": AT_LEAST_ONE,
     "dataloader_num_workers": NOT_NEGATIVE,
     "proportion_empty_prompts": SHARE,
+    "num_class_images": AT_LEAST_ONE,
+    "sample_batch_size": AT_LEAST_ONE,
+    "prior_loss_weight": NOT_NEGATIVE,
 }
+_PRIOR_FLAGS = (
+    "class_data_dir", "class_prompt", "num_class_images", "sample_batch_size", "prior_generation_precision",
+    "prior_loss_weight",
+)  # fmt: skip
+_PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
+
+
+class PriorPreservation(NamedTuple):
+    """The class images that keep what the model knows.
+
+    Attributes:
+        folder: where the class images are.
+        prompt: their caption.
+        images: their number.
+        batch: images generated at once, if some are missing.
+        precision: dtype of the generation; None for the run's own.
+        weight: of their loss beside the subject's.
+    """
+
+    folder: Path
+    prompt: str
+    images: int
+    batch: int
+    precision: str | None
+    weight: float
 
 
 @dataclass
 class ImageArguments:
-    """Which captioned images are trained on, and what is done to them first.
+    """The captioned images, or the images of one subject, to train on, and how they are prepared.
 
     Raises:
-        UserError: a size that a VAE cannot take, or settings that contradict each other.
+        UserError: a size that a VAE cannot take, a subject's folder without its prompt, flags of prior preservation
+            without it, or settings that contradict each other.
     """
 
     dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
@@ -69,6 +99,25 @@ class ImageArguments:
         "On when left out, unless images are cropped or flipped at random.",
     )
     dataloader_num_workers: int = flag(0, "Processes that prepare batches.")
+    instance_data_dir: str | None = flag(None, "DreamBooth: a folder of images of one subject, without captions.")
+    instance_prompt: str | None = flag(None, "The caption of all these images, such as 'a photo of sks dog'.")
+    with_prior_preservation: bool = flag(
+        False,
+        "Prior preservation: with each image also train on one of its class, which the model draws itself where the "
+        "folder has too few.",
+    )
+    class_data_dir: str | None = flag(None, "Folder of the class images.")
+    class_prompt: str | None = flag(
+        None, "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
+    )
+    num_class_images: int | None = flag(None, "Number of class images; 100 when left out.")
+    sample_batch_size: int | None = flag(None, "Class images drawn at once; 4 when left out.")
+    prior_generation_precision: str | None = flag(
+        None,
+        "Precision that class images are drawn in; --mixed_precision when left out.",
+        choices=["no", "fp32", "fp16", "bf16"],
+    )
+    prior_loss_weight: float | None = flag(None, "Weight of the class images' loss; 1 when left out.")
 
     def __post_init__(self) -> None:
         check_numbers(self, _NUMBERS)
@@ -79,49 +128,141 @@ class ImageArguments:
             read_buckets(str(self.aspect_ratio_buckets))
         if self.dataset_name is not None and self.train_data_dir is not None:
             raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
-        if self.cache_latents and self.is_random:
+        self._check_instance()
+        self._check_prior()
+        self.asked_to_cache = bool(self.cache_latents)
+        random_each_time = self.random_flip or not self.center_crop
+        if self.cache_latents and random_each_time:
             raise UserError(
                 "--cache_latents encodes each image once, but --no_center_crop and --random_flip draw anew each time: "
                 "drop one or the other"
             )
         if self.cache_latents is None:
-            self.cache_latents = not self.is_random
+            self.cache_latents = not random_each_time
+
+    def uncached(self, why: str) -> ImageArguments:
+        """Returns these arguments without cached latents, which `why` rules out.
+
+        Raises:
+            UserError: `--cache_latents` was given.
+        """
+        if self.asked_to_cache:
+            raise UserError(f"--cache_latents encodes each image once, but {why}: drop it")
+        return changed(self, cache_latents=False)
 
     @property
-    def is_random(self) -> bool:
-        return self.random_flip or not self.center_crop
+    def prior(self) -> PriorPreservation | None:
+        """None without prior preservation."""
+        if not self.with_prior_preservation:
+            return None
+        weight = 1.0 if self.prior_loss_weight is None else self.prior_loss_weight
+        return PriorPreservation(
+            Path(self.class_data_dir or ""), self.class_prompt or "", self.num_class_images or 100,
+            self.sample_batch_size or 4, self.prior_generation_precision, weight,
+        )  # fmt: skip
+
+    def _check_instance(self) -> None:
+        if self.instance_data_dir is None:
+            if self.instance_prompt is not None:
+                raise UserError(
+                    "--instance_prompt is the caption of the images in --instance_data_dir, which is missing; those "
+                    "of other sources have captions of their own"
+                )
+            return
+        other = "dataset_name" if self.dataset_name is not None else "train_data_dir"
+        if getattr(self, other) is not None:
+            raise UserError(f"--instance_data_dir and --{other} are two sources of images; give one of them")
+        if not (self.instance_prompt or "").strip():
+            raise UserError(
+                f"--instance_data_dir {self.instance_data_dir}: what does it show? add --instance_prompt, such as "
+                "'a photo of sks dog'"
+            )
+
+    def _check_prior(self) -> None:
+        given = [name for name in _PRIOR_FLAGS if getattr(self, name) is not None]
+        if not self.with_prior_preservation:
+            if given:
+                raise UserError(
+                    f"--{given[0]} belongs to prior preservation: add --with_prior_preservation, or drop it"
+                )
+            return
+        needed = {"class_data_dir": "a folder for images of the class", "class_prompt": "such as 'a photo of a dog'"}
+        for name, example in needed.items():
+            if not (getattr(self, name) or "").strip():
+                raise UserError(f"--with_prior_preservation needs --{name}: {example}")
+        if self.aspect_ratio_buckets is not None:
+            raise UserError(
+                "--aspect_ratio_buckets and --with_prior_preservation: a subject's image and one of its class are of "
+                "one size, in one batch; drop one of them"
+            )
+        for name in ("instance_data_dir", "train_data_dir"):
+            folder = getattr(self, name)
+            if folder is not None and os.path.realpath(folder) == os.path.realpath(self.class_data_dir or ""):
+                raise UserError(
+                    f"--class_data_dir {self.class_data_dir} is --{name} as well; give a folder of its own"
+                )
 
 
 def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
-    """Rows of `image` (bytes or path, undecoded) and `text`, every image readable and every caption there.
+    """Returns rows of `image` (bytes or path, undecoded) and `text`: captioned images, or the subject's.
+
+    Every image can be read and every caption is there.
 
     Raises:
-        UserError: the source cannot be found or is empty, a column or caption is missing, or an image cannot be read
-        and `skip_bad_images` is off.
+        UserError: the source does not exist or is empty, a column or a caption is missing, or an image cannot be read
+            and `skip_bad_images` is off.
     """
     from datasets import Image as ImageFeature
 
+    if args.instance_data_dir is not None:
+        images = images_in("--instance_data_dir", Path(args.instance_data_dir))
+        if not images:
+            raise UserError(f"--instance_data_dir {args.instance_data_dir}: there is no image in it")
+        return _one_caption(images, str(args.instance_prompt), "--instance_data_dir", args, args.max_train_samples)
     if args.dataset_name is not None:
-        rows, source = _hub_dataset(args), args.dataset_name
+        rows, source = _load_hub(args), args.dataset_name
     elif args.train_data_dir is not None:
-        rows, source = _image_folder(args.train_data_dir, args.caption_column), args.train_data_dir
+        rows, source = _load_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
-        return first_rows(drawn_shapes(resolution=resolution).select_columns(["image", "text"]), args).cast_column(
-            "image", ImageFeature(decode=False)
-        )
-    rows = first_rows(rows.cast_column("image", ImageFeature(decode=False)), args)
+        shapes = drawn_shapes(resolution=resolution).select_columns(["image", "text"])
+        return _first_rows(shapes, args.max_train_samples).cast_column("image", ImageFeature(decode=False))
+    rows = _first_rows(rows.cast_column("image", ImageFeature(decode=False)), args.max_train_samples)
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:
         raise UserError(f"{source}: row {missing} of {len(rows)} has no caption ('{args.caption_column}')")
     return readable(rows, source, skip=args.skip_bad_images)
 
 
-def _hub_dataset(args: ImageArguments) -> Dataset:
+def load_class_images(prior: PriorPreservation, args: ImageArguments) -> Dataset:
+    """Returns rows of `image` and `text` of the class: the first `prior.images` of the folder, sorted by name.
+
+    Raises:
+        UserError: an image cannot be read and `skip_bad_images` is off, or none is left.
+    """
+    images = images_in("--class_data_dir", prior.folder)[: prior.images]
+    return _one_caption(images, prior.prompt, "--class_data_dir", args)
+
+
+def _first_rows(rows: Dataset, most: int | None) -> Dataset:
+    return rows if most is None else rows.select(range(min(most, len(rows))))
+
+
+def _one_caption(images: list[Path], prompt: str, flag: str, args: ImageArguments, most: int | None = None) -> Dataset:
+    from datasets import Dataset
+    from datasets import Image as ImageFeature
+
+    rows = Dataset.from_dict({"image": list(map(str, images)), "text": [prompt] * len(images)})
+    rows = _first_rows(rows.cast_column("image", ImageFeature(decode=False)), most)
+    source = f"{flag} {images[0].parent}" if images else flag
+    return readable(rows, source, skip=args.skip_bad_images)
+
+
+def _load_hub(args: ImageArguments) -> Dataset:
     from datasets import load_dataset
 
     try:
         rows = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
-    except Exception as error:  # as its files are: readers of many formats raise what they like
+    except Exception as error:  # the readers of the many formats raise errors of every class
         reason = one_line(error.__cause__ or error)
         raise UserError(f"--dataset_name {args.dataset_name} cannot be loaded: {reason}") from error
     return named_columns(
@@ -130,8 +271,8 @@ def _hub_dataset(args: ImageArguments) -> Dataset:
     )  # fmt: skip
 
 
-def _image_folder(directory: str, caption_column: str) -> Dataset:
-    """The layout of datasets' "imagefolder", read here because errors must name the line and the file."""
+def _load_folder(directory: str, caption_column: str) -> Dataset:
+    """Reads the layout of datasets' "imagefolder", or of kohya's scripts; errors name the line and the file."""
     from datasets import Dataset
 
     folder = Path(directory)
@@ -141,18 +282,25 @@ def _image_folder(directory: str, caption_column: str) -> Dataset:
         (path for path in (folder / "metadata.jsonl", folder / "train" / "metadata.jsonl") if path.is_file()), None
     )
     if listing is None:
-        return _with_text_files(folder, caption_column)
+        return _load_text_files(folder, caption_column)
     paths, captions = [], []
     for number, line in enumerate(listing.read_bytes().splitlines(), start=1):
         if line.strip():
-            entry = _entry(line, f"{listing} line {number}", caption_column)
-            paths.append(_inside(folder, listing.parent / entry["file_name"], f"{listing} line {number}"))
+            place = f"{listing} line {number}"
+            entry = _entry(line, place, caption_column)
+            path = listing.parent / entry["file_name"]
+            # A downloaded dataset must not name private files. Links are allowed: the Hub's cache is made of them.
+            if "\0" in str(path) or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
+                raise UserError(
+                    f"{place} names {str(path)!r}, which lies outside of {folder}; its images are inside of it"
+                )
+            paths.append(str(path))
             captions.append(entry[caption_column])
     return Dataset.from_dict({"image": paths, "text": captions})
 
 
-def _with_text_files(folder: Path, caption_column: str) -> Dataset:
-    """The layout of kohya's scripts: `1.png` and, beside it, `1.txt` with its caption."""
+def _load_text_files(folder: Path, caption_column: str) -> Dataset:
+    """Reads the layout of kohya's scripts: `1.png`, and beside it `1.txt` with its caption."""
     from datasets import Dataset
 
     images = image_files(folder)
@@ -173,20 +321,10 @@ def _with_text_files(folder: Path, caption_column: str) -> Dataset:
     return Dataset.from_dict({"image": [str(path) for path in images], "text": captions})
 
 
-def _inside(folder: Path, path: Path, place: str) -> str:
-    """`path`, which must lie below `folder`: a data set from elsewhere must not name what is private.
-
-    Links are not followed: the Hub's own cache is made of them.
-    """
-    if "\0" in str(path) or not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
-        raise UserError(f"{place} names {str(path)!r}, which lies outside of {folder}; its images are inside of it")
-    return str(path)
-
-
 def _entry(line: bytes, place: str, caption_column: str) -> dict[str, str]:
     try:
         entry = json.loads(line)
-        json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(entry, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which is not text
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON in UTF-8: {one_line(error, 200)}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
@@ -200,15 +338,64 @@ def _is_caption(text: Any) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def first_rows(rows: Dataset, args: ImageArguments) -> Dataset:
-    return rows if args.max_train_samples is None else rows.select(range(min(args.max_train_samples, len(rows))))
+def images_in(flag: str, folder: Path) -> list[Path]:
+    """Returns the image files of `folder`, not of the folders below it: DreamBooth's may lie in one another.
+
+    Raises:
+        UserError: the folder does not exist or cannot be read.
+    """
+    try:
+        return image_files(folder, below=False)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = "no such directory" if isinstance(error, FileNotFoundError) else one_line(error)
+        raise UserError(f"{flag} {folder}: {reason}") from error
+
+
+def missing_class_images(prior: PriorPreservation) -> dict[int, Path]:
+    """Returns the numbers and files of the class images that are still to be generated.
+
+    Image i always goes to the same file, so that a run that was killed, or several ranks, only fill the gaps. A user's
+    own images, under any other name, count as well.
+
+    Raises:
+        UserError: the folder cannot be made, or has images that were generated for another prompt.
+    """
+    try:
+        prior.folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--class_data_dir {prior.folder} cannot be made ({one_line(error)})") from error
+    present = set(images_in("--class_data_dir", prior.folder))
+    generated = {index: prior.folder / f"class-{index:05}.png" for index in range(prior.images)}
+    for path in sorted(present & set(generated.values())):
+        try:
+            with Image.open(path) as image:
+                prompt = image.info.get(_PROMPT_KEY, prior.prompt)
+        except UNDECODABLE:  # `load_class_images` names it
+            continue
+        if prompt != prior.prompt:
+            raise UserError(
+                f"--class_data_dir {prior.folder}: {path.name} was drawn for '{prompt}', not for --class_prompt "
+                f"'{prior.prompt}'; give another folder, or that prompt"
+            )
+    wanted = prior.images - len(present - set(generated.values()))
+    return {index: path for index, path in generated.items() if index < wanted and path not in present}
+
+
+def save_class_image(image: Image.Image, prior: PriorPreservation, path: Path) -> None:
+    """Writes `image` with the prompt that it was generated for."""
+    from PIL.PngImagePlugin import PngInfo
+
+    about = PngInfo()
+    about.add_itxt(_PROMPT_KEY, prior.prompt)
+    image.save(path, pnginfo=about)
 
 
 def framed(image: Image.Image, size: Size, args: ImageArguments, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Pixels (3, *size) in -1..1 and SDXL's six time ids (original size, crop corner, target size).
+    """Scales `image` until it covers `size`, crops it and perhaps mirrors it; `draw` makes the random choices.
 
-    `draw` decides where to crop and whether to mirror when `args` ask for either. See section 2.2 of the SDXL report,
-    https://arxiv.org/abs/2307.01952, for what the time ids are.
+    Returns:
+        Pixels (3, *size) in -1..1, and SDXL's six time ids: original size, crop corner, target size (section 2.2 of
+        https://arxiv.org/abs/2307.01952).
     """
     import numpy as np
     import torch

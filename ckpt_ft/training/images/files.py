@@ -1,6 +1,6 @@
-"""Image files and cells of image columns: which can be read, and the RGB picture of each.
+"""Reads image files and cells of image columns as RGB pictures, and finds those that cannot be read.
 
-Whatever is wrong with one is a line that names the file or row.
+Every error is one line that names the file or the row.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ckpt_ft.errors import UserError, meant, one_line
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DECODED = 5_000  # images that are decoded to their end before training; of those after them only the header is read
+DECODED = 5_000  # images that are decoded completely before training; of later ones only the header is read
 _SHOWN = 3  # bad images named in an error
-UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow's decoders raise
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
+UNDECODABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # errors of Pillow's decoders
+_ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for a quarter turn
 _GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
 def image_files(folder: Path, *, below: bool = True) -> list[Path]:
-    """The image files in `folder`, and `below` it as well, sorted; no hidden ones: half written, or macOS's own."""
+    """Returns the image files in `folder`, sorted; with `below` also those in folders below it. Skips hidden files."""
     suffixes = Image.registered_extensions()
     return sorted(
         path
@@ -36,10 +36,10 @@ def image_files(folder: Path, *, below: bool = True) -> list[Path]:
 
 
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
-    """Those columns of `rows` alone, each (the flag that names it, its name, ours) under our name.
+    """Selects and renames columns, each given as (the flag that names it, its name, its new name).
 
     Raises:
-        UserError: there is no such column, or two are the same.
+        UserError: a column does not exist, or two flags name the same one.
     """
     flags: dict[str, str] = {}
     for flag, column, _ in columns:
@@ -53,7 +53,7 @@ def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) ->
 
 
 def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
-    """`rows` without those whose undecoded `image` cell cannot be read, which are named; says what is made RGB.
+    """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB.
 
     Raises:
         UserError: an image cannot be read and `skip` is off, or none is left.
@@ -81,7 +81,7 @@ def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
 
 
 def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str]:
-    """Why the image cannot be used (None when it can), and what it is if not RGB."""
+    """Returns why the image cannot be used (None if it can), and its kind if it is not RGB."""
     if image is None or (image["bytes"] is None and not image["path"]):
         return f"row {row + 1} has no image", ""
     name = image["path"] or f"the image of row {row + 1}"
@@ -102,10 +102,10 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
 
 
 def open_image(image: Mapping[str, Any]) -> Image.Image:
-    """The RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says.
+    """Returns the RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says.
 
     Raises:
-        UserError: it cannot be read: changed since, or cut short and not among those that `readable` decoded.
+        UserError: the image cannot be read.
     """
     try:
         with _opened(image) as opened:
@@ -116,27 +116,27 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
 
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width of the picture that `open_image` makes of a cell; only the file's header is read.
+    """Returns height and width of the picture that `open_image` returns; reads only the file's header.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the image cannot be read.
     """
     try:
         with _opened(image) as opened:
             width, height = opened.size
-            turned = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+            turned = opened.getexif().get(_ORIENTATION) in _QUARTER_TURNS
     except UNDECODABLE as error:
         raise UserError(f"{image['path'] or 'an image'} cannot be read ({one_line(error)})") from error
     return (width, height) if turned else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """`image` as RGB: one channel three times (16 bits cut to 8), transparency over white, turned as EXIF says."""
+    """Converts to RGB: grey in three channels (16 bits cut to 8), transparency over white, turned as EXIF says."""
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         over = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
-    if image.mode.startswith("I;16"):  # Pillow's own conversion makes white of everything above 255
+    if image.mode.startswith("I;16"):  # Pillow's own conversion turns everything above 255 white
         image = image.convert("I").point(lambda value: value * (1 / 256))
     return image.convert("RGB")
 
@@ -146,7 +146,7 @@ def _opened(image: Mapping[str, Any]) -> Image.Image:
 
 
 def _kind(image: Image.Image) -> str:
-    """What the file holds, where that is not RGB."""
+    """Describes an image that is not RGB; "" for RGB."""
     if image.has_transparency_data:
         return "with transparency, now over white"
     return "of one channel" if image.mode in _GREY else "" if image.mode == "RGB" else f"of mode {image.mode}"

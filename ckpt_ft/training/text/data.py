@@ -1,60 +1,70 @@
-"""Rows for a language model: a Hub id, a local file or directory, or the built-in sample, as `datasets.Dataset`.
+"""Rows of text for a language model: from the Hub, a local file or a directory, with the lengths that a plan needs.
 
-Only loading and splitting; `encode.py` makes tokens of the rows. Whatever is wrong with the data is one line that
-names the file, the line or the column.
+`load_rows` loads and splits a dataset, `known_columns` renames the columns of other tools, and `row_lengths` counts
+tokens. `encode.py` turns the rows into tokens. Every error is one line that names the file, the line or the column.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.defaults import SEQ_LENGTH
 from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
-from ckpt_ft.workloads.defaults import SEQ_LENGTH
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+logger = logging.getLogger(__name__)
 
-LONGEST = 16 << 20  # bytes of a row in a file: no text is that long
-_DEEP = 500  # brackets in a row: what has more is parsed here, where too deep a nesting is an error and no crash
+LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+LONGEST = 16 << 20  # bytes of one row in a file; a longer one is not text
+ROW_NUMBER = "__row__"  # column with the number that a row had before the dataset was split
+PREFERENCES = ("prompt_ids", "chosen_ids", "rejected_ids")  # columns of TRL's DPOTrainer
+_MAX_BRACKETS = 500  # a row with more brackets is parsed here first: deep nesting crashes the readers of `datasets`
 _BOM = b"\xef\xbb\xbf"
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclass
 class DataArguments(SplitArguments):
-    """Which rows are trained on and how they become sequences; the names are TRL's.
+    """The dataset to train on, and how its rows become sequences. The names are TRL's.
 
     Raises:
-        UserError: a length or a share that no dataset can have.
+        UserError: `max_length` is below 2, or a number is out of range.
     """
 
     dataset_name: str | None = flag(
         None, "Hub id, or a local directory or file (json, jsonl, csv, parquet, txt); without it, the sample."
     )
     dataset_text_field: str = flag("text", "Column of plain text.")
-    dataset_num_proc: int | None = flag(None, "Processes that tokenize.")
-    max_length: int = flag(SEQ_LENGTH, "Tokens per sequence; what is longer is cut.")
-    packing: bool = flag(False, "Several rows per sequence; attention and loss stay within each row.")
+    dataset_num_proc: int | None = flag(None, "Number of processes that tokenize.")
+    max_length: int = flag(SEQ_LENGTH, "Tokens per sequence; longer rows are cut.")
+    packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length < 2:
-            raise UserError(
-                f"--max_length {self.max_length}: a sequence needs at least 2 tokens to have anything to predict"
-            )
+        check_max_length(self.max_length)
         check_numbers(self, {"dataset_num_proc": NOT_NEGATIVE})
 
 
+def check_max_length(max_length: int) -> None:
+    """Raises UserError if a sequence of `max_length` tokens has no token to predict."""
+    if max_length < 2:
+        raise UserError(f"--max_length {max_length}: a sequence needs at least 2 tokens to have anything to predict")
+
+
 def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on, and those to evaluate on when `evaluate` is set.
+    """Returns the training rows, and the evaluation rows if `evaluate` is set.
+
+    Rows that are split with `--test_split_size` have a column `ROW_NUMBER`, which error messages use.
 
     Raises:
-        UserError: the dataset or a split cannot be found, read, or is empty.
+        UserError: the dataset or a split does not exist, cannot be read, or is empty.
     """
     if args.dataset_name is None:
         raise UserError("--dataset_name is missing: give a Hub id or a local json, jsonl, csv, parquet or txt file")
@@ -63,7 +73,12 @@ def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Datas
         return train, None
     if args.test_split_size is None:
         return train, _load(args.dataset_name, args.dataset_config, args.dataset_test_split)
-    return args.hold_out(train, seed)
+    return args.hold_out(train.add_column(ROW_NUMBER, list(range(1, len(train) + 1))), seed)
+
+
+def row_number(row: dict[str, Any], index: int) -> int:
+    """The number of `row` in its dataset, from 1, where `index` is its position after the split."""
+    return int(row.get(ROW_NUMBER) or index + 1)
 
 
 def _load(name: str, config: str | None, split: str) -> Dataset:
@@ -96,17 +111,17 @@ def _load_file(path: Path, split: str) -> Dataset:
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
         if path.suffix == ".jsonl":
-            _check_json(path, every=True)  # the reader counts in blocks, a person counts lines
+            _check_json(path, parse_all=True)  # `datasets` names a block of bytes, this names the line
         raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
 
 
 def _load_named(name: str, config: str | None, split: str) -> Dataset:
-    """A Hub dataset, or a local directory of data files."""
+    """Loads a Hub dataset, or a local directory of data files."""
     from datasets import load_dataset
 
     try:
         return load_dataset(name, config, split=split)
-    except Exception as error:  # as its files are: readers of many formats raise what they like
+    except Exception as error:  # the readers of the many formats raise errors of every class
         where = (
             ""
             if Path(name).is_dir()
@@ -115,29 +130,31 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
         raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
 
 
-def _check_json(path: Path, every: bool = False) -> None:
-    """Name the first row that the readers below us would not survive: they end in a crash on a first row `null`.
+def _check_json(path: Path, parse_all: bool = False) -> None:
+    """Checks the lines that would crash the readers of `datasets`, which abort on a first row `null`.
 
-    Cheap: a row is parsed here only where it is nested deeply, or where the file is one array; with `every` all are.
+    By default a line is parsed only if it is deeply nested, or if the file is one array.
 
     Raises:
-        UserError: a row is no object, not UTF-8, too long or too deep.
+        UserError: a row is not an object, not UTF-8, too long or too deeply nested.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
             place = f"dataset {path}: line {number}"
             line = line.removeprefix(_BOM).strip() if number == 1 else line.strip()
-            if line.startswith(b"[") and number == 1 and path.suffix == ".json":
-                return _check_array(path)
-            if line.startswith(b"{") and number == 1 and path.suffix == ".json" and not line.endswith(b"}"):
-                return None  # one object over several lines
+            if number == 1 and path.suffix == ".json":
+                if line.startswith(b"["):
+                    return _check_array(path)
+                if line.startswith(b"{") and not line.endswith(b"}"):
+                    return None  # one object over several lines
             if len(line) > LONGEST:
                 raise UserError(f"{place} is longer than {LONGEST >> 20} MiB; a row is a text, split it")
             if not line:
                 continue
+            nested = line.count(b"[") + line.count(b"{") > _MAX_BRACKETS
             try:
                 line.decode("utf-8")
-                row = json.loads(line) if every or _nested(line) or not line.startswith(b"{") else {}
+                row = json.loads(line) if parse_all or nested or not line.startswith(b"{") else {}
             except UnicodeDecodeError as error:
                 raise UserError(f"{place} is not UTF-8 ({one_line(error)}); convert the file") from None
             except (ValueError, RecursionError) as error:
@@ -145,10 +162,6 @@ def _check_json(path: Path, every: bool = False) -> None:
             if not isinstance(row, dict):
                 raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
     return None
-
-
-def _nested(line: bytes) -> bool:
-    return line.count(b"[") + line.count(b"{") > _DEEP
 
 
 def _check_array(path: Path) -> None:
@@ -164,3 +177,78 @@ def _check_array(path: Path) -> None:
 def _reason(error: BaseException) -> str:
     text = one_line(error)
     return "it has no rows" if "corresponds to no data" in text else text
+
+
+def known_columns(rows: Dataset, text_field: str) -> Dataset:
+    """Converts ShareGPT's and Alpaca's columns, with a warning; other rows are returned as they are.
+
+    ShareGPT's 'conversations' become 'messages'. Alpaca's 'instruction', 'input' and 'output' become 'prompt' and
+    'completion', with Alpaca's own prompt text.
+
+    Raises:
+        UserError: a value in 'conversations' is not a conversation; the error names its row.
+    """
+    columns = set(rows.column_names)
+    if "messages" in columns or {"prompt", "completion"} <= columns or text_field in columns:
+        return rows
+    if "conversations" in columns:
+        logger.warning("the dataset's 'conversations' (ShareGPT) are read as 'messages'")
+        return rows.map(_from_sharegpt, with_indices=True, remove_columns=rows.column_names)
+    if {"instruction", "output"} <= columns:
+        logger.warning("the dataset's 'instruction', 'input' and 'output' (Alpaca) are read as prompt and completion")
+        return rows.map(_from_alpaca, remove_columns=rows.column_names)
+    return rows
+
+
+def _from_sharegpt(row: dict[str, Any], index: int) -> dict[str, Any]:
+    try:
+        return {
+            "messages": [{"role": _ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+        }
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"row {row_number(row, index)}: 'conversations' is a list of turns with 'from' ({', '.join(_ROLES)}) "
+            "and 'value'"
+        ) from error
+
+
+def _from_alpaca(row: dict[str, Any]) -> dict[str, str]:
+    context = f"### Input:\n{row['input']}\n\n" if row.get("input") else ""
+    prompt = f"### Instruction:\n{row['instruction']}\n\n{context}### Response:\n"
+    return {"prompt": prompt, "completion": row["output"]}
+
+
+def have_lengths(rows: Any) -> bool:
+    """Returns whether `row_lengths` can count the tokens of `rows`."""
+    columns = getattr(rows, "column_names", None) or ()
+    return "input_ids" in columns or all(name in columns for name in PREFERENCES)
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Returns the number of tokens of each row of a `datasets.Dataset` with `input_ids` or TRL's preferences.
+
+    The length of a preference is that of its prompt and its longer answer.
+
+    Raises:
+        UserError: the columns do not hold lists.
+    """
+    if "input_ids" in rows.column_names:
+        return _list_lengths(rows, "input_ids")
+    prompts, chosen, rejected = (_list_lengths(rows, name) for name in PREFERENCES)
+    return [prompt + max(pair) for prompt, *pair in zip(prompts, chosen, rejected, strict=True)]
+
+
+def _list_lengths(rows: Any, column: str) -> list[int]:
+    """Reads the lengths of Arrow's lists, not their values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    tables = rows.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    try:
+        found = [length for table in tables for length in pc.list_value_length(table[column]).to_pylist()]
+    except pa.ArrowNotImplementedError as error:
+        kind = rows.features[column]
+        raise UserError(f"the dataset's '{column}' are {kind}; expected a list of tokens in each row") from error
+    if None in found:
+        raise UserError(f"row {found.index(None) + 1}: '{column}' is null; expected a list of tokens")
+    return found

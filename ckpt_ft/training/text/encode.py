@@ -1,59 +1,72 @@
-"""Rows to token sequences: which tokens carry loss, what is cut, how rows share a sequence.
+"""Turns rows into token sequences: which tokens are trained, where a row is cut, how rows share a sequence.
 
-A row is a list of segments, `(text, trained)`, tokenized one by one: a prompt is then tokenized as it will be when the
-model is used, and whether a token carries loss is never a question. Loss is on the whole of a `text`, on the
-`completion` after a `prompt`, on the assistant's turns of `messages`.
+The loss is computed on the whole of a `text`, on the `completion` after a `prompt`, and on the assistant's turns of
+`messages`. A row is a list of segments `(text, trained)` that are tokenized one by one. A prompt is therefore
+tokenized exactly as it is at inference, and no token is half prompt and half answer. A conversation whose template
+marks the assistant's text with `{% generation %}` is tokenized in one piece, and the markers say what is trained.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from accelerate import PartialState
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
+from ckpt_ft.training.models import ModelArguments, load_tokenizer
+from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.batches import READING, in_one_sequence
+from ckpt_ft.workloads.sample_sizes import Lengths
 
-from .columns import known_columns
-from .data import DataArguments
-from .packing import pack
+from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_lengths, row_number
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
-IGNORED = -100
-_LAYOUT = 2  # raise it when rows are encoded to something else: datasets keeps what they were encoded to
+logger = logging.getLogger(__name__)
+
+IGNORED = -100  # the label of a token without loss
 Segments = list[tuple[str, bool]]
 Renderer: TypeAlias = "PreTrainedTokenizerBase | ProcessorMixin"
+_ENCODING_VERSION = 3  # part of the cache key of `datasets`: raise it when rows are encoded differently
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE_TOKENS = 8  # length of the rows that `check_rows_apart` runs
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 5e-2  # relative to the largest logit: experts see the batch's other rows
 
 
 def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> Dataset:
-    """`rows` as `input_ids` and `labels` of at most `max_length` tokens, packed with `position_ids` when asked.
+    """Returns `rows` as `input_ids` and `labels` of at most `max_length` tokens; packed rows also have `position_ids`.
 
-    Rows in which no token carries loss, because they are empty or their prompt fills `max_length`, are left out.
+    Rows without a trained token are left out. The number of rows that are cut or left out is printed.
 
     Raises:
-        UserError: no known column, a value that is no text or conversation (with its row), or nothing left to train
-        on.
+        UserError: the columns are unknown, a value is not a text or a conversation (the error names its row), or no
+            row has a trained token.
     """
     rows = known_columns(rows, args.dataset_text_field)
     layout = row_layout(rows.column_names, args.dataset_text_field)
-    encoder = _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length)
     encoded = rows.map(
-        encoder,
-        with_indices=True,
-        batched=True,
-        remove_columns=rows.column_names,
-        num_proc=args.dataset_num_proc,
+        _Encoder(tokenizer, layout, args.dataset_text_field, args.max_length),
+        with_indices=True, batched=True, remove_columns=rows.column_names, num_proc=args.dataset_num_proc,
         desc="Tokenizing",
-    )
+    )  # fmt: skip
     if len(encoded) == 0:
         raise UserError(
             f"none of the {len(rows)} rows has a token to learn within --max_length {args.max_length}; raise it"
         )
+    print_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
+    encoded = encoded.remove_columns("cut")
     if args.packing:
         encoded = encoded.map(
             pack, batched=True, batch_size=10_000, fn_kwargs={"max_length": args.max_length}, desc="Packing",
@@ -62,11 +75,18 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
     return encoded
 
 
+def print_cut_rows(cut: int, left_out: int, rows: int, max_length: int) -> None:
+    """Prints, on the main process, how many rows do not fit into `max_length` tokens."""
+    parts = [f"{cut} are cut"] * bool(cut) + [f"{left_out} are left out: nothing to learn is left"] * bool(left_out)
+    if parts and PartialState().is_main_process:
+        print(f"--max_length {max_length}: of {rows} rows {', '.join(parts)}", flush=True)
+
+
 def row_layout(columns: Sequence[str], text_field: str) -> str:
-    """What rows with these columns are: "messages", "completion" (after a prompt) or "text".
+    """Returns the layout of rows with these columns: "messages", "completion" (with a prompt) or "text".
 
     Raises:
-        UserError: none of them.
+        UserError: the columns match no layout.
     """
     if "messages" in columns:
         return "messages"
@@ -74,93 +94,135 @@ def row_layout(columns: Sequence[str], text_field: str) -> str:
         return "completion"
     if text_field in columns:
         return "text"
-    wanted = (
-        f"'messages', 'prompt' and 'completion', or '{text_field}' (--dataset_text_field); ShareGPT's 'conversations' "
-        "and Alpaca's 'instruction' and 'output' do as well"
+    known = ", ".join(column for column in columns if column != ROW_NUMBER)
+    raise UserError(
+        f"the dataset has the columns {known}; expected 'messages', 'prompt' and 'completion', or '{text_field}' "
+        "(--dataset_text_field); ShareGPT's 'conversations' and Alpaca's 'instruction' and 'output' do as well"
     )
-    raise UserError(f"the dataset has the columns {', '.join(columns)}; expected {wanted}")
+
+
+def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
+    """Returns the tokens of each row of a dataset, at most `max_length`, as recipes/llm.py encodes them for `model`.
+
+    A dataset with a column `input_ids` needs no tokenizer.
+
+    Raises:
+        UserError: the dataset or the tokenizer cannot be read, or the rows have no length.
+    """
+    args = DataArguments(dataset_name=dataset, max_length=max_length)
+    rows, _ = load_rows(args, evaluate=False, seed=0)
+    if "input_ids" not in rows.column_names:
+        source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its tokenizer
+        try:
+            rows = known_columns(rows, args.dataset_text_field)
+            row_layout(rows.column_names, args.dataset_text_field)
+            rows = encode_rows(rows, load_tokenizer(ModelArguments(model_name_or_path=source)), args)
+        except UserError as error:
+            raise UserError(f"--dataset {dataset}: its rows have no length: {error}; or give 'input_ids'") from error
+    lengths = [min(length, max_length) for length in row_lengths(rows) if length]
+    if not lengths:
+        raise UserError(f"--dataset {dataset}: its 'input_ids' are empty; expected a list of tokens in each row")
+    return Lengths.of(lengths)
 
 
 @dataclass
 class _Encoder:
-    """Picklable, so that `datasets` can run it in other processes and recognise it in its cache."""
+    """Encodes batches of rows. Picklable, so that `datasets` can run it in other processes and cache its results."""
 
     tokenizer: PreTrainedTokenizerBase
     layout: str
     text_field: str
     max_length: int
-    made: int = _LAYOUT
+    version: int = _ENCODING_VERSION
 
-    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[list[int]]]:
-        encoded: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        encoded: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
         for position, index in enumerate(indices):
             row = {column: values[position] for column, values in batch.items()}
-            ids, labels = self._tokens(self._segments(row, index), begin=not self._is_chat(row))
-            if any(label != IGNORED for label in labels):
-                encoded["input_ids"].append(ids)
-                encoded["labels"].append(labels)
+            ids, labels = self._encode(row, f"row {row_number(row, index)}")
+            labels[:1] = [IGNORED] * len(labels[:1])  # no token predicts the first one
+            if any(label != IGNORED for label in labels[: self.max_length]):
+                encoded["input_ids"].append(ids[: self.max_length])
+                encoded["labels"].append(labels[: self.max_length])
+                encoded["cut"].append(int(len(ids) > self.max_length))
         return encoded
 
-    def _is_chat(self, row: dict[str, Any]) -> bool:
-        return self.layout == "messages" or isinstance(row.get("prompt"), list)
-
-    def _segments(self, row: dict[str, Any], index: int) -> Segments:
+    def _encode(self, row: dict[str, Any], place: str) -> tuple[list[int], list[int]]:
         if self.layout == "messages":
-            return chat_segments(row["messages"], 0, self.tokenizer, index)
+            return self._encode_chat(row["messages"], 0, place)
         if self.layout == "completion" and isinstance(row["prompt"], list):
             if not isinstance(row["completion"], list):
                 kind = type(row["completion"]).__name__
-                raise UserError(
-                    f"row {index + 1}: 'completion' is {kind} after a 'prompt' of messages, expected a list"
-                )
-            return chat_segments(row["prompt"] + row["completion"], len(row["prompt"]), self.tokenizer, index)
+                raise UserError(f"{place}: 'completion' is {kind} after a 'prompt' of messages, expected a list")
+            return self._encode_chat(row["prompt"] + row["completion"], len(row["prompt"]), place)
         columns = ("prompt", "completion") if self.layout == "completion" else (self.text_field,)
         for column in columns:
             if not isinstance(row[column], str):
-                raise UserError(f"row {index + 1}: '{column}' is {type(row[column]).__name__}, expected a string")
-        end = self.tokenizer.eos_token or ""
-        return [(row[column], column != "prompt") for column in columns] + [(end, True)]
-
-    def _tokens(self, segments: Segments, begin: bool) -> tuple[list[int], list[int]]:
-        """`input_ids` and `labels` of a row, cut; the first token is predicted from nothing, so it carries no loss."""
+                raise UserError(f"{place}: '{column}' is {type(row[column]).__name__}, expected a string")
+        segments = [(row[column], column != "prompt") for column in columns]
         bos = self.tokenizer.bos_token_id
-        ids = [bos] if begin and bos is not None and bos in self.tokenizer("").input_ids else []
-        labels = [IGNORED] * len(ids)
+        begin = [bos] if bos is not None and bos in self.tokenizer("").input_ids else []
+        return self._tokens([*segments, (self.tokenizer.eos_token or "", True)], begin)
+
+    def _encode_chat(self, messages: Any, first: int, place: str) -> tuple[list[int], list[int]]:
+        """Token ids and labels of a conversation whose assistant turns are trained from message `first` on."""
+        if not _GENERATION.search(self.tokenizer.chat_template or ""):
+            return self._tokens(chat_segments(messages, first, self.tokenizer, place), [])
+        _check_messages(messages, place)
+        with library_reads(f"{place}: the chat template refuses these messages"):
+            made = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, trained = made["input_ids"], made["assistant_masks"]
+        prompt = self.tokenizer(_render(self.tokenizer, messages[:first], place), add_special_tokens=False).input_ids
+        trained = [0] * len(prompt) + trained[len(prompt) :]
+        labels = [token if mask else IGNORED for token, mask in zip(ids, trained, strict=True)]
+        return ids, labels
+
+    def _tokens(self, segments: Segments, begin: list[int]) -> tuple[list[int], list[int]]:
+        ids, labels = list(begin), [IGNORED] * len(begin)
         for text, trained in segments:
             tokens = self.tokenizer(text, add_special_tokens=False).input_ids
             ids += tokens
             labels += tokens if trained else [IGNORED] * len(tokens)
-        labels[:1] = [IGNORED] * len(labels[:1])
-        return ids[: self.max_length], labels[: self.max_length]
+        return ids, labels
 
 
-def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) -> Segments:
-    """The rendered conversation, cut where each assistant turn from message `first` on begins and ends.
+def chat_segments(messages: Any, first: int, renderer: Renderer, place: str) -> Segments:
+    """Renders a conversation and cuts it where each assistant turn, from message `first` on, begins and ends.
 
-    tokenizer: or a processor, whose chat template is used as well. index: of the row, for errors.
+    The borders are found by rendering the conversation up to each turn. A template must therefore render the beginning
+    of a conversation as the beginning of the whole. A template that rewrites earlier turns (some drop their reasoning)
+    is refused.
 
-    The cuts come from rendering the conversation up to there, so a template must render a beginning of a conversation
-    as the beginning of the whole; one that rewrites earlier turns (some drop their reasoning) is refused rather than
-    guessed.
+    Args:
+        renderer: a tokenizer or a processor, whose chat template is used.
+        place: the row's name in errors.
+
+    Raises:
+        UserError: there is no chat template, or it cannot render the conversation in this way.
     """
-    if tokenizer.chat_template is None:
+    if renderer.chat_template is None:
         raise UserError(
             "'messages' need a chat template, and this tokenizer has none; use an instruction-tuned model's"
         )
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise UserError(f"row {index + 1}: expected a list of messages with 'role' and 'content'")
-    whole = _render(tokenizer, messages, index)
-    _check_parts(messages, whole, index)
+    _check_messages(messages, place)
+    whole = _render(renderer, messages, place)
+    for message in messages:
+        parts = message.get("content")
+        if parts and isinstance(parts, (list, dict)) and str(parts) in whole:  # Llama 3's template trims what it gets
+            raise UserError(
+                f"{place}: the chat template knows no parts of a message and writes their brackets into the "
+                f"text ({parts!s:.40} ...); give 'content' as a text"
+            )
     segments: Segments = []
     at = 0
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn < first:
             continue
-        before = _render(tokenizer, messages[:turn], index, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: turn + 1], index)
+        before = _render(renderer, messages[:turn], place, add_generation_prompt=True)
+        after = _render(renderer, messages[: turn + 1], place)
         if not (whole.startswith(before) and whole.startswith(after)):
             raise UserError(
-                f"row {index + 1}: the chat template renders turn {turn + 1} differently once later turns follow, so "
+                f"{place}: the chat template renders turn {turn + 1} differently once later turns follow, so "
                 "its tokens cannot be told apart; give one assistant turn per row, the last"
             )
         segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
@@ -168,52 +230,131 @@ def chat_segments(messages: Any, first: int, tokenizer: Renderer, index: int) ->
     return [*segments, (whole[at:], False)]
 
 
-def _check_parts(messages: list[dict[str, Any]], whole: str, index: int) -> None:
-    """Raises UserError where the template wrote a message's parts as Python does: Llama 3's trims what it is given."""
-    for message in messages:
-        parts = message.get("content")
-        if parts and isinstance(parts, (list, dict)) and str(parts) in whole:
-            raise UserError(
-                f"row {index + 1}: the chat template knows no parts of a message and writes their brackets into the "
-                f"text ({parts!s:.40} ...); give 'content' as a text"
-            )
+def _check_messages(messages: Any, place: str) -> None:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f"{place}: expected a list of messages with 'role' and 'content'")
 
 
-def _render(tokenizer: Renderer, messages: list[Any], index: int, **kwargs: bool) -> str:
+def _render(renderer: Renderer, messages: list[Any], place: str, **kwargs: bool) -> str:
     if not messages:
         return ""
-    with library_reads(f"row {index + 1}: the chat template refuses these messages"):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+    with library_reads(f"{place}: the chat template refuses these messages"):
+        return renderer.apply_chat_template(messages, tokenize=False, **kwargs)
+
+
+def pack(batch: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
+    """Joins rows into sequences of at most `max_length` tokens: longest row first, into the fullest sequence it fits.
+
+    Columns of lists are joined and columns of numbers are summed. `position_ids` restart at 0 with every row. Without
+    an attention mask and a KV cache, transformers' attention (eager, SDPA and flash) takes row borders from them.
+    """
+    packs: list[list[int]] = []
+    packs_by_room: dict[int, list[int]] = {}  # free tokens -> sequences with that many
+    rooms: list[int] = []  # the keys of packs_by_room, sorted
+    lengths = [len(ids) for ids in batch["input_ids"]]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        slot = bisect_left(rooms, lengths[row])
+        if slot == len(rooms):
+            target, room = len(packs), max_length
+            packs.append([])
+        else:
+            room = rooms[slot]
+            target = packs_by_room[room].pop()
+            if not packs_by_room[room]:
+                del packs_by_room[room], rooms[slot]
+        packs[target].append(row)
+        room -= lengths[row]
+        if room not in packs_by_room:
+            insort(rooms, room)
+        packs_by_room.setdefault(room, []).append(target)
+    joined = {key: [_join([values[row] for row in rows]) for rows in packs] for key, values in batch.items()}
+    return {**joined, "position_ids": [[t for row in rows for t in range(lengths[row])] for rows in packs]}
+
+
+def _join(values: list[Any]) -> Any:
+    return list(chain.from_iterable(values)) if isinstance(values[0], list) else sum(values)
 
 
 @dataclass
 class PadCollator:
-    """Rows to tensors `(batch, longest)`: with `attention_mask`, or for packed rows with `position_ids` and none.
+    """Pads rows on the right to tensors `(batch, longest)`, with an `attention_mask` or, if packed, `position_ids`.
 
-    in_one: packed rows to one sequence of them all, as flash attention wants them; nothing is padded.
+    transformers' collators do not fit packed rows: `DataCollatorForSeq2Seq` pads no `position_ids`, and
+    `DataCollatorWithFlattening` numbers the tokens of a packed sequence as those of one row.
+
+    Attributes:
+        in_one: join packed rows into one sequence without padding, as flash attention needs them.
     """
 
     pad_token_id: int
     in_one: bool = False
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        if self.in_one and "position_ids" in rows[0]:
-            rows = [one_after_another(rows, ("input_ids", "labels", "position_ids"))]
+        packed = "position_ids" in rows[0]
+        if self.in_one and packed:
+            rows = [flattened(rows, ("input_ids", "labels", "position_ids"))]
         longest = max(len(row["input_ids"]) for row in rows)
         batch = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
             "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
         }
-        if "position_ids" in rows[0]:  # padding counts up from 0 like one more row: it is attended to by itself alone
-            tails = [[*row["position_ids"], *range(longest - len(row["position_ids"]))] for row in rows]
-            return {**batch, "position_ids": torch.tensor(tails)}
+        if packed:  # padding counts up from 0 as one more row, which attends to itself alone
+            positions = [[*row["position_ids"], *range(longest - len(row["position_ids"]))] for row in rows]
+            return {**batch, "position_ids": torch.tensor(positions)}
         return {**batch, "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)}
 
 
-def one_after_another(rows: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
-    """The columns `names` of all rows as one row."""
+def flattened(rows: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """Joins the columns `names` of all rows into one row."""
     return {name: [value for row in rows for value in row[name]] for name in names}
 
 
 def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (length - len(row)) for row in rows])
+
+
+def check_cache(args: TrainingArguments, packing: bool) -> None:
+    """Raises UserError if packed rows would attend to each other: attention with a KV cache ignores positions."""
+    if packing and args.use_cache:
+        raise UserError(
+            "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
+        )
+
+
+def check_rows_apart(model: Any) -> None:
+    """Raises UserError if a packed row depends on the row before it (prefix masks, recurrent states).
+
+    Model types in `READING` are covered by a test. Any other model is run, to see whether the logits of a row change
+    with the row before it. A model that only runs in an engine (ZeRO-3) is not checked, with a warning.
+    """
+    model = without_adapters(model)
+    kind = model.config.model_type
+    if kind in READING:
+        return
+    if any(hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
+        logger.warning("--packing: whether packed rows of a %s see one another cannot be tried here", kind)
+        return
+    with library_reads(f"--packing: a {kind} cannot be run to see that packed rows stay apart; leave --packing out"):
+        apart = "position_ids" in inspect.signature(model.forward).parameters and not _depends_on_row_before(model)
+    if not apart:
+        raise UserError(f"--packing: in a {kind} packed rows see one another; leave --packing out")
+
+
+@torch.no_grad()
+def _depends_on_row_before(model: Any) -> bool:
+    if in_one_sequence(model):
+        return False  # flash attention separates rows by position, and does not run on a CPU
+    training, device = model.training, next(model.parameters()).device
+    tokens = torch.arange(_PROBE_TOKENS, device=device)
+    sequences = [torch.cat([tokens + first, tokens + 2 * _PROBE_TOKENS])[None] for first in (0, _PROBE_TOKENS)]
+    model.eval()
+    try:
+        positions = tokens.repeat(2)[None]
+        one, other = (
+            model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, _PROBE_TOKENS:]
+            for ids in sequences
+        )
+    finally:
+        model.train(training)
+    tolerance = _TOLERANCE if one.dtype == torch.float32 else _HALF_TOLERANCE
+    return bool((one - other).abs().max() > tolerance * one.abs().max())

@@ -1,20 +1,15 @@
-"""Preference data: a prompt with an answer that was chosen over another; and a run's flags beside TRL's own."""
+"""Preference data for DPO, a prompt with a chosen and a rejected answer, and the arguments of TRL's trainer."""
 
 from __future__ import annotations
 
-import json
-import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_numbers, flag
 from ckpt_ft.training.run.arguments import RunArguments
-from ckpt_ft.training.run.manifest import make_whole
 
 from .answers import SHOWN
-from .sample import docstring_pairs, make_sample
 
 try:
     from trl import DPOConfig
@@ -31,15 +26,14 @@ _NUMBERS = {
     "max_length": Range(2),
     "ref_model_sync_steps": AT_LEAST_ONE,
 }
-_PAIRS = 2_000  # of the built-in sample
 
 
 @dataclass
 class DPOArguments(RunArguments, DPOConfig):
-    """TRL's `DPOConfig`, every flag of TrainingArguments among its own, with what a run needs.
+    """TRL's `DPOConfig`, which has every flag of TrainingArguments, and the run's own flags.
 
-    TRL turns gradient checkpointing on by default; here `--ac_policy` says what is checkpointed. What the model's own
-    flags say is left to them.
+    Gradient checkpointing is off, unlike in TRL: `--ac_policy` says what is checkpointed. Fields that repeat the
+    model's flags are removed.
     """
 
     gradient_checkpointing: bool | None = flag(None, "The library's own checkpointing; use --ac_policy instead.")
@@ -53,7 +47,7 @@ class DPOArguments(RunArguments, DPOConfig):
 
 
 def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of the first rows' prompts, as the model is given them; of rows that have one apart."""
+    """Returns the token ids of the first rows' prompts as the model gets them; none if there is no column 'prompt'."""
     if "prompt" not in rows.column_names:
         return []
     prompts = rows.select(range(min(SHOWN, len(rows))))["prompt"]
@@ -67,7 +61,7 @@ def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def check_preferences(rows: Dataset, name: str) -> None:
-    """Raises UserError where `rows` are no preferences: one line that names what is missing."""
+    """Raises UserError if a column is missing or a value is empty; the error names it."""
     missing = [column for column in ("chosen", "rejected") if column not in rows.column_names]
     if missing:
         raise UserError(
@@ -79,26 +73,3 @@ def check_preferences(rows: Dataset, name: str) -> None:
             empty = next((at for at, value in enumerate(rows[column], start=1) if not value), None)
             if empty is not None:
                 raise UserError(f"dataset {name}: row {empty} has no '{column}'; drop the row, or fill it in")
-
-
-def make_preferences() -> tuple[str, str]:
-    """The built-in model's directory, and a jsonl file of preferences: an answer over its own words in disorder."""
-    model, corpus = make_sample()
-    sample = Path(corpus).parent
-    made = make_whole(sample.with_name(f"{sample.name}-preferences"), _write)
-    return model, str(made / "preferences.jsonl")
-
-
-def _write(directory: Path) -> None:
-    draw = random.Random(0)
-    pairs = docstring_pairs()
-    rows: list[dict[str, str]] = []
-    draw.shuffle(pairs)
-    while len(rows) < _PAIRS:
-        pair = pairs.pop()
-        words = pair["completion"].split()
-        disorder = " ".join(draw.sample(words, len(words)))
-        if disorder != " ".join(words):
-            rows.append({"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": disorder})
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (directory / "preferences.jsonl").write_text(text, encoding="utf-8")

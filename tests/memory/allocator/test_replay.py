@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.allocator.pool import Block
+from ckpt_ft.memory.allocator.caching_allocator import Block
 from ckpt_ft.memory.allocator.replay import AllocatorSettings, CachingAllocator, OutOfMemory, replay
 from ckpt_ft.units import MIB
 

@@ -20,9 +20,9 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import read_launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.losses import own_loss
-from ckpt_ft.workloads.settings import Settings
 from ckpt_ft.workloads.workload import Batch, Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
@@ -143,10 +143,10 @@ def test_packed_weights_are_sharded_where_they_are_held_as_floats(storage: str, 
     LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path)
-    settings = Settings(
+    settings = TrainingSpec.of(
         dtype="bfloat16", mixed_precision="bf16", lora_r=8, load_in_4bit=True, seq_length=32, quant_storage=storage
     )
-    alone = load(str(tmp_path), settings, "cpu")
+    alone = load(settings.edit(model=str(tmp_path)), "cpu")
     whole = sum(p.nbytes for p in alone.model.parameters())
     packed = 2 * (4 * 64 * 64 + 3 * 64 * 192) // 2
     shared = replace(alone, launch=Launch("fsdp2", 8, mixed_precision="bf16")).trace(1)

@@ -23,10 +23,10 @@ from trace_models import MODELS, adamw, language_model, real_trace, story, train
 from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.memory_viz import snapshot
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.record.views.snapshot import snapshot
 from ckpt_ft.units import MIB
 
 POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "pointwise"]

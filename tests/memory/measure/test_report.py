@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import POINTS, Timeline
 from ckpt_ft.memory.measure import report as report_module
 from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory, merge_peaks
 from ckpt_ft.memory.measure.report import MemoryReport, provenance
-from ckpt_ft.memory.record.events import Holder, Storage
-from ckpt_ft.memory.record.timeline import POINTS, Timeline
+from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB
 

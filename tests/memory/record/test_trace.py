@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import GPU, find_gpu
-from ckpt_ft.memory.record.events import Holder, Op, Storage
-from ckpt_ft.memory.record.timeline import Timeline
+from ckpt_ft.memory.record.events import Op, Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 

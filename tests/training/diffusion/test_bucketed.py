@@ -22,11 +22,10 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches
 from ckpt_ft.training.diffusion.encoders import Encoders
 from ckpt_ft.training.diffusion.latents import FramedImages, cache_latents
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
-from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
 from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

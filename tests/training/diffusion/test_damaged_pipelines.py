@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, own_side, unet_config
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
-from ckpt_ft.training.diffusion.tiny_transformers import make_tiny_transformer
 from ckpt_ft.training.diffusion.trained import UNET, save_result
 from ckpt_ft.training.diffusion.transformer_encoders import TransformerEncoders, family_of
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

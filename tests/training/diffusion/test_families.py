@@ -15,8 +15,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import TransformerArguments
 from ckpt_ft.training.diffusion.families import FAMILIES, Family
 from ckpt_ft.training.diffusion.flow import FlowMatching, flow_loss
-from ckpt_ft.training.diffusion.tiny_transformers import KINDS, make_tiny_transformer
 from ckpt_ft.training.diffusion.trained import prepare
+from ckpt_ft.training.samples.pipelines import KINDS, make_tiny_transformer
 from ckpt_ft.workloads.workload import Batch
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches
 from ckpt_ft.training.diffusion.encoders import Encoders
 from ckpt_ft.training.diffusion.latents import FramedImages, cache_latents
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module", params=["sd1", "sdxl"])

@@ -15,8 +15,8 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
 from ckpt_ft.training.diffusion.noise import denoising_loss, drop_prompts, noisy_inputs
 from ckpt_ft.training.diffusion.state import averaged
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline
 from ckpt_ft.training.diffusion.trained import UNET, load_trained, prepare, save_trained
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module")

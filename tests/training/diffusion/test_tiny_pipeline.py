@@ -9,9 +9,16 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
-from ckpt_ft.training.diffusion.tiny_pipeline import make_tiny_pipeline, tiny_pipeline_dir, tiny_tokenizer
-from ckpt_ft.training.diffusion.tiny_vae import LATENT_CHANNELS, _gather, _principal_components, tiny_vae
-from ckpt_ft.training.images.shapes import drawings
+from ckpt_ft.training.samples.drawings import drawings
+from ckpt_ft.training.samples.pipelines import (
+    LATENT_CHANNELS,
+    _gather,
+    _principal_components,
+    make_tiny_pipeline,
+    tiny_pipeline_dir,
+    tiny_tokenizer,
+    tiny_vae,
+)
 
 
 @pytest.fixture(scope="module")

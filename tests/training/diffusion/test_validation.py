@@ -1,4 +1,4 @@
-"""Pictures of what a run has learned: whole or not there, and all of them on one sheet."""
+"""ImageLoader of what a run has learned: whole or not there, and all of them on one sheet."""
 
 from __future__ import annotations
 

@@ -13,16 +13,18 @@ from torch import nn
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.augment import Collator, ImageRows, random_crop
-from ckpt_ft.training.images.classifiers import (
+from ckpt_ft.training.images.classification import (
+    Collator,
+    ImageRows,
+    check_batch_norm,
     load_classifier,
     load_processor,
-    mind_batch_norm,
     own_resolution,
     position_arguments,
+    random_crop,
 )
-from ckpt_ft.training.images.shapes import drawn_shapes
 from ckpt_ft.training.models import ModelArguments
+from ckpt_ft.training.samples.drawings import drawn_shapes
 
 NAMES = ["ant", "bee", "cat"]
 
@@ -138,10 +140,10 @@ def arguments(tmp_path: Path, **flags: Any) -> TrainingArguments:
 def test_batch_norm_gets_no_batch_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_classifier(ModelArguments(), NAMES)
     with pytest.raises(UserError, match="--per_device_train_batch_size 1: ResNetForImageClassification has BatchNorm"):
-        mind_batch_norm(model, arguments(tmp_path, per_device_train_batch_size=1), 10)
+        check_batch_norm(model, arguments(tmp_path, per_device_train_batch_size=1), 10)
     args = arguments(tmp_path, per_device_train_batch_size=4)
-    assert not mind_batch_norm(model, args, 10).dataloader_drop_last
-    assert mind_batch_norm(model, args, 9).dataloader_drop_last
+    assert not check_batch_norm(model, args, 10).dataloader_drop_last
+    assert check_batch_norm(model, args, 9).dataloader_drop_last
     assert not args.dataloader_drop_last
     assert "the last of 9 images is left out of each epoch" in capsys.readouterr().out
 
@@ -149,7 +151,7 @@ def test_batch_norm_gets_no_batch_of_one(tmp_path: Path, capsys: pytest.CaptureF
 def test_no_batch_norm_no_such_need(tmp_path: Path) -> None:
     model = load_classifier(ModelArguments(model_name_or_path=saved_vit(tmp_path)), [str(i) for i in range(5)])
     args = arguments(tmp_path, per_device_train_batch_size=1)
-    assert not mind_batch_norm(model, args, 9).dataloader_drop_last
+    assert not check_batch_norm(model, args, 9).dataloader_drop_last
 
 
 @pytest.mark.parametrize("loader", [lambda args: load_classifier(args, NAMES), load_processor])

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.dreambooth import (
-    DreamBoothArguments,
-    Prior,
-    load_class,
-    load_instance,
+from ckpt_ft.training.images.captioned import (
+    ImageArguments,
+    PriorPreservation,
+    load_captioned,
+    load_class_images,
     missing_class_images,
     save_class_image,
 )
@@ -26,20 +26,20 @@ def folder(path: Path, *names: str) -> str:
     return str(path)
 
 
-def prior(path: Path, images: int = 4, prompt: str = "a dog") -> Prior:
-    return Prior(path, prompt, images, 2, None, 1.0)
+def prior(path: Path, images: int = 4, prompt: str = "a dog") -> PriorPreservation:
+    return PriorPreservation(path, prompt, images, 2, None, 1.0)
 
 
 def test_a_folder_of_one_subject(tmp_path: Path) -> None:
     place = folder(tmp_path / "subject", "b.png", "a.jpg", ".half.png")
     folder(tmp_path / "subject" / "class", "other.png")
     (tmp_path / "subject" / "notes.txt").write_text("not an image")
-    args = DreamBoothArguments(instance_data_dir=place, instance_prompt="a photo of sks dog")
-    rows = load_instance(args, 32)
+    args = ImageArguments(instance_data_dir=place, instance_prompt="a photo of sks dog")
+    rows = load_captioned(args, 32)
     assert [Path(row["path"]).name for row in rows["image"]] == ["a.jpg", "b.png"]
     assert set(rows["text"]) == {"a photo of sks dog"}
     args.max_train_samples = 1
-    assert len(load_instance(args, 32)) == 1
+    assert len(load_captioned(args, 32)) == 1
 
 
 def test_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
     assert {index: path.name for index, path in missing_class_images(asked).items()} == {1: "class-00001.png"}
     save_class_image(Image.new("RGB", (8, 8)), asked, tmp_path / "class" / "class-00001.png")
     assert missing_class_images(asked) == {}
-    args = DreamBoothArguments(with_prior_preservation=True, class_data_dir=str(asked.folder), class_prompt="a dog")
-    assert load_class(asked, args)["text"][:] == ["a dog"] * 4
-    assert [Path(row["path"]).name for row in load_class(prior(asked.folder, 2), args)["image"]] == [
+    args = ImageArguments(with_prior_preservation=True, class_data_dir=str(asked.folder), class_prompt="a dog")
+    assert load_class_images(asked, args)["text"][:] == ["a dog"] * 4
+    assert [Path(row["path"]).name for row in load_class_images(prior(asked.folder, 2), args)["image"]] == [
         "class-00000.png", "class-00001.png",
     ]  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_a_class_image_of_too_many_pixels_is_named_when_the_rows_are_read(
     there = prior(tmp_path / "class", images=1)
     assert missing_class_images(there) == {}
     with pytest.raises(UserError, match="class-00000.png cannot be read .*960 pixels.*exceeds limit"):
-        load_class(there, DreamBoothArguments())
+        load_class_images(there, ImageArguments())
 
 
 def test_a_class_folder_that_cannot_be(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ CLASS = {"with_prior_preservation": True, "class_data_dir": "class", "class_prom
 )
 def test_flags_that_do_not_go_together(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        DreamBoothArguments(**flags)
+        ImageArguments(**flags)
 
 
 def test_a_subject_that_is_not_there(tmp_path: Path) -> None:
     def load(place: str) -> None:
-        load_instance(DreamBoothArguments(instance_data_dir=place, instance_prompt="sks"), 32)
+        load_captioned(ImageArguments(instance_data_dir=place, instance_prompt="sks"), 32)
 
     with pytest.raises(UserError, match="--instance_data_dir /nowhere: no such directory"):
         load("/nowhere")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.images.shapes import (
+from ckpt_ft.training.samples.drawings import (
     BACKGROUNDS,
     COLOURS,
     COMBINATIONS,

@@ -10,7 +10,7 @@ import pytest
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.images.labelled import VisionArguments
+from ckpt_ft.training.images.classification import VisionArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.parser import parse_args

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.samples.language import docstring_pairs, make_docstrings
 from ckpt_ft.training.text.data import DataArguments, load_rows
-from ckpt_ft.training.text.sample import docstring_pairs, make_sample
 
 
 def write(path: Path, text: str) -> str:
@@ -92,7 +92,7 @@ def test_something_is_left_to_train_on(tmp_path: Path) -> None:
 def test_the_sample_is_made_once_and_is_the_same_each_time(sample: tuple[Path, Path]) -> None:
     model, corpus = sample
     before = corpus.stat().st_mtime_ns
-    assert make_sample() == (str(model), str(corpus))
+    assert make_docstrings() == (str(model), str(corpus))
     assert corpus.stat().st_mtime_ns == before
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
     assert rows == docstring_pairs()

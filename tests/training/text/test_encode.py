@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.text.data import DataArguments
-from ckpt_ft.training.text.encode import IGNORED, PadCollator, encode_rows
-from ckpt_ft.training.text.packing import pack
+from ckpt_ft.training.text.encode import IGNORED, PadCollator, encode_rows, pack
 
 ASK = {"role": "user", "content": "What is a list?"}
 ANSWER = {"role": "assistant", "content": "A mutable sequence."}

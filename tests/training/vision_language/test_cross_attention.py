@@ -13,12 +13,10 @@ from seeing_models import MLLAMA
 from transformers import AutoConfig, AutoModelForImageTextToText, MllamaImageProcessorPil, MllamaProcessor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.sample import make_tokenizer
-from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments
+from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
+from ckpt_ft.training.vision_language.conversations import ImageLoader, VisionLanguageArguments
 from ckpt_ft.training.vision_language.encode import encode_conversations
 from ckpt_ft.training.vision_language.models import collator_of
-from ckpt_ft.training.vision_language.rows import Pictures
-from ckpt_ft.training.vision_language.sample import CHAT_TEMPLATE
 
 ASKED = {"role": "user", "content": "<image>What is it?"}
 BLIND = {"role": "user", "content": "What is it?"}
@@ -28,7 +26,7 @@ SHORT, LONG = ({"role": "assistant", "content": answer} for answer in ("red", "r
 @pytest.fixture(scope="module")
 def processor() -> Any:
     words = make_tokenizer(["What is it? red green"], extra=["<|image|>"])
-    template = words.bos_token + CHAT_TEMPLATE.replace("<image>", "<|image|>")
+    template = words.bos_token + IMAGE_CHAT_TEMPLATE.replace("<image>", "<|image|>")
     images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
     return MllamaProcessor(images, words, chat_template=template)
 
@@ -55,7 +53,7 @@ def rows_of(processor: Any, folder: Path, *talks: list[dict[str, str]], max_leng
     images = [[f"{('square', 'wide')[at % 2]}.png"] * talk.count(ASKED) for at, talk in enumerate(talks)]
     rows = Dataset.from_dict({"messages": list(talks), "images": images})
     args = VisionLanguageArguments(dataset_name="rows", max_length=max_length)
-    return encode_conversations(rows, processor, Pictures(folder), args)
+    return encode_conversations(rows, processor, ImageLoader(folder), args)
 
 
 @pytest.mark.parametrize("max_length", [512, 18])

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ckpt_ft.training.vision_language.dataset_rows import rows_with_images
-from ckpt_ft.training.vision_language.models import patch_of
-from ckpt_ft.training.vision_language.sample import make_sample
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.vision_language.models import patch_size, rows_with_images
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.settings import Settings
 
 
 @pytest.fixture(scope="module")
 def model(_caches: None) -> str:
-    return make_sample(48)[0]
+    return make_questions(48)[0]
 
 
 def write(folder: Path, *rows: tuple[int, str]) -> str:
@@ -35,11 +34,9 @@ def write(folder: Path, *rows: tuple[int, str]) -> str:
 
 def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, tmp_path: Path) -> None:
     words = "why " * 60
-    rows = rows_with_images(
-        write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, Settings(seq_length=512)
-    )
+    rows = rows_with_images(write(tmp_path, (48, "a?"), (96, "a?"), (48, words), (48, "a?")), model, 512)
     assert rows is not None
-    workload = load(model, Settings(), "cpu", rows.lengths, rows.batches)
+    workload = load(TrainingSpec.of(model), "cpu", rows.lengths, rows.batches)
     assert rows.pixels[1] > rows.pixels[0] == rows.pixels[2]
     worst = workload.make_batch(3, rows.lengths.longest)
     assert worst["input_ids"].shape == (3, rows.lengths.longest)
@@ -54,11 +51,11 @@ def test_the_worst_batch_has_the_longest_row_and_the_largest_images(model: str, 
 def test_rows_of_text_alone_are_left_to_the_tokenizer(model: str, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    assert rows_with_images(str(file), model, Settings(seq_length=512)) is None
+    assert rows_with_images(str(file), model, 512) is None
 
 
 def test_a_patch_has_one_side_or_two(model: str) -> None:
     """InternVL's configurations say height and width."""
-    assert patch_of(read_config(model)) == 12
-    assert patch_of({"vision_config": {"patch_size": [16, 14]}}) == 14
-    assert patch_of({"vision_config": {}}) == patch_of({}) == 1
+    assert patch_size(read_config(model)) == 12
+    assert patch_size({"vision_config": {"patch_size": [16, 14]}}) == 14
+    assert patch_size({"vision_config": {}}) == patch_size({}) == 1

@@ -24,12 +24,10 @@ from transformers import (
 from versions import needs_processor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.sample import make_tokenizer
-from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments
-from ckpt_ft.training.vision_language.encode import encode_conversations, joined
+from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
+from ckpt_ft.training.vision_language.conversations import ImageLoader, VisionLanguageArguments, conversation
+from ckpt_ft.training.vision_language.encode import concatenated, encode_conversations
 from ckpt_ft.training.vision_language.models import collator_of
-from ckpt_ft.training.vision_language.rows import Pictures, conversation
-from ckpt_ft.training.vision_language.sample import CHAT_TEMPLATE
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -75,7 +73,7 @@ def gemma3() -> tuple[Any, dict[str, Any]]:
     for name, token in (("image", "<image_soft_token>"), ("boi", "<start_of_image>"), ("eoi", "<end_of_image>")):
         setattr(words, f"{name}_token", token)
         setattr(words, f"{name}_token_id", words.convert_tokens_to_ids(token))
-    template = CHAT_TEMPLATE.replace("<image>", "<start_of_image>")
+    template = IMAGE_CHAT_TEMPLATE.replace("<image>", "<start_of_image>")
     made = Gemma3Processor(Gemma3ImageProcessorPil(size=SQUARE), words, chat_template=template, image_seq_length=4)
     return made, {"mm_tokens_per_image": 4}
 
@@ -96,7 +94,7 @@ def encoded(processor: Any, folder: Path, max_length: int = 512, **changed: Any)
     images = [["square.png"], ["wide.png", "square.png"], []]
     rows = Dataset.from_dict({"messages": turns, "images": images})
     args = VisionLanguageArguments(dataset_name="rows", max_length=max_length)
-    return encode_conversations(rows, processor, Pictures(folder, **changed), args)
+    return encode_conversations(rows, processor, ImageLoader(folder, **changed), args)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,7 +102,7 @@ def test_each_familys_model_takes_what_its_processor_made(family: str, tmp_path:
     needs_processor(family)
     processor, own = FAMILIES[family]()
     if processor.chat_template is None:
-        processor.chat_template = CHAT_TEMPLATE
+        processor.chat_template = IMAGE_CHAT_TEMPLATE
     words = processor.tokenizer
     token = words.convert_tokens_to_ids("<image_soft_token>" if family == "gemma3" else "<image>")
     kind = "gemma3_text" if family == "gemma3" else "llama"
@@ -130,9 +128,9 @@ def test_what_does_not_fit_is_left_out_and_nothing_left_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processor, _ = llava()
-    processor.chat_template = CHAT_TEMPLATE
+    processor.chat_template = IMAGE_CHAT_TEMPLATE
     assert len(encoded(processor, tmp_path, max_length=35)) == 2  # two images of 16 tokens and their questions do not
-    assert "1 of 3 rows are left out: nothing to learn within --max_length 35" in capsys.readouterr().out
+    assert "--max_length 35: of 3 rows 1 are left out: nothing to learn is left" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the 3 rows"):
         encoded(processor, tmp_path, max_length=3)
 
@@ -149,7 +147,7 @@ def test_an_image_is_its_bytes_or_a_path() -> None:
 
 def test_smaller_tensors_are_padded_with_zeros() -> None:
     one, two = torch.ones(1, 2, 3), torch.ones(2, 4, 1)
-    both = joined([one, two])
+    both = concatenated([one, two])
     assert both.shape == (3, 4, 3)
     assert both.sum() == one.sum() + two.sum()
     assert both[0, :2].eq(1).all()

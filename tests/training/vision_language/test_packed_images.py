@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from versions import needs_processor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.packing import pack
-from ckpt_ft.training.vision_language.encode import KINDS, images_of
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.text.encode import pack
+from ckpt_ft.training.vision_language.encode import TOKEN_TYPES, concatenated_images
 from ckpt_ft.training.vision_language.models import collator_of
+from ckpt_ft.workloads.batches import READING, SEEING
 from ckpt_ft.workloads.images import pictured
-from ckpt_ft.workloads.packing import READING, SEEING
-from ckpt_ft.workloads.settings import Settings
 
 IGNORED = -100
 
@@ -35,12 +35,12 @@ def row(model: Any, images: int, words: int) -> dict[str, Any]:
     """An encoded row: some images of noise, then words."""
     ids, seen = torch.randint(20, 64, (words,)).tolist(), None
     if images:
-        seen = pictured(model, {}, Settings(images=images, image_size=(100, 60), seq_length=512))
+        seen = pictured(model, {}, TrainingSpec.of(images=images, image_size=(100, 60), seq_length=512))
         ids = seen.ids[0].tolist() + ids
     encoded = {"input_ids": ids, "labels": [IGNORED, *ids[1:]], "images": {}}
-    encoded |= {kind: [0] * len(ids) for kind in KINDS}
+    encoded |= {kind: [0] * len(ids) for kind in TOKEN_TYPES}
     for name, value in seen.inputs.items() if seen else ():
-        if name in KINDS:
+        if name in TOKEN_TYPES:
             encoded[name][: seen.length] = value[0].tolist()
         else:
             encoded["images"][name] = torch.randn(value.shape) if name == "pixel_values" else value
@@ -52,7 +52,7 @@ def packed(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     sequences = pack(along | {"row": [[at] for at in range(len(rows))]}, most)
     return [
         {name: values[at] for name, values in sequences.items() if name != "row"}
-        | {"images": images_of(rows[which]["images"] for which in sequences["row"][at])}
+        | {"images": concatenated_images(rows[which]["images"] for which in sequences["row"][at])}
         for at in range(len(sequences["row"]))
     ]
 

@@ -13,12 +13,16 @@ from datasets import List as ListFeature
 from PIL import Image
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.vision_language.arguments import VisionLanguageArguments, VisionLanguageModelArguments
+from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.vision_language.conversations import (
+    ImageLoader,
+    VisionLanguageArguments,
+    VisionLanguageModelArguments,
+    image_files_digest,
+    load_conversations,
+)
 from ckpt_ft.training.vision_language.encode import encode_conversations
 from ckpt_ft.training.vision_language.models import load_processor
-from ckpt_ft.training.vision_language.rows import Pictures, load_conversations
-from ckpt_ft.training.vision_language.sample import make_sample
-from ckpt_ft.training.vision_language.stamp import stamp_of
 
 ANSWER = {"role": "assistant", "content": "red"}
 
@@ -34,11 +38,11 @@ def test_an_image_that_has_changed_or_gone_is_read_anew(tmp_path: Path) -> None:
     lines = [json.dumps({"messages": turns, "images": [f"{at}.png"]}) for at in range(2)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     data = VisionLanguageArguments(dataset_name=str(tmp_path / "rows.jsonl"))
-    processor = load_processor(VisionLanguageModelArguments(model_name_or_path=make_sample()[0]), data)
+    processor = load_processor(VisionLanguageModelArguments(model_name_or_path=make_questions()[0]), data)
 
     def lengths() -> list[int]:
         rows, _, folder = load_conversations(data, evaluate=False, seed=0)
-        return list(encode_conversations(rows, processor, Pictures(folder, 12), data).with_format(None)["length"])
+        return list(encode_conversations(rows, processor, ImageLoader(folder, 12), data).with_format(None)["length"])
 
     first = lengths()
     assert first == lengths()
@@ -67,8 +71,10 @@ def test_it_is_another_with_each_file_that_is_named(kind: str, tmp_path: Path) -
         "images": rows_of(str(path)).cast_column("images", ListFeature(ImageFeature(decode=False))),
         "parts": rows_of(part={"type": "image", "image": path.name, "text": None}),
     }[kind]
-    before = stamp_of(rows, tmp_path)
-    assert stamp_of(rows, tmp_path) == before
+    before = image_files_digest(rows, tmp_path)
+    assert image_files_digest(rows, tmp_path) == before
     draw(path, 49)
-    assert stamp_of(rows, tmp_path) != before
-    assert stamp_of(rows_of("none.png"), tmp_path) == stamp_of(rows_of("a\0b.png"), None)  # said when it is read
+    assert image_files_digest(rows, tmp_path) != before
+    assert image_files_digest(rows_of("none.png"), tmp_path) == image_files_digest(
+        rows_of("a\0b.png"), None
+    )  # said when it is read

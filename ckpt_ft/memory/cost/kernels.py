@@ -1,0 +1,237 @@
+"""Seconds that the kernels of one op keep a GPU busy: the longest of arithmetic, memory traffic and instructions.
+
+This is a roofline (Williams et al. 2009) with a third roof: the instructions of threads that handle elements one by
+one. The time to the next kernel is added. Each rule has its source. The constants come from single kernels
+(benchmarks/kernels.py), none from the step of a model.
+
+Matmuls: a thread block computes one tile of the result. An SM computes one tile after the other, and the last wave of
+tiles leaves SMs idle (docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication). A small tile
+needs more loads for each product; a tile begins with loads and ends with stores that nothing hides; a result of few
+tiles is split along its sums, and the parts are added up. cuBLAS does not document which tile it takes; the fastest is
+assumed. The constants come from 5,500 fp32 matmuls on six cards; those of tensor cores follow from how much more they
+multiply for each byte that is loaded.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt_ft.memory.gpus import GPU
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.events import Op
+
+# `Op.shape`: the sizes that a kernel's time depends on besides its flops and bytes, as few integers as possible.
+#   matmul: (batch, rows, columns, terms of each sum, UNEVEN if rows in memory are no multiple of 16 bytes, else 0)
+#   convolution: the shape of the equivalent matmul with groups as batch; the last entry is the sum of WINOGRAD, for a
+#       3 x 3 window of stride 1, and CHANNELS_FIRST, for operands in a layout that tensor cores cannot read
+#   depthwise convolution: (values under all windows, WINDOW); a value counts more than once if a kernel is slower
+#   attention: (batch x heads, queries, keys, head size)
+#   norm, softmax: (rows, bytes of a row)
+#   transform, sort: (half passes over the data,)
+#   elementwise: (elements, CAST) or (elements, STRIDED) if a thread handles elements one by one, () if it loads 16
+#       bytes at once; (elements, INDEXED) for elements that are fetched or added to by index
+#   nll loss: (rows,)
+Shape = tuple[int, ...]
+UNEVEN, WINOGRAD, CHANNELS_FIRST = 1, 2, 4
+CAST, STRIDED, INDEXED, WINDOW = 1, 2, 3, 4
+TF32 = "tf32"  # `Op.dtype` of fp32 operands that may be rounded to TF32
+
+# Seconds: a kernel's blocks start and its last loads and stores end, and the gap to the next (see Host.per_launch).
+KERNEL_RAMP, KERNEL_GAP = 2.5e-6, 0.9e-6
+
+# Shares of a large matmul's rate, forward and backward, heads of 128 (FlashAttention-2, arXiv:2307.08691, figures 4 to
+# 6: on an A100 about 215 and 180 TFLOP/s against cuBLAS's 260, and 100 for CUTLASS's memory-efficient attention).
+# Hopper uses the older matrix instruction, 62 % as fast as the new one (FlashAttention-3, arXiv:2407.08608).
+_ATTENTION = {"flash": (0.82, 0.69), "cudnn": (0.82, 0.69), "efficient": (0.5, 0.33)}
+_SIMT_ATTENTION = (0.65, 0.55)
+_OLD_INSTRUCTION = 0.62
+_NARROW_HEAD = 0.88  # heads of 64 and fewer (the same figures)
+# Queries and keys of a block: the 197 tokens of a ViT take as long as 256 (facebookresearch/xformers#467: backward in
+# fp32 of 384 x 197 x 88 takes 2.3 ms on an A100, as these shares give).
+_BLOCK = 64
+
+# Cycles of an SM for each element whose address a thread computes, or which it casts; twice as many for an element
+# that is fetched or added to by index (A100: RoPE, RMSNorm and embedding in hf_op_latencies.csv); a fifth for each
+# value under a window of a depthwise convolution (A100, 3 x 3: pytorch/pytorch#18631).
+_CYCLES = {STRIDED: 0.9, CAST: 0.9, INDEXED: 2.0, WINDOW: 0.2}
+_BLOCKS = {"softmax": 1024, "norm": 128}  # threads that work on a row (ATen's SoftMax.cu, layer_norm_kernel.cu)
+# Bytes of the rows in work over the bytes of the caches that hold them: from the first value on some rows are read
+# from memory again, from the second on all. Softmax reads a row three times in succession, also from the SM's own
+# cache; a norm reads it from L2.
+_MISSES = {"softmax": (0.11, 0.28), "norm": (0.35, 0.95)}
+# A norm's block processes its row in steps of four elements per thread. An SM passes this many bytes per cycle, read
+# and written, through such blocks (A100: 768 to 3,072 elements; H100 agrees: hf_op_latencies.csv).
+_NORM_STEP, _NORM_BYTES_PER_CYCLE = 4 * 128, 10
+_L1 = {(7, 5): 64, (8, 0): 192, (9, 0): 256, (10, 0): 256}  # KiB of an SM's own cache, elsewhere 128 (CUDA guide)
+_ROW_NORMS = ("aten.native_layer_norm.", "aten._fused_rms_norm.")
+_IN_PASSES = ("aten._fft", "aten.sort.")
+_L2_BYTES_PER_CYCLE = 20  # of each SM (T4, V100, A100, RTX 4090: 16 to 31, arXiv:1903.07486, chipsandcheese.com)
+_NLL_ROWS, _NLL_SECONDS = 32, 0.75e-6  # one block of 32 threads processes all rows (ATen/native/cuda/Loss.cu)
+
+# Cost of a small tile's loads, times the sum of 1 / edge. Without tensor cores it depends on the bytes that an SM's
+# shared memory gives each lane per cycle: 2 on V100 and A100, 1 on a T4 (arXiv:1903.07486: 108 and 59 bytes per cycle
+# for 64 lanes) and on SMs with 128 lanes (CUDA C++ programming guide).
+_LOADS, _LOADS_TENSOR = {2: 8.0, 1: 16.0}, 30.0
+# Tensor cores? -> seconds to fill a tile's pipeline from memory.
+_TILE_SECONDS = {False: 0.5e-6, True: 1.5e-6}
+# Lanes of an SM -> share of the time to store the result that no other tile's arithmetic hides: twice the lanes finish
+# a tile in half the time. Tensor cores (0) are used well where sums are long enough to hide it.
+_STORES = {64: 0.3, 128: 0.65, 0: 0.0}
+_ONE = 128, 128  # the only tile of cuBLAS's batched fp32 matmuls on Ampere and Ada (all 1,500 that were timed)
+_SPLITS = (1, 2, 4, 8, 16)
+_UNEVEN_SHARE = 0.6  # share of the rate if rows in memory are no multiple of 16 bytes
+
+
+def device_seconds(op: Op, gpu: GPU, memory_left: float = 1.0) -> float:
+    """Seconds that the kernels of one op keep `gpu` busy.
+
+    memory_left: the share of the memory bandwidth that they have.
+    """
+    return _seconds(op.name, op.flops, op.nbytes, op.dtype, op.kernels, op.shape, gpu, memory_left)
+
+
+@lru_cache(maxsize=200_000)
+def _seconds(
+    name: str, flops: int, nbytes: int, dtype: str, kernels: int, shape: Shape, gpu: GPU, memory_left: float
+) -> float:
+    memory = _traffic(name, nbytes, shape, gpu) / memory_left
+    windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
+    arithmetic = _arithmetic(name, flops, nbytes, dtype, shape, gpu) if flops and not windows else 0.0
+    elements = 0.0
+    if windows or (len(shape) == 2 and shape[1] in _CYCLES and not flops):
+        elements = shape[0] * _CYCLES[shape[1]] / (gpu.sms * gpu.clock)
+    elif "nll_loss" in name and len(shape) == 1:
+        elements = shape[0] / _NLL_ROWS * _NLL_SECONDS
+    elif len(shape) == 2 and name.startswith(_ROW_NORMS):
+        step = _NORM_STEP * (2 if dtype in ("float16", "bfloat16") else 4)
+        if shape[1] > step:  # shorter rows were not timed
+            elements = 2 * shape[0] * -(-shape[1] // step) * step / (_NORM_BYTES_PER_CYCLE * gpu.sms * gpu.clock)
+    return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
+
+
+def _traffic(name: str, nbytes: int, shape: Shape, gpu: GPU) -> float:
+    """Seconds of the memory traffic; what fits into the L2 cache moves at its rate."""
+    if "softmax" in name or ("norm" in name and "linalg" not in name):
+        nbytes += _reread(name, nbytes, shape, gpu)
+    elif name.startswith(_IN_PASSES) and shape:
+        nbytes = nbytes * shape[0] // 2
+    hit = min(max(1.5 - nbytes / gpu.l2, 0.0), 1.0) if gpu.l2 else 0.0
+    rate = gpu.bandwidth * gpu.bandwidth_efficiency
+    if not hit:
+        return nbytes / rate
+    cached = _L2_BYTES_PER_CYCLE * gpu.sms * gpu.clock
+    return nbytes * (hit / cached + (1 - hit) / rate)
+
+
+def _reread(name: str, nbytes: int, shape: Shape, gpu: GPU) -> int:
+    """Bytes that are read again from memory because the rows in work do not fit into the caches.
+
+    Softmax reads a row for the maximum, the sum and the result; its backward for a sum and the result; a norm for the
+    statistics and the result.
+    """
+    kind = "softmax" if "softmax" in name else "norm"
+    if len(shape) != 2:  # batch and group norms: a channel's planes, or a group
+        return nbytes // 2 if nbytes > gpu.l2 else 0
+    rows, width = shape
+    again = 2 if kind == "softmax" and "backward" not in name else 1
+    if not gpu.l2:
+        return rows * width * again
+    in_work = gpu.sms * max(gpu.threads // _BLOCKS[kind], 1) * width
+    caches = gpu.l2 + (gpu.sms * _L1.get(gpu.arch, 128) * 1024 if kind == "softmax" else 0)
+    begin, end = _MISSES[kind]
+    missed = min(max((in_work / caches - begin) / (end - begin), 0.0), 1.0)
+    return int(rows * width * again * missed)
+
+
+def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gpu: GPU) -> float:
+    """Seconds of the arithmetic of a matmul, a convolution or attention."""
+    tf32 = dtype == TF32
+    dtype = "float32" if tf32 else dtype
+    rate, tensor_cores = gpu.matmul_rate(dtype, tf32=tf32) * gpu.sustained, gpu.has_tensor_cores(dtype, tf32=tf32)
+    if "attention" in name:
+        padded = prod(-(-n // _BLOCK) * _BLOCK / max(n, 1) for n in shape[1:3])
+        return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
+    shape = shape or cube(flops)
+    alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
+    seconds = matmul_seconds(shape, rate, tensor_cores, gpu)
+    if not tensor_cores:
+        seconds = min(seconds, winograd_seconds(shape, rate, gpu))
+    seconds *= max(flops / max(alone, 1), 1.0)
+    if tensor_cores and shape[4] & CHANNELS_FIRST:  # transposed before or after the convolution
+        seconds += 2 * nbytes / (gpu.bandwidth * gpu.bandwidth_efficiency)
+    return seconds
+
+
+def _attention_share(name: str, shape: Shape, gpu: GPU, tensor_cores: bool) -> float:
+    backward = "backward" in name
+    kind = next((kind for kind in _ATTENTION if kind in name), None)
+    if kind is None:
+        return 1.0
+    share = (_ATTENTION[kind] if tensor_cores else _SIMT_ATTENTION)[backward]
+    if gpu.arch[0] == 9 and kind != "cudnn":
+        share *= _OLD_INSTRUCTION
+    if shape and shape[3] <= 64:
+        share *= _NARROW_HEAD
+    return share
+
+
+def cube(flops: int) -> Shape:
+    """The shape of a matmul of which only the flops are known: as many rows as columns and terms."""
+    edge = max(round((flops / 2) ** (1 / 3)), 1)
+    return 1, edge, edge, edge, 0
+
+
+@lru_cache(maxsize=100_000)
+def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> float:
+    """Seconds of the arithmetic of a matmul of this `shape`; `rate` is the FLOP/s of large matmuls."""
+    batch, rows, columns, terms, flag = shape
+    each = rate / gpu.sms * (_UNEVEN_SHARE if flag == UNEVEN and tensor_cores else 1.0)
+    narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
+    loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
+    choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)
+    full = sum(1 / edge for edge in choice[0])
+    memory = gpu.bandwidth * gpu.bandwidth_efficiency
+    best = float("inf")
+    for high, wide in [_ONE] if batch > 1 and gpu.arch[0] == 8 and not tensor_cores else choice:
+        tiles = batch * -(-rows // high) * -(-columns // wide)
+        share = 1 / (1 + loads * max(1 / high + 1 / wide - full, 0.0))
+        for split in _SPLITS if batch == 1 else (1,):
+            if split > 1 and not tensor_cores and tiles * split > gpu.sms:
+                break
+            waves = -(-tiles * split // gpu.sms)
+            seconds = waves * (2 * high * wide * -(-terms // split) / (each * share) + _TILE_SECONDS[tensor_cores])
+            if split > 1:  # the parts are written and read in fp32
+                seconds += 2 * 4 * rows * columns * split / memory
+            best = min(best, seconds)
+    return best + _STORES[0 if tensor_cores else gpu.lanes] * 4 * batch * rows * columns / memory
+
+
+def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
+    """Seconds of a 3 x 3 convolution in fp32 by Winograd's F(4x4, 3x3); infinite for other shapes.
+
+    36 products replace the 144 of each 4 x 4 pixels; inputs and results are transformed through memory (Lavin and Gray
+    2016, arXiv:1509.09308; rules/cudnn.py has the same scratch).
+    """
+    if not shape[4] & WINOGRAD:
+        return float("inf")
+    _, pixels, columns, terms, _ = shape
+    tiles, channels = -(-pixels // 16), terms // 9
+    moved = 2 * 36 * 4 * (channels * columns + tiles * (channels + columns))
+    multiply = matmul_seconds((36, tiles, columns, channels, 0), rate, False, gpu)
+    return multiply + moved / (gpu.bandwidth * gpu.bandwidth_efficiency)
+
+
+@lru_cache(maxsize=8)
+def _tiles(tensor_cores: bool, large: bool) -> list[tuple[int, int]]:
+    """The tiles to choose from; the first one reaches the full rate.
+
+    Tiles are large for tensor cores and on SMs of 128 lanes (according to the kernels' names in the timings: up to
+    256 x 128 on L4 and H100, 128 x 128 on T4, V100 and A100).
+    """
+    edges = [256, 128, 64, 32][0 if large else 1 : 3 if tensor_cores else 4]
+    most = 128 * (256 if large else 128)
+    tiles = [(high, wide) for high in edges for wide in edges if high * wide <= most]
+    return sorted(tiles, key=lambda tile: 1 / tile[0] + 1 / tile[1])

@@ -1,0 +1,491 @@
+"""The work of one dispatched op: flops, bytes moved, CUDA kernels, and the sizes that its kernels' time depends on.
+
+kernels.py turns the work into seconds. Only this module needs torch: the seconds of a recorded trace do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from math import ceil, exp, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from .kernels import CAST, CHANNELS_FIRST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
+
+aten = torch.ops.aten
+
+# Ops that launch no kernel: views that their schema does not mark as views, and ops that touch no data.
+_NO_KERNEL = {
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+    "set_",
+    "resize_",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "device",
+    "_has_compatible_shallow_copy_type",  # asked by `tensor.data = other`
+}
+# What an op reads, if that is not all of its arguments.
+_MOVES = {
+    # Rows of the first argument: as many bytes as the op writes.
+    **dict.fromkeys(("embedding", "index_select", "gather", "index", "nll_loss_forward", "sparse_mask"), "written"),
+    # Almost nothing: the gradient of the loss is zero except at the labels.
+    **dict.fromkeys(("nll_loss_backward", "embedding_dense_backward"), "none"),
+    # The argument twice: it is also copied into a tensor of zeros.
+    **dict.fromkeys(("slice_backward", "select_backward", "constant_pad_nd"), "zeros"),
+    # This rank's part of a buffer for all ranks.
+    "all_gather_copy_in": "own",
+}
+# To add sparse fp32 values to a dense half-precision tensor, PyTorch makes an fp32 copy, copies that, adds by index
+# and copies the result back: 6 + 8 + 6 bytes per element, in units of 4 (SparseCUDATensorMath.cu).
+_ADDED_SPARSE = 5
+# Limits of one multi-tensor kernel: tensors, chunks, and elements of a chunk (ATen/native/cuda/MultiTensorApply.cuh).
+_TENSORS_PER_LAUNCH, _CHUNKS_PER_LAUNCH, _CHUNK = 36, 320, 65536
+
+_ShapeRule = Callable[[tuple[Any, ...], Any], Shape]  # (args, result) -> shape
+VECTOR = 16  # bytes that a thread loads at once
+# Time of PyTorch's own depthwise kernels per value under a window, relative to cuDNN's. Forward takes as long. The
+# gradient of the input finds the windows over each value; in that of the weight, each value is one block's sum over
+# all images (ATen/native/cuda/DepthwiseConv2d.cu; timings: pytorch/pytorch#3265, #18631, 3 x 3 with stride 1 and 2).
+OWN_INPUT, OWN_WEIGHT = 5, 9
+FFT_IN_ONE_PASS = 4096  # points that one thread block transforms in shared memory
+SORT_IN_ONE_PASS = 4096  # elements that one thread block sorts in shared memory (ATen/native/cuda/Sort.cpp)
+# Gradients of an embedding: from this many tokens on they are sorted by row, the gradients of a row are summed in
+# pieces of ten, and the pieces are summed (ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu). In units of an
+# element that is fetched by index, a token's element costs 0.5 and a piece's 2 (A100: embedding in
+# hf_op_latencies.csv). 20 kernels and fills sort 64 bits (CUB's onesweep: two for each of eight passes, four before
+# them), 14 do the rest.
+EMBEDDING_SORTED, EMBEDDING_PIECE, EMBEDDING_KERNELS = 3072, 10, 34
+
+
+_ON_LISTS = ("aten::_foreach", "aten::_fused_ad")
+
+
+class Work(NamedTuple):
+    """The work that one call gives a GPU."""
+
+    flops: int = 0  # real multiplications and additions
+    nbytes: int = 0  # read and written; an expanded dimension counts once
+    dtype: str = ""  # of the main operand
+    kernels: int = 0
+    shape: tuple[int, ...] = ()  # see kernels.py
+
+
+def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """The work of one call; all 0 if it launches no kernel."""
+    _, silent, moves, formula = describe(func)
+    if silent:
+        return Work()
+    written = list(tensors((out,))) or [tensor for at in mutated(func) for tensor in tensors(args[at : at + 1])]
+    written = written or list(tensors((kwargs.get("out"),)))
+    read = list(tensors(args))
+    main = next((t for t in read if t.is_floating_point() or t.is_complex()), next(iter(read + written), None))
+    if moves == "own":
+        read = written = list(tensors(args[:1]))
+    moved = {"written": written, "none": [], "zeros": read * 2}.get(moves, read)
+    nbytes = sum(map(footprint, moved)) + sum(map(footprint, written))
+    if _adds_sparse(func, args):
+        nbytes = _ADDED_SPARSE * args[0].numel() * 4
+    flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    if flops and causal_at(func) is not None and args[causal_at(func) :][:1] == (True,):
+        flops //= 2  # the formula counts the masked half, which is not computed
+    if flops and main is not None and main.is_complex():
+        flops *= 4
+    dtype = "" if main is None else str(main.dtype)[6:]
+    if flops and dtype == "float32" and _rounds_to_tf32(func):
+        dtype = TF32
+    return Work(flops, nbytes, dtype, _kernels(func, args), shape_of(func, args, out))
+
+
+def _kernels(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """The number of kernels that one call launches."""
+    name = func._schema.name
+    if args and isinstance(args[0], (tuple, list)):
+        if name.startswith(_ON_LISTS):
+            return _launches(args[0])
+        if name == "aten::block_diag":  # zeros, and a copy for each block (ATen/native/TensorShape.cpp)
+            return 1 + len(args[0])
+    if name == "aten::embedding_dense_backward":
+        return EMBEDDING_KERNELS if sorts_rows(args[1]) else 2
+    if name == "aten::sort":
+        return sort_passes(args) + 2 if sort_passes(args) else 1
+    return 2 if describe(func)[2] == "zeros" else 1
+
+
+def _adds_sparse(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a sparse tensor is added to a dense one in half precision."""
+    if func._schema.name not in ("aten::add", "aten::add_"):
+        return False
+    dense, other = args[:2]
+    return isinstance(other, Tensor) and other.is_sparse and dense.itemsize < other.itemsize
+
+
+def _rounds_to_tf32(func: OpOverload) -> bool:
+    """Whether torch may round this op's fp32 operands to TF32: by default only in convolutions."""
+    flags = torch.backends.cudnn if "convolution" in func._schema.name else torch.backends.cuda.matmul
+    return bool(flags.allow_tf32)
+
+
+def footprint(tensor: Tensor) -> int:
+    """Bytes that a tensor occupies in memory; an expanded dimension counts once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * tensor.itemsize
+
+
+def _launches(group: Sequence[Tensor]) -> int:
+    chunks = sum(-(-t.numel() // _CHUNK) for t in group)
+    return max(-(-len(group) // _TENSORS_PER_LAUNCH), -(-chunks // _CHUNKS_PER_LAUNCH))
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of attention: the scores, and the values weighted by them, for every head of the query."""
+    return 2 * _scores(query, key) * (query.size(-1) + value.size(-1))
+
+
+def attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Flops of its backward: the scores again and their gradient, and the gradients of query, key and value."""
+    return 2 * _scores(query, key) * (3 * query.size(-1) + 2 * value.size(-1))
+
+
+def _scores(query: Tensor, key: Tensor) -> int:
+    return query.shape[:-1].numel() * key.size(-2)
+
+
+def convolution_backward_flops(grad: Tensor, given: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of a convolution's backward: those of forward for the input and again for the weight."""
+    transposed, mask = args[4], args[7]
+    return 2 * (given if transposed else grad).numel() * weight.shape[1:].numel() * sum(mask[:2])
+
+
+# In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
+# of a grouped convolution's weight as if it were not grouped.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.convolution_backward: convolution_backward_flops,
+    aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_efficient_attention: attention_flops,
+    aten._scaled_dot_product_cudnn_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
+}
+
+
+@cache
+def describe(func: OpOverload) -> tuple[str, bool, str, Callable[..., int] | None]:
+    """An op's name, whether it launches no kernel, what it reads (see `_MOVES`), and its flop formula."""
+    short = func._schema.name.partition("::")[2]
+    silent = func.is_view or short in _NO_KERNEL
+    formula = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    return str(func), silent, _MOVES.get(short, "read"), formula
+
+
+@cache
+def causal_at(func: OpOverload) -> int | None:
+    """The position of `is_causal` among the arguments of an attention op."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
+@cache
+def mutated(func: OpOverload) -> tuple[int, ...]:
+    """The positions of the arguments that an op writes to; in-place ops on lists return nothing."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in an op's arguments or result, also in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors(value)
+
+
+@cache
+def _asynchronous_at(func: OpOverload) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("async_op") if "async_op" in names else None
+
+
+def is_asynchronous(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a collective (an op of c10d) runs beside the stream that issues it, until a wait for it."""
+    at = _asynchronous_at(func)
+    return at is not None and (len(args) <= at or args[at])  # the default is true, and defaults are not passed on
+
+
+def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
+    """Bytes that each rank sends in a ring collective; at least 1.
+
+    All-gather and reduce-scatter send the difference between input and output; an all-reduce does one after the other.
+    """
+    given = [t.nbytes for t in tensors(args[:2])]
+    if "reduce_scatter" in func._schema.name or "allgather" in func._schema.name:
+        return max(max(given) - min(given), 1)
+    if func._schema.name == "c10d::allreduce_":
+        ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
+        return max(2 * (ranks - 1) * given[0] // ranks, 1)
+    return max(*given, 1)
+
+
+# Shapes: the sizes that a kernel's time depends on (see kernels.py), for each kind of op.
+
+
+def shape_of(func: OpOverload, args: tuple[Any, ...], out: Any) -> Shape:
+    """The sizes of one call that its kernels' time depends on (see kernels.py)."""
+    return _rule(func)(args, out)
+
+
+@cache
+def _rule(func: OpOverload) -> _ShapeRule:
+    op = func._schema.name.partition("::")[2]
+    if op in _RULES:
+        return _RULES[op]
+    if "attention" in op:
+        return _attention_backward if "backward" in op else _attention
+    if op in _COPIES or torch.Tag.pointwise in func.tags:
+        return _elementwise
+    return _nothing
+
+
+def _matmul(first: int) -> _ShapeRule:
+    """The rule for two matrices, or two batches of them, from argument `first` on."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        left, right = args[first], args[first + 1]
+        *batch, rows, terms = left.shape
+        uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
+        return prod(batch), rows, right.shape[-1], terms, UNEVEN if uneven else 0
+
+    return shape
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    """Bytes from one row in memory to the next; of a transposed matrix, from one column to the next."""
+    steps = [step for size, step in zip(matrix.shape[-2:], matrix.stride()[-2:], strict=True) if size > 1]
+    return max(steps, default=VECTOR) * matrix.itemsize
+
+
+def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
+    given, weight, transposed = args[0], args[1], args[6]
+    if _depthwise(given, weight, args[8]):
+        return _windows(out, weight), WINDOW
+    return _as_matmul(given, weight, out, args[3], args[5], args[8], transposed)
+
+
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    """The shape of the gradient of the input; that of the weight has as many flops."""
+    gradient, given, weight = args[:3]
+    if _depthwise(given, weight, args[9]):
+        to_input, to_weight = args[10][:2]
+        if _cudnn_depthwise(given, weight, args[4]):
+            return (to_input + to_weight) * _windows(gradient, weight), WINDOW
+        own = to_input * OWN_INPUT * _windows(given, weight) + to_weight * OWN_WEIGHT * _windows(gradient, weight)
+        return own, WINDOW
+    return _as_matmul(given, weight, gradient, args[4], args[6], args[9], args[7])
+
+
+def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether each channel is convolved alone."""
+    return groups > 1 and groups == given.shape[1] and weight.shape[1] == 1
+
+
+def _windows(result: Tensor, weight: Tensor) -> int:
+    """The number of values under the windows of all pixels of a result."""
+    return result.numel() * prod(weight.shape[2:])
+
+
+def _cudnn_depthwise(given: Tensor, weight: Tensor, stride: Any) -> bool:
+    """Whether cuDNN computes it: channels last, or small windows in half precision (use_cudnn_depthwise)."""
+    if _channels_last(given):
+        return True
+    window = tuple(weight.shape[2:])
+    square = len(window) == 2 and window[0] == window[1] in (1, 3, 5) and stride[0] in (1, 2)
+    return given.itemsize == 2 and given.shape[1] >= 32 and (square or (len(window) == 1 and stride[0] == 1))
+
+
+def _channels_last(given: Tensor) -> bool:
+    """Whether the channels of a pixel are adjacent in memory."""
+    return given.shape[1] > 1 and given.stride(1) == 1 and not given.is_contiguous()
+
+
+def _as_matmul(
+    given: Tensor, weight: Tensor, result: Tensor, stride: Any, dilation: Any, groups: int, transposed: bool
+) -> Shape:
+    """The matmul of a convolution: pixels of the result by its channels, over the values under the window.
+
+    Tensor cores need channels last; other layouts are transposed for them, except for a window of one pixel, which is
+    a matmul in any layout (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional).
+    """
+    pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
+    window = prod(weight.shape[2:])
+    terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
+    moved_by_one = all(step == 1 for step in stride)
+    plain = groups == 1 and not transposed and moved_by_one and all(step == 1 for step in dilation)
+    flag = WINOGRAD if plain and tuple(weight.shape[2:]) == (3, 3) else 0
+    if not _channels_last(given) and not (window == 1 and moved_by_one):
+        flag += CHANNELS_FIRST
+    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag
+
+
+def _attention(args: tuple[Any, ...], out: Any) -> Shape:
+    query, key = args[0], args[1]
+    return prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]
+
+
+def _attention_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    return _attention(args[1:], out)
+
+
+def _nothing(args: tuple[Any, ...], out: Any) -> Shape:
+    return ()
+
+
+def _indexed(args: tuple[Any, ...], out: Any) -> Shape:
+    return (out.numel() if isinstance(out, Tensor) else 0), INDEXED
+
+
+def _indexed_from(at: int) -> _ShapeRule:
+    """The rule for ops that add the tensor at argument `at` to rows by index."""
+    return lambda args, out: (args[at].numel() if isinstance(args[at], Tensor) else 0, INDEXED)
+
+
+def sorts_rows(indices: Tensor) -> bool:
+    """Whether the backward of an embedding sorts its tokens first."""
+    return indices.numel() > EMBEDDING_SORTED
+
+
+def _embedding_backward(args: tuple[Any, ...], out: Any) -> Shape:
+    """Assumes tokens that are drawn evenly: a trace does not know how many distinct rows they use."""
+    gradient, indices, rows = args[:3]
+    tokens, width = indices.numel(), gradient.shape[-1]
+    if not sorts_rows(indices):
+        return tokens * width, INDEXED
+    met = rows * (1 - exp(-tokens / rows))
+    pieces = met * ceil(tokens / met / EMBEDDING_PIECE)
+    return round(width * (tokens / 2 + 2 * pieces)), INDEXED
+
+
+def sort_passes(args: tuple[Any, ...]) -> int:
+    """Passes of a radix sort over its keys, 8 bits each (CUB); 0 if one thread block sorts a row."""
+    given, rest = args[0], [value for value in args[1:] if isinstance(value, int) and not isinstance(value, bool)]
+    dim = rest[0] if rest else -1
+    return given.itemsize if given.dim() and given.shape[dim] > SORT_IN_ONE_PASS else 0
+
+
+def _sort(args: tuple[Any, ...], out: Any) -> Shape:
+    """Each pass reads and writes keys and indices: 1.5 times the bytes of the op's input and output."""
+    passes = sort_passes(args)
+    return (3 * passes,) if passes else ()
+
+
+def _rows(at: int) -> _ShapeRule:
+    return lambda args, out: (args[at].shape[0] if args[at].dim() > 1 else 1,)
+
+
+def _softmax(at: int) -> _ShapeRule:
+    """The rule for a softmax over the dimension in argument `at`."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        given = args[0]
+        size = given.shape[args[at]] if given.dim() else 1
+        return given.numel() // max(size, 1), size * given.itemsize
+
+    return shape
+
+
+def _norm(first: int) -> _ShapeRule:
+    """The rule for a norm with its input in argument `first` and the normalised sizes in the next one."""
+
+    def shape(args: tuple[Any, ...], out: Any) -> Shape:
+        given, sizes = args[first], args[first + 1]
+        length = prod(sizes)
+        return given.numel() // max(length, 1), length * given.itemsize
+
+    return shape
+
+
+def _fft(args: tuple[Any, ...], out: Any) -> Shape:
+    """One pass per dimension, two for a long one, one to make the input contiguous and one to scale the result.
+
+    A transform of real numbers computes half of its result; the other half is a conjugate copy
+    (ATen/native/cuda/SpectralOps.cpp).
+    """
+    given, dims, normalization, last = args[:4]
+    passes = sum(1 if given.shape[dim] <= FFT_IN_ONE_PASS else 2 for dim in dims)
+    passes += bool(normalization) + (not given.is_contiguous())
+    return (2 * passes + (not given.is_complex() and not last),)
+
+
+def _elementwise(args: tuple[Any, ...], out: Any) -> Shape:
+    """The elements, if an operand has another layout than the result (transposed or broadcast) or another dtype.
+
+    Casts from fp32 to a narrower dtype have vectorised kernels of their own (ATen/native/cuda/Copy.cu).
+    """
+    result = out if isinstance(out, Tensor) else args[0]
+    if not isinstance(result, Tensor):
+        return ()
+    strides, cast = _steps(result), False
+    for operand in args:
+        if isinstance(operand, Tensor) and operand.dim():
+            if _steps(operand) != strides:
+                return max(result.numel(), operand.numel()), STRIDED
+            cast = cast or (operand.dtype != result.dtype and operand.itemsize <= result.itemsize)
+    return (result.numel(), CAST) if cast else ()
+
+
+def _steps(tensor: Tensor) -> list[tuple[int, int]]:
+    return [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+_COPIES = ("clone", "copy_", "_to_copy", "contiguous")
+_RULES: dict[str, _ShapeRule] = {
+    "mm": _matmul(0),
+    "bmm": _matmul(0),
+    "addmm": _matmul(1),
+    "baddbmm": _matmul(1),
+    "_grouped_mm": _matmul(0),
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_softmax": _softmax(1),
+    "_log_softmax": _softmax(1),
+    "_softmax_backward_data": _softmax(2),
+    "_log_softmax_backward_data": _softmax(2),
+    "native_layer_norm": _norm(0),
+    "native_layer_norm_backward": _norm(1),
+    "_fused_rms_norm": _norm(0),
+    "_fused_rms_norm_backward": _norm(1),
+    "embedding": _indexed,
+    "index_select": _indexed,
+    "index": _indexed,
+    "gather": _indexed,
+    "embedding_dense_backward": _embedding_backward,
+    "index_add": _indexed_from(3),
+    "index_put": _indexed_from(2),
+    "index_put_": _indexed_from(2),
+    "scatter": _indexed_from(2),
+    "scatter_": _indexed_from(2),
+    "scatter_add": _indexed_from(3),
+    "scatter_add_": _indexed_from(3),
+    "nll_loss_forward": _rows(0),
+    "nll_loss_backward": _rows(1),
+    "sort": _sort,
+    "_fft_c2c": _fft,
+    "_fft_r2c": _fft,
+    "_fft_c2r": _fft,
+}

@@ -1,0 +1,197 @@
+"""How a field of a `TrainingSpec` is declared: its default, its help, its range and the flags that set it.
+
+A part of the spec is a frozen dataclass whose fields are declared by `setting`. Annotations carry the ranges
+(`annotated_types`) and the choices (`Literal`); pydantic checks them whenever a part is made, and is imported only
+then, so that `ckpt-ft --help` can read the declarations without it.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Literal, Union
+
+from ckpt_ft.errors import UserError, meant, one_line
+
+_META = "setting"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A flag without a value that sets a field: `--bf16` sets `mixed_precision` to "bf16".
+
+    Attributes:
+        name: of the flag, with underscores.
+        value: of the field.
+        help: one line for `--help`.
+        weak: another flag for the same field wins; otherwise two values for one field are an error.
+    """
+
+    name: str
+    value: Any
+    help: str
+    weak: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field declares beside its type and default.
+
+    Attributes:
+        help: one line for `--help`.
+        label: the field in error messages; its name in words if empty.
+        rule: what is allowed, for error messages about numbers.
+        key: the name of the field in `TrainingSpec.of` and `edit`; the attribute's name if empty.
+        flag: the name of its flag on the command line, with underscores; None for a field without one.
+        also: other names of that flag on our command line.
+        read: makes the value of a flag's text; None where the type does it.
+        write: makes the flag's text of the value, the opposite of `read`.
+        flag_type: of the flag's value, if it differs from the field's.
+        default_text: the default as `--help` shows it.
+        switches: flags without a value that set this field, too.
+    """
+
+    help: str
+    label: str = ""
+    rule: str = ""
+    key: str = ""
+    flag: str | None = ""
+    also: tuple[str, ...] = ()
+    read: Callable[[str], Any] | None = None
+    write: Callable[[Any], str] = str
+    flag_type: type | None = None
+    default_text: str = ""
+    switches: tuple[Switch, ...] = ()
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field with its `Setting`; `more` are that class's other attributes."""
+    return field(default=default, metadata={_META: Setting(help, **more)})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A field of a part of the spec as it was declared."""
+
+    key: str  # unique among all parts
+    part: str  # the attribute of TrainingSpec
+    name: str  # the attribute of the part
+    type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def flag(self) -> str | None:
+        """The name of its flag, with underscores; None without one."""
+        return self.setting.flag if self.setting.flag is None else self.setting.flag or self.key
+
+    @property
+    def flag_type(self) -> Any:
+        """The type of the flag's value: a builtin one."""
+        return self.setting.flag_type or _plain(self.type)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that are allowed, if they are named; () otherwise."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+
+def declared_in(part: type, attribute: str) -> list[Declared]:
+    """The fields of `part`, the dataclass that a spec has as `attribute`."""
+    types = typing.get_type_hints(part, include_extras=True)
+    return [_declared(own, types[own.name], attribute) for own in fields(part)]
+
+
+def _declared(own: Field[Any], kind: Any, part: str) -> Declared:
+    stated: Setting = own.metadata[_META]
+    assert own.default is not MISSING, f"{own.name} has no default"
+    return Declared(stated.key or own.name, part, own.name, kind, own.default, stated)
+
+
+def _plain(kind: Any) -> Any:
+    """`int` of `Annotated[int, Ge(1)] | None`; `str` of a Literal of strings."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return _plain(typing.get_args(kind)[0])
+    if origin in (Union, types.UnionType):
+        return _plain(next(option for option in typing.get_args(kind) if option is not type(None)))
+    return type(typing.get_args(kind)[0]) if origin is Literal else kind
+
+
+class Part:
+    """Base of the spec's parts: checks its fields by pydantic when it is made, and holds the values in their types.
+
+    Raises:
+        UserError: a value that its field does not take; one line with what was given and what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        from pydantic import ValidationError
+
+        kind: Any = type(self)
+
+        given = {own.name: getattr(self, own.name) for own in fields(self)}  # type: ignore[arg-type]
+        try:
+            checked = _model_of(kind).model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = str(first["loc"][0])
+            stated = next(own for own in declared_in(kind, "") if own.name == place)
+            raise UserError(_refusal(stated, given[place], first)) from error
+        for name in given:
+            object.__setattr__(self, name, getattr(checked, name))
+
+
+@lru_cache
+def _model_of(part: type[Any]) -> Any:
+    from pydantic import ConfigDict, create_model
+
+    asked: dict[str, Any] = {own.name: (own.type, own.default) for own in declared_in(part, "")}
+    return create_model(part.__name__, __config__=ConfigDict(arbitrary_types_allowed=True, extra="forbid"), **asked)
+
+
+def _refusal(stated: Declared, given: Any, error: Any) -> str:
+    label = stated.setting.label or stated.key.replace("_", " ")
+    if stated.choices:
+        allowed = [str(choice) for choice in stated.choices if choice != ""]
+        return f"{label} '{given}'{meant(str(given), allowed)} ({', '.join(allowed)})"
+    if error["type"] == "less_than_equal":
+        return f"{label} {given}: at most {error['ctx']['le']}"
+    return f"{label} {given}: {stated.setting.rule or one_line(error['msg'], 200)}"
+
+
+def names_of_text(flag: str) -> Callable[[str], tuple[str, ...]]:
+    """A reader of comma-separated names, for the flag `flag`; it raises UserError for text that names nothing."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in text.split(",") if part.strip())
+        if text and not names:
+            raise UserError(f"{flag} '{text}': names nothing; give comma-separated names, or leave it out")
+        return names
+
+    return read
+
+
+def text_of_names(names: tuple[str, ...]) -> str:
+    """The opposite of `names_of_text`."""
+    return ",".join(names)
+
+
+def size_of_text(text: str) -> tuple[int, int]:
+    """(width, height) of "640x480" or, for a square, "640".
+
+    Raises:
+        UserError: other text.
+    """
+    sides = text.lower().split("x")
+    if not (len(sides) in (1, 2) and all(side.strip().isdecimal() for side in sides)):
+        raise UserError(f"--image-size {text}: give width and height in pixels, 640x480 for example")
+    return int(sides[0]), int(sides[-1])
+
+
+def text_of_size(size: tuple[int, int]) -> str:
+    """The opposite of `size_of_text`."""
+    return "x".join(map(str, size))

@@ -1,0 +1,400 @@
+"""TrainingSpec: what is trained and how, as one value.
+
+Everything that a user can set, on the command line, in a YAML file, in a recipe or in a live Trainer, is read into it
+once. Estimates, plans and the commands that are printed are made from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Interval
+
+from ckpt_ft.errors import UserError, meant
+
+from .defaults import IMAGE_SIZE, LORA_R, SEQ_LENGTH
+from .fields import (
+    Declared,
+    Part,
+    Switch,
+    declared_in,
+    names_of_text,
+    setting,
+    size_of_text,
+    text_of_names,
+    text_of_size,
+)
+from .launch import Launch
+from .peft_file import read_peft
+
+MOST = 2**24  # tokens, pixels, ...: larger numbers are slips of the hand, and overflow what counts bytes
+MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
+MOST_SAMPLES = 2**40
+Count = Annotated[int, Interval(ge=1, le=MOST)]
+CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelSpec(Part):
+    """Which model is trained, and which of its parts."""
+
+    name: str = setting("", "Hub id, local directory or config file", key="model", flag=None)
+    frozen: tuple[str, ...] = setting(
+        (),
+        "comma-separated parts that are not trained, e.g. vision_tower,embed_tokens",
+        flag="freeze",
+        flag_type=str,
+        read=names_of_text("--freeze"),
+        write=text_of_names,
+    )
+    train_towers: Literal["", "language", "vision", "both"] = setting(
+        "", "train only these towers and freeze the others: language, vision or both; default: the whole model"
+    )
+
+
+@dataclass(frozen=True)
+class DataSpec(Part):
+    """The shapes of a micro-batch, and how many of them make a step."""
+
+    batch_size: Annotated[int, Interval(ge=1, le=MOST_SAMPLES)] = setting(
+        1, "samples on the device at once", rule="a batch has at least 1 sample, and no more than memory has bytes"
+    )
+    seq_length: Annotated[int, Interval(ge=2, le=MOST)] | None = setting(
+        None,
+        "tokens of a sequence (language models)",
+        label="sequence length",
+        rule="a sequence has at least 2 tokens",
+        default_text="1024, or fewer if the model has fewer positions; 32 in a check",
+    )
+    default_seq_length: Annotated[int, Interval(ge=2, le=MOST)] = setting(
+        SEQ_LENGTH,
+        "tokens of a sequence if `seq_length` is None",
+        label="sequence length",
+        rule="a sequence has at least 2 tokens",
+        flag=None,
+    )
+    accumulation: Count = setting(1, "micro-batches of an optimizer step", rule="a step has at least 1 micro-batch")
+    rows: Literal["alike", "padded", "packed"] = setting(
+        "alike",
+        "rows of a micro-batch of text: all of the same length, padded to it, or two packed into each sequence",
+        flag=None,
+        switches=(
+            Switch("packing", "packed", "pack rows into full sequences; attention stays within each row"),
+            Switch("padding", "padded", "rows of different lengths, padded to --seq-length"),
+        ),
+    )
+    resolution: CountOrNone = setting(
+        0, "side of an image in pixels; 0 for the model's own", rule="a number of pixels, or 0 for the model's own"
+    )
+    buckets: str = setting(
+        "", "images of several sizes: 'height,width;height,width', or auto", flag="aspect_ratio_buckets"
+    )
+    encode_each_step: bool = setting(
+        False, "encode images and prompts in each step: a pipeline's VAE and text encoders are on the device"
+    )
+    frames: CountOrNone = setting(0, "frames of a video; 0 for 49", rule="a number of them, or 0 for 49")
+    audio_seconds: CountOrNone = setting(
+        0, "seconds of sound in a sample; 0 for 10", rule="a number of them, or 0 for 10"
+    )
+    images: CountOrNone = setting(
+        0, "images in each row of text, for models that see", rule="a number of them in each row, or 0 for text alone"
+    )
+    image_size: tuple[int, int] = setting(
+        IMAGE_SIZE,
+        "width x height of each image in pixels, e.g. 640x480",
+        flag_type=str,
+        read=size_of_text,
+        write=text_of_size,
+        default_text="1024x1024",
+    )
+    max_pixels: Annotated[int, Ge(0)] = setting(
+        0,
+        "pixels of an image at most, for processors with such a limit",
+        rule="a number, or 0 for the processor's own",
+    )
+    longest_side: Annotated[int, Ge(0)] = setting(
+        0,
+        "longest side of an image in pixels, for processors that scale by it",
+        rule="a number, or 0 for the processor's own",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(1 <= side <= MOST_SIDE for side in self.image_size):
+            wide, high = self.image_size
+            raise UserError(f"image size {wide}x{high}: each side has 1 to {MOST_SIDE} pixels")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence: those asked for, or the default."""
+        return self.default_seq_length if self.seq_length is None else self.seq_length
+
+    @property
+    def length_is_open(self) -> bool:
+        """Whether no length was asked for, so that a model with fewer positions gets as many as it has."""
+        return self.tokens == SEQ_LENGTH and self.seq_length is None
+
+
+@dataclass(frozen=True)
+class PrecisionSpec(Part):
+    """The dtype of the weights, and autocast."""
+
+    dtype: Dtype = setting("float32", "dtype of the weights: float32, bfloat16 or float16")
+    mixed_precision: Literal["no", "bf16", "fp16"] = setting(
+        "no",
+        "autocast: no, bf16 or fp16",
+        switches=(
+            Switch("bf16", "bf16", "the same as --mixed-precision bf16"),
+            Switch("fp16", "fp16", "the same as --mixed-precision fp16"),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class AdapterSpec(Part):
+    """Adapters that are trained in place of the weights."""
+
+    lora_r: CountOrNone = setting(
+        0,
+        "LoRA rank; 0 trains all weights",
+        label="LoRA rank",
+        rule="it is at least 1 (0 trains all weights)",
+        flag="lora",
+        also=("lora_r",),
+        switches=(Switch("use_peft", LORA_R, f"LoRA, of rank {LORA_R} unless --lora gives another", weak=True),),
+    )
+    lora_targets: tuple[str, ...] = setting(
+        (),
+        "comma-separated names of the modules that get an adapter; default: all linear layers",
+        flag_type=str,
+        read=names_of_text("--lora-targets"),
+        write=text_of_names,
+    )
+    lora_dropout: Annotated[float, Interval(ge=0, lt=1)] | None = setting(
+        None,
+        "dropout in front of the adapters",
+        label="LoRA dropout",
+        rule="a share from 0 up to, but not including, 1",
+        default_text="0.05 as in the recipes, and 0 in diffusion models",
+    )
+    use_dora: bool = setting(False, "DoRA in place of LoRA", flag="dora")
+    peft: Mapping[str, Any] | None = setting(
+        None,
+        "a configuration of PEFT, as adapter_config.json has it, or the directory with that file",
+        flag="peft_config",
+        flag_type=str,
+        read=lambda path: read_peft(path, f"--peft-config {path}"),
+    )
+    train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_text_encoder and not self.lora_r:
+            raise UserError("text encoders are trained by LoRA: give a rank too, 16 for example")
+        if self.use_dora and not self.lora_r:
+            raise UserError("DoRA is a kind of LoRA: give a rank too, 16 for example")
+        if self.peft is not None and self.lora_r:
+            raise UserError("LoRA by rank and a configuration of PEFT are two adapters: give one of them")
+
+    @property
+    def trains(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        return bool(self.lora_r) or self.peft is not None
+
+
+@dataclass(frozen=True)
+class QuantisationSpec(Part):
+    """Frozen weights in 4 or 8 bits, as bitsandbytes holds them."""
+
+    load_in_4bit: bool = setting(False, "frozen weights in 4 bits (NF4)")
+    double_quant: bool = setting(False, "with 4 bits: the scales of the weights in 8 bits")
+    quant_storage: Literal["uint8", "float32", "bfloat16", "float16"] = setting(
+        "uint8", "with 4 bits: the dtype in which the weights are stored; FSDP2 shards only floating-point ones"
+    )
+    load_in_8bit: bool = setting(False, "frozen weights in 8 bits (LLM.int8)")
+    prepare_kbit: bool = setting(
+        False,
+        "with 4 or 8 bits: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.load_in_4bit and self.load_in_8bit:
+            raise UserError("weights in 4 bits and in 8 bits: ask for one of them")
+        if self.prepare_kbit and not self.bits:
+            raise UserError(
+                "k-bit preparation is of a model that is loaded in 4 bits (or 8): ask for both, or leave it out"
+            )
+        if self.quant_storage != "uint8" and not self.load_in_4bit:
+            raise UserError(
+                f"quant storage {self.quant_storage}: it is of weights in 4 bits: ask for both, or leave it out"
+            )
+        if self.double_quant and not self.load_in_4bit:
+            raise UserError("double quantisation is of weights in 4 bits: ask for both, or leave it out")
+
+    @property
+    def bits(self) -> int:
+        """Of a frozen weight: 4 or 8; 0 if they are not quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
+
+
+@dataclass(frozen=True)
+class OptimizerSpec(Part):
+    """What updates the weights."""
+
+    name: Literal["adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none"] = setting(
+        "adamw_fused", "adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none", key="optimizer"
+    )
+    max_grad_norm: Annotated[float, Interval(ge=0, lt=float("inf"))] = setting(
+        1.0,
+        "clip gradients to this norm; 0 for no clipping",
+        label="gradients clipped to",
+        rule="a norm, or 0 for no clipping",
+    )
+    ema: bool = setting(False, "a moving average of the trained weights, in float32 on the device")
+
+
+@dataclass(frozen=True)
+class KernelSpec(Part):
+    """Which implementations run the model."""
+
+    attn_implementation: Literal["", "sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
+        "",
+        "sdpa, eager, flash_attention_2 or flex_attention; default: the model's own choice",
+        label="attention implementation",
+    )
+
+
+@dataclass(frozen=True)
+class LaunchSpec(Part):
+    """The processes that train together."""
+
+    launch: Launch | None = setting(None, "several processes; None for one", flag=None)
+    launches: tuple[Launch, ...] = setting((), "launches that a plan chooses from", flag=None)
+
+
+@dataclass(frozen=True)
+class HostSpec(Part):
+    """The device, its memory and its allocator.
+
+    `device` is a GPU's name in `memory/gpus.py` or "cpu", "" for the GPU at hand. A GPU that is in no table is
+    `gpu_memory` bytes beside `gpu_like`, a GPU of the same speed.
+    """
+
+    device: str = setting("", "a GPU by name, or cpu; default: the GPU at hand, or a100-80gb")
+    gpu_memory: str = setting("", "memory of a GPU that is in no table, with --gpu-like")
+    gpu_like: str = setting("", "a GPU that is as fast as that one")
+    budget: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
+        None, "bytes of memory that the process may take", flag=None
+    )
+    alloc_conf: str = setting("", "options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What is trained and how.
+
+    The parts are checked when they are made, and what belongs together when the spec is. `TrainingSpec.of` makes one
+    from the fields' names, `edit` another one with some fields changed.
+
+    Raises:
+        UserError: values that no field takes, or that do not go together.
+    """
+
+    policy: str = "none"
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    adapter: AdapterSpec = field(default_factory=AdapterSpec)
+    quantisation: QuantisationSpec = field(default_factory=QuantisationSpec)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
+    host: HostSpec = field(default_factory=HostSpec)
+
+    def __post_init__(self) -> None:
+        if self.quantisation.bits and not self.adapter.trains:
+            raise UserError(
+                f"{self.quantisation.bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for "
+                "example"
+            )
+
+    @classmethod
+    def of(cls, model: str = "", **fields: Any) -> TrainingSpec:
+        """A spec of fields by their names, the others at their defaults: `TrainingSpec.of("gpt2", lora_r=16)`.
+
+        Raises:
+            UserError: a field that does not exist, or a value that it does not take.
+        """
+        return cls._made({}, {"model": model, **fields})
+
+    def edit(self, **changes: Any) -> TrainingSpec:
+        """This spec with some fields changed, by their names: `spec.edit(optimizer="adamw_8bit", lora_r=16)`.
+
+        Raises:
+            UserError: a field that does not exist, a value that it does not take, or fields that do not go together.
+        """
+        return self._made({name: getattr(self, name) for name in PARTS}, changes, self.policy)
+
+    @classmethod
+    def _made(cls, parts: Mapping[str, Any], changes: Mapping[str, Any], policy: str = "none") -> TrainingSpec:
+        known = declared()
+        changed: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            if key == "policy":
+                policy = str(value)
+            elif key in known:
+                changed.setdefault(known[key].part, {})[known[key].name] = value
+            else:
+                raise UserError(f"no setting '{key}'{meant(key, known)} ({', '.join(known)})")
+        kinds = PARTS
+        return cls(
+            policy,
+            **{
+                name: (replace(parts[name], **changed.get(name, {})) if name in changed else parts[name])
+                if name in parts
+                else kinds[name](**changed.get(name, {}))
+                for name in kinds
+            },
+        )
+
+    def get(self, key: str) -> Any:
+        """The value of a field by its name."""
+        if key == "policy":
+            return self.policy
+        return getattr(getattr(self, declared()[key].part), declared()[key].name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data."""
+        return asdict(self)
+
+    def fingerprint(self) -> str:
+        """A digest of every field: the same for specs that are equal."""
+        text = json.dumps(self.to_dict(), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+PARTS: dict[str, Any] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "precision": PrecisionSpec,
+    "adapter": AdapterSpec,
+    "quantisation": QuantisationSpec,
+    "optimizer": OptimizerSpec,
+    "kernels": KernelSpec,
+    "launch": LaunchSpec,
+    "host": HostSpec,
+}
+
+
+@lru_cache(maxsize=1)
+def declared() -> dict[str, Declared]:
+    """Every field of a spec by its name, but for `policy`."""
+    return {own.key: own for attribute, part in PARTS.items() for own in declared_in(part, attribute)}

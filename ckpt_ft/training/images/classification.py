@@ -1,0 +1,421 @@
+"""Image classification: labelled images, what the model is shown of them, and the classifier itself.
+
+Images come from the Hub, from a folder of class folders, or are drawn shapes. In training they are cropped at random
+and mirrored; in evaluation the model's own processor frames them. Random crops follow Szegedy et al. 2014
+(arXiv:1409.4842, section 6): a share of the area and an aspect ratio are drawn. Every error is one line that names the
+folder, the row or the class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageOps
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.reading import library_reads
+from ckpt_ft.training.flags import PIXELS, Range, SplitArguments, changed, check_numbers, flag
+from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
+from ckpt_ft.training.samples.drawings import drawn_shapes
+
+from .files import image_files, named_columns, open_image, readable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+    from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+
+Row = dict[str, Any]
+_SHAPES_HELD_OUT = 512
+_SHAPES_RESOLUTION = 40  # pixels as drawn; the model's own resolution decides what it is shown
+_BUILT_IN_SIDE = 32
+_ASPECTS = (3 / 4, 4 / 3)  # width / height of a crop before it is made square
+_CROP_TRIES = 10
+_NUMBERS = {"max_train_samples": Range(2), "resolution": PIXELS, "min_crop": Range(0, 1, open=True)}
+
+
+@dataclass
+class VisionArguments(SplitArguments):
+    """The labelled images to train on, and how the model is shown them.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    dataset_name: str | None = flag(
+        None,
+        "Hub id, or a local folder with a folder of images per class, perhaps below folders named as the splits; "
+        "without it, drawn shapes.",
+    )
+    image_column: str = flag("image", "Column of images of a Hub dataset.")
+    label_column: str = flag("label", "Column of classes of a Hub dataset.")
+    max_train_samples: int | None = flag(None, "Train on only this many images, drawn at random.")
+    skip_bad_images: bool = flag(False, "Leave out images that cannot be read.")
+    resolution: int | None = flag(None, "Pixels of a side; by default the model's own.")
+    augment: bool = flag(True, "Train on random crops that are mirrored half of the time (--no_augment).")
+    min_crop: float = flag(0.25, "The least share of an image's area that a crop shows.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, _NUMBERS)
+
+
+def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None, list[str]]:
+    """Returns the training rows of `image` (undecoded) and `label`, the evaluation rows, and the classes' names.
+
+    Raises:
+        UserError: the source does not exist, cannot be read or is empty, has fewer than two classes, or has an image
+            or a label that cannot be used.
+    """
+    train, test = _load(args, evaluate)
+    if evaluate and test is None:
+        train, test = args.hold_out(train, seed)
+    if args.max_train_samples is not None:
+        train = train.shuffle(seed=seed).select(range(min(args.max_train_samples, len(train))))
+    source = args.dataset_name or "drawn shapes"
+    names = class_names(train, source)
+    splits = [_labelled(rows, names, source) for rows in (train, test) if rows is not None]
+    splits = [readable(rows, source, skip=args.skip_bad_images) for rows in splits]
+    _check_classes(splits[0]["label"], names, source)
+    return splits[0], splits[1] if len(splits) > 1 else None, names
+
+
+def _load(args: VisionArguments, evaluate: bool) -> tuple[Dataset, Dataset | None]:
+    """Returns the train and test rows as they are; None for a test split that is still to be held out."""
+    own_test = evaluate and args.test_split_size is None
+    if args.dataset_name is None:
+        shapes = drawn_shapes(resolution=_SHAPES_RESOLUTION).select_columns(["image", "label"])
+        train = shapes.select(range(_SHAPES_HELD_OUT, len(shapes))) if own_test else shapes
+        return _undecoded(train), _undecoded(shapes.select(range(_SHAPES_HELD_OUT))) if own_test else None
+    read = _load_folder if Path(args.dataset_name).is_dir() else _load_hub
+    return read(args, args.dataset_train_split), read(args, args.dataset_test_split) if own_test else None
+
+
+def _load_hub(args: VisionArguments, split: str) -> Dataset:
+    from datasets import load_dataset
+
+    name = args.dataset_name
+    try:
+        rows = load_dataset(name, args.dataset_config, split=split)
+    except Exception as error:  # the readers of the many formats raise errors of every class
+        reason = one_line(error.__cause__ or error)
+        where = "neither a local folder nor a dataset of the Hub that can be read from here"
+        raise UserError(f"--dataset_name {name}: {where}: {reason}") from error
+    rows = named_columns(
+        rows, str(name), ("image_column", args.image_column, "image"), ("label_column", args.label_column, "label")
+    )
+    if len(rows) == 0:
+        raise UserError(f"--dataset_name {name}: split '{split}' is empty")
+    return _undecoded(rows)
+
+
+def _load_folder(args: VisionArguments, split: str) -> Dataset:
+    """Reads `folder/split/class/*.png`, or for training `folder/class/*.png`, so that errors can name the class."""
+    from datasets import ClassLabel, Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    top = Path(args.dataset_name or "")
+    root = top / split
+    if not root.is_dir():
+        if split != args.dataset_train_split:
+            raise UserError(
+                f"--dataset_name {top}: no folder '{split}' in it to evaluate on; hold images out with "
+                "--test_split_size 0.1, or name the folder with --dataset_test_split"
+            )
+        root = top
+    folders = sorted(path for path in root.iterdir() if not path.name.startswith("."))
+    images = {folder.name: image_files(folder) for folder in folders if folder.is_dir()}
+    empty = [name for name, files in images.items() if not files]
+    if not images:
+        raise UserError(
+            f"--dataset_name {root}: no class folders in it; put each class's images in a folder of its own"
+        )
+    if empty:
+        raise UserError(f"--dataset_name {root}: no images in class folder {', '.join(empty)}; add some, or remove it")
+    names = list(images)
+    rows = {
+        "image": [str(file) for files in images.values() for file in files],
+        "label": [names.index(name) for name, files in images.items() for _ in files],
+    }
+    features = Features(image=Value("string"), label=ClassLabel(names=names))
+    return Dataset.from_dict(rows, features=features).cast_column("image", ImageFeature(decode=False))
+
+
+def _undecoded(rows: Dataset) -> Dataset:
+    from datasets import Image as ImageFeature
+
+    try:
+        return rows.cast_column("image", ImageFeature(decode=False))
+    except (TypeError, ValueError) as error:
+        kind = rows.features["image"]
+        raise UserError(f"the image column holds {kind}, which cannot be read as images") from error
+
+
+def class_names(rows: Dataset, source: str) -> list[str]:
+    """Returns the classes in label order: the dataset's own names, or the sorted values of its label column.
+
+    Raises:
+        UserError: a label is neither a whole number nor a text.
+    """
+    from datasets import ClassLabel
+
+    feature = rows.features["label"]
+    if isinstance(feature, ClassLabel):
+        return list(feature.names)
+    values = set(rows["label"])
+    if None in values:
+        raise UserError(f"{source}: row {list(rows['label']).index(None) + 1} has no label")
+    if not all(isinstance(value, (int, str)) for value in values):
+        raise UserError(f"{source}: labels are whole numbers or names, not {type(next(iter(values))).__name__}")
+    return [str(value) for value in sorted(values)]
+
+
+def _labelled(rows: Dataset, names: list[str], source: str) -> Dataset:
+    """Replaces the labels by positions in `names`."""
+    from datasets import ClassLabel, Value
+
+    feature = rows.features["label"]
+    own = feature.names if isinstance(feature, ClassLabel) else None
+    place = {name: index for index, name in enumerate(names)}
+    labels = []
+    for row, value in enumerate(rows["label"], start=1):
+        name = own[value] if own and value is not None and 0 <= value < len(own) else None if own else str(value)
+        if name not in place:
+            given = f"label {value}" if name is None or name == str(value) else f"class '{name}'"
+            raise UserError(
+                f"{source}: row {row} has {given}, but there are {len(names)} classes to train on ({_some(names)})"
+            )
+        labels.append(place[name])
+    return rows.remove_columns("label").add_column("label", labels, feature=Value("int64"))
+
+
+def _check_classes(labels: Iterable[int], names: list[str], source: str) -> None:
+    """Requires two classes, and prints those without an image: the model never learns their outputs."""
+    counts = Counter(labels)
+    if len(counts) < 2:
+        only = names[next(iter(counts))]
+        raise UserError(f"{source}: every training image is of class '{only}'; a classifier needs at least 2 classes")
+    missing = [name for index, name in enumerate(names) if index not in counts]
+    if missing:
+        print(f"{source}: {len(missing)} of {len(names)} classes have no training image: {_some(missing)}", flush=True)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+class ImageRows:
+    """A map-style dataset of `pixel_values` (3, resolution, resolution) and `labels`, from rows of undecoded images.
+
+    Random crops depend on the seed, the epoch and the row alone: not on workers, ranks, or where a run was resumed.
+
+    Args:
+        rows: columns `image` and `label`.
+        processor: the model's image processor.
+        resolution: pixels of a side; None leaves the size to the processor.
+        min_crop: least share of the area that a random crop shows; None for no augmentation.
+        seed: of the crops.
+    """
+
+    def __init__(
+        self, rows: Dataset, processor: Any, resolution: int | None, min_crop: float | None = None, seed: int = 0
+    ) -> None:
+        import torch
+
+        self.rows, self.processor, self.resolution = rows, processor, resolution
+        self.min_crop, self.seed = min_crop, seed
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers must see it change
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index]
+        image = open_image(row["image"])
+        if self.min_crop is not None:
+            draw = random.Random(f"{self.seed} {self.epoch.item()} {index}")
+            image = random_crop(image, self.min_crop, draw)
+            image = ImageOps.mirror(image) if draw.random() < 0.5 else image
+        return {"pixel_values": self.pixels(image), "labels": row["label"]}
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Normalises `image` at the resolution; a random crop is scaled to it, another image is framed."""
+        options = {}
+        if self.resolution is not None:
+            fit = Image.Image.resize if self.min_crop is not None else ImageOps.fit
+            image = fit(image, (self.resolution, self.resolution), Image.Resampling.BICUBIC)
+            options = {"do_resize": False, "do_center_crop": False}
+        pixels: Tensor = self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
+        return pixels
+
+
+def random_crop(image: Image.Image, min_area: float, draw: random.Random) -> Image.Image:
+    """Crops at least `min_area` of the area at an aspect ratio from 3:4 to 4:3; the middle square if none fits."""
+    width, height = image.size
+    for _ in range(_CROP_TRIES):
+        area = draw.uniform(min_area, 1) * width * height
+        aspect = math.exp(draw.uniform(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
+            return image.crop((left, top, left + w, top + h))
+    side = min(width, height)
+    return ImageOps.fit(image, (side, side))
+
+
+def new_crops_each_epoch(rows: ImageRows) -> TrainerCallback:
+    """Returns a callback that sets the epoch of `rows`.
+
+    Trainer's data loaders call a `set_epoch`, but not on several ranks, nor after a resume.
+    """
+    from transformers import TrainerCallback
+
+    class NewCropsEachEpoch(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            rows.epoch.fill_(int(state.epoch or 0))
+
+    return NewCropsEachEpoch()
+
+
+class Collator:
+    """Batches rows to `pixel_values` (N, 3, H, W) and `labels` (N,), with `extra` arguments of the model."""
+
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        self.extra = extra or {}
+
+    def __call__(self, rows: Sequence[Row]) -> Row:
+        import torch
+
+        pixels = torch.stack([row["pixel_values"] for row in rows])
+        return {"pixel_values": pixels, "labels": torch.tensor([row["labels"] for row in rows]), **self.extra}
+
+
+def most_likely_class(logits: Any, labels: Any) -> Any:
+    """Trainer's `preprocess_logits_for_metrics`: keeps one class per image instead of all scores."""
+    return logits.argmax(dim=-1)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Trainer's `compute_metrics`: the share of right images, over all images and averaged over the classes."""
+    import numpy as np
+
+    chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+    right = chosen == labels
+    each = [float(right[labels == label].mean()) for label in np.unique(labels)]
+    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(each))}
+
+
+def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
+    """Returns a model with one output per class; a pretrained head of another size is replaced, which is logged.
+
+    With adapters all weights are frozen except the head and BatchNorm. Both are saved whole beside the adapters:
+    BatchNorm's statistics change in training, and an adapter without them would predict something else.
+
+    Raises:
+        UserError: the model cannot be read, or is not an image classifier.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+
+    classes: dict[str, Any] = {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+    if args.model_name_or_path is None:
+        # A ResNet of basic blocks (He et al. 2015, arXiv:1512.03385), which learns the drawn shapes fast on a CPU.
+        model: Any = ResNetForImageClassification(
+            ResNetConfig(
+                embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[1, 1, 1, 1], layer_type="basic", **classes
+            )
+        )
+    else:
+        model = load_pretrained(args, AutoModelForImageClassification, ignore_mismatched_sizes=True, **classes)
+    if not args.adapts:
+        return model
+    head = next(name for name, _ in reversed(list(model.named_children())) if name != model.base_model_prefix)
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    layers = _adaptable_layers(model, head)
+    return with_adapters(model, args, targets=lambda asked: asked or layers, modules_to_save=[head, *norms])
+
+
+def _adaptable_layers(model: nn.Module, head: str) -> list[str]:
+    """Returns the layers outside the head that get an adapter by default: linear ones, or a CNN's convolutions."""
+    from torch import nn
+
+    body = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(f"{head}.")]
+    linear = [name for name, module in body if isinstance(module, nn.Linear)]
+    return linear or [name for name, module in body if isinstance(module, nn.Conv2d) and module.groups == 1]
+
+
+def load_processor(args: ModelArguments) -> Any:
+    """Returns the model's image processor: its size, scaling and normalisation.
+
+    Raises:
+        UserError: it does not exist or cannot be read.
+    """
+    from transformers import AutoImageProcessor, ViTImageProcessor
+
+    if args.model_name_or_path is None:
+        return ViTImageProcessor(size={"height": _BUILT_IN_SIDE, "width": _BUILT_IN_SIDE})
+    with library_reads(f"model {args.model_name_or_path}: no image processor can be loaded"):
+        return AutoImageProcessor.from_pretrained(args.model_name_or_path, **args.source)
+
+
+def own_resolution(processor: Any) -> int:
+    """Returns the pixels of a side that `processor` gives a square image.
+
+    Raises:
+        UserError: the processor names no size.
+    """
+    size = (getattr(processor, "do_center_crop", None) and processor.crop_size) or processor.size or {}
+    for key in ("height", "shortest_edge"):
+        if size.get(key):
+            return int(size[key])
+    raise UserError("the model's image processor says no size; give --resolution")
+
+
+def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
+    """Returns the arguments that make `model` interpolate its position embeddings to `resolution`, if it must."""
+    from ckpt_ft.workloads.adapters import without_adapters
+
+    base = without_adapters(model)
+    own = getattr(base.config, "image_size", None)
+    if resolution is None or own in (None, resolution, [resolution, resolution]):
+        return {}
+    if "interpolate_pos_encoding" in inspect.signature(base.forward).parameters:
+        print(f"position embeddings of {own} pixels are interpolated to --resolution {resolution}", flush=True)
+        return {"interpolate_pos_encoding": True}
+    return {}
+
+
+def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
+    """Returns `args` with `dataloader_drop_last` if the last of `count` images would be a batch of one for BatchNorm.
+
+    Raises:
+        UserError: the batch size is 1, over which BatchNorm cannot compute statistics.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    if not any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
+        return args
+    size = args.train_batch_size
+    if size == 1:
+        raise UserError(
+            f"--per_device_train_batch_size 1: {type(model).__name__} has BatchNorm, which takes statistics over a "
+            "batch; give at least 2 (gradient accumulation does not help)"
+        )
+    if args.world_size == 1 and count % size == 1 and not args.dataloader_drop_last:
+        print(
+            f"the last of {count} images is left out of each epoch: BatchNorm cannot train on a batch of one",
+            flush=True,
+        )
+        return changed(args, dataloader_drop_last=True)
+    return args

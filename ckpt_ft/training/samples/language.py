@@ -1,0 +1,215 @@
+"""The built-in language and vision-language models with their training data, made offline and cached.
+
+The text is questions and answers from the docstrings of Python's standard library, with a byte-level BPE tokenizer
+trained on it and a Llama of one million random parameters. The vision-language data is drawn pictures with questions,
+for a LLaVA-NeXT of less than one million random parameters. All are files that are read like any others.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import platform
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.errors import WorkFailed
+from ckpt_ft.files import cache_root
+from ckpt_ft.training.run.manifest import make_whole
+
+from .drawings import questions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+
+VOCABULARY = 2048
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+IMAGE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}",
+)
+_IMAGE = "<image>"
+_PREFERENCES, _QUESTIONS = 2_000, 1_500  # rows
+_VERSION = 1  # part of the cache directories' names: raise it when what is made changes
+_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "encodings", "ensurepip")
+_TEXT_MODEL: dict[str, Any] = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+_TILE, _PATCH = 48, 12  # pixels of a side
+_GRIDS = [[_TILE, _TILE], [_TILE, 2 * _TILE]]  # (height, width) of the tiles beside the whole picture
+
+
+def make_docstrings() -> tuple[str, str]:
+    """Returns the language model's directory and its corpus, a jsonl file; made on first use (about ten seconds)."""
+    made = make_whole(cache_root() / f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
+    return str(made / "model"), str(made / "docstrings.jsonl")
+
+
+def make_preferences() -> tuple[str, str]:
+    """Returns the language model's directory and a jsonl file of preferences: an answer over its shuffled words."""
+    model, corpus = make_docstrings()
+    sample = Path(corpus).parent
+    made = make_whole(sample.with_name(f"{sample.name}-preferences"), _write_preferences)
+    return model, str(made / "preferences.jsonl")
+
+
+def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
+    """Returns the vision-language model's directory and a jsonl file of questions; made on first use (seconds)."""
+    made = make_whole(cache_root() / f"drawn-v{_VERSION}-{rows}", lambda directory: _write_questions(directory, rows))
+    return str(made / "model"), str(made / "questions.jsonl")
+
+
+def _write_docstrings(directory: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    pairs = docstring_pairs()
+    _write_rows(directory / "docstrings.jsonl", pairs)
+    make_tokenizer(pair["prompt"] + pair["completion"] for pair in pairs).save_pretrained(directory / "model")
+    config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=352, num_hidden_layers=4, **_TEXT_MODEL)
+    _random_model(LlamaForCausalLM, config).save_pretrained(directory / "model")
+
+
+def _write_preferences(directory: Path) -> None:
+    draw = random.Random(0)
+    pairs = docstring_pairs()
+    rows: list[dict[str, str]] = []
+    draw.shuffle(pairs)
+    while len(rows) < _PREFERENCES:
+        pair = pairs.pop()
+        words = pair["completion"].split()
+        shuffled = " ".join(draw.sample(words, len(words)))
+        if shuffled != " ".join(words):
+            rows.append({"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": shuffled})
+    _write_rows(directory / "preferences.jsonl", rows)
+
+
+def _write_questions(directory: Path, count: int) -> None:
+    drawn = questions(count)
+    (directory / "images").mkdir()
+    rows = []
+    for at, row in enumerate(drawn):
+        name = f"images/{at:05}.png"
+        row.image.save(directory / name)
+        user = {"role": "user", "content": f"{_IMAGE}{row.question}"}
+        rows.append({"messages": [user, {"role": "assistant", "content": row.answer}], "images": [name]})
+    _write_rows(directory / "questions.jsonl", rows)
+    tokenizer = make_tokenizer((f"{row.question} {row.answer}" for row in drawn), extra=[_IMAGE])
+    make_processor(tokenizer).save_pretrained(directory / "model")
+    model = make_vision_language_model(len(tokenizer), tokenizer.convert_tokens_to_ids(_IMAGE))
+    model.save_pretrained(directory / "model")
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _random_model(model: Any, config: Any) -> PreTrainedModel:
+    """Returns a model with the same random weights on each call; the caller's random state is unchanged."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(config)
+
+
+def docstring_pairs() -> list[dict[str, str]]:
+    """Returns `{"prompt", "completion"}` of every documented module, class and function, always in the same order.
+
+    The source files are parsed, not imported. An answer is the first paragraph of a docstring, on one line.
+
+    Raises:
+        WorkFailed: this Python has no source files of its standard library.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    pairs = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not any(part in _SKIPPED for part in parts[:-1]) and parts[0] not in _SKIPPED:
+            pairs += [
+                {"prompt": f"What is `{name}` in Python?\n", "completion": answer}
+                for name, answer in _documented(path, parts)
+            ]
+    if not pairs:
+        raise WorkFailed(
+            f"the built-in sample needs the standard library's source files, and {root} has none; give --dataset_name"
+        )
+    return pairs
+
+
+def _documented(path: Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yields (qualified name, first paragraph of the docstring) of a source file and its public definitions."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    module = ".".join(part for part in parts if part != "__init__")
+    stack: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]] = [(module, tree)]
+    while stack:
+        name, node = stack.pop()
+        text = ast.get_docstring(node, clean=False)
+        paragraph = " ".join(inspect.cleandoc(text).split("\n\n")[0].split()) if text else ""
+        if len(paragraph) >= 20:
+            yield name, paragraph
+        for child in reversed(node.body):
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
+                stack.append((f"{name}.{child.name}", child))
+
+
+def make_tokenizer(corpus: Iterable[str], extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE with the special tokens of `CHAT_TEMPLATE` and the `extra` ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", *extra]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|begin|>", eos_token="<|end|>",
+        extra_special_tokens=special[3:], chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    """Returns a LLaVA-NeXT processor of small tiles, which needs no torchvision."""
+    from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": _TILE}, crop_size={"height": _TILE, "width": _TILE}, image_grid_pinpoints=_GRIDS,
+        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
+    return LlavaNextProcessor(
+        images, tokenizer, patch_size=_PATCH, vision_feature_select_strategy="full", num_additional_image_tokens=0,
+        image_token=_IMAGE, chat_template=IMAGE_CHAT_TEMPLATE,
+    )  # fmt: skip
+
+
+def make_vision_language_model(vocabulary: int, image_token: int) -> PreTrainedModel:
+    """Returns the LLaVA-NeXT with the same random weights on each call."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    text = {"model_type": "llama", "vocab_size": vocabulary, "intermediate_size": 256, "num_hidden_layers": 3}
+    vision: dict[str, Any] = {
+        "model_type": "siglip_vision_model", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "patch_size": _PATCH, "image_size": _TILE, "vision_use_head": False,
+    }  # fmt: skip
+    config = LlavaNextConfig(
+        text_config={**text, **_TEXT_MODEL}, vision_config=vision, image_token_index=image_token,
+        image_grid_pinpoints=_GRIDS, vision_feature_layer=-1, vision_feature_select_strategy="full",
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return _random_model(LlavaNextForConditionalGeneration, config)

@@ -1,0 +1,432 @@
+"""Diffusion pipelines small enough for two CPU cores, made offline: what the diffusion recipes train by default.
+
+Nothing is pretrained. The VAE of the Stable Diffusion pipelines, FLUX.1 and Stable Diffusion 3 learns the drawn shapes
+in seconds; the VAEs of the other families are random, which is enough for everything but looking at images. The text
+encoders stay random: their states still tell words and positions apart. The U-Net or transformer is random and is what
+the recipe trains.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ckpt_ft.files import cache_root
+from ckpt_ft.training.run.manifest import make_whole
+
+from .drawings import drawings
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, DiffusionPipeline
+    from transformers import CLIPTokenizer, PreTrainedTokenizerFast
+
+RESOLUTION = 32
+LATENT_CHANNELS = 8
+DECODER_STEPS = 300
+PROMPT_LENGTH = 12  # tokens; the longest caption has ten words
+TEXT_WIDTH = 64
+_VERSION = 1  # part of the cache directories' names: raise it when what is made changes
+_VOCABULARY = 256  # of the transformers' text encoders
+_VAE_WIDTHS = (16, 32, 32)  # channels of the VAE's levels
+_CARRIER, _BIAS = 30.0, 10.0  # see _make_linear
+
+
+def tiny_pipeline_dir(kind: str = "sd2") -> str:
+    """Returns the directory of a cached U-Net pipeline; made on first use, in about a minute."""
+    path = cache_root() / f"tiny-{kind}-v{_VERSION}"
+    return str(make_whole(path, lambda directory: make_tiny_pipeline(kind).save_pretrained(directory)))
+
+
+def tiny_transformer_dir() -> str:
+    """Returns the directory of the cached FLUX.1 pipeline; made on first use, in about a minute."""
+
+    def fill(directory: Path) -> None:
+        make_tiny_transformer("flux", DECODER_STEPS, heads=4, layers=2).save_pretrained(directory)
+
+    return str(make_whole(cache_root() / f"tiny-flux-v{_VERSION}", fill))
+
+
+def make_tiny_pipeline(
+    kind: str = "sd2", decoder_steps: int = DECODER_STEPS, widths: tuple[int, ...] = (64, 96)
+) -> DiffusionPipeline:
+    """Returns a Stable Diffusion pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
+
+    Args:
+        kind: "sd1" (predicts noise), "sd2" (predicts velocity: Salimans and Ho, 2022,
+            https://arxiv.org/abs/2202.00512) or "sdxl" (two text encoders, pooled embedding, time ids).
+        decoder_steps: training steps of the VAE's decoder; 0 leaves it random.
+        widths: channels of the U-Net's levels.
+    """
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts: dict[str, Any] = {
+            "vae": tiny_vae(decoder_steps),
+            "text_encoder": tiny_clip("CLIPTextModel"),
+            "tokenizer": tiny_tokenizer(),
+            "scheduler": DDIMScheduler(
+                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+                prediction_type="v_prediction" if kind == "sd2" else "epsilon",
+                clip_sample=False, set_alpha_to_one=False, steps_offset=1,
+            ),
+        }  # fmt: skip
+        if kind == "sdxl":
+            parts |= {"text_encoder_2": tiny_clip("CLIPTextModelWithProjection"), "tokenizer_2": tiny_tokenizer()}
+            return StableDiffusionXLPipeline(unet=_unet(widths, sdxl=True), **parts)
+        return StableDiffusionPipeline(
+            unet=_unet(widths), safety_checker=None, feature_extractor=None, requires_safety_checker=False, **parts
+        )
+
+
+def _unet(widths: tuple[int, ...], sdxl: bool = False) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    conditioning: dict[str, Any] = {"cross_attention_dim": TEXT_WIDTH}
+    if sdxl:
+        time_ids = 8  # width of the embedding of each of the six
+        conditioning = {
+            "cross_attention_dim": 2 * TEXT_WIDTH,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": time_ids,
+            "projection_class_embeddings_input_dim": TEXT_WIDTH + 6 * time_ids,
+        }
+    return UNet2DConditionModel(
+        sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
+        block_out_channels=widths, layers_per_block=1, attention_head_dim=4, norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D",) * len(widths), up_block_types=("CrossAttnUpBlock2D",) * len(widths),
+        **conditioning,
+    )  # fmt: skip
+
+
+def tiny_tokenizer() -> CLIPTokenizer:
+    """Returns a CLIP tokenizer with one token for each word of the captions; it spells other words by letters."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    bpe = Tokenizer(models.BPE(unk_token=special[1], end_of_word_suffix="</w>"))
+    bpe.normalizer = normalizers.Lowercase()
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    letters = list("abcdefghijklmnopqrstuvwxyz0123456789.,'-")
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        # Given as special tokens, because the trainer would number the ends of words differently in each process.
+        special_tokens=[*special, *(f"{letter}</w>" for letter in letters)],
+        initial_alphabet=letters,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    # The letters are trained as words, so that every letter can end a word that is spelled.
+    bpe.train_from_iterator([*(drawing.caption for drawing in drawings()), *letters], trainer)
+    with tempfile.TemporaryDirectory() as directory:
+        vocabulary, merges = bpe.model.save(directory)
+        return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=PROMPT_LENGTH)
+
+
+def tiny_clip(class_name: str) -> nn.Module:
+    """Returns a random CLIP text encoder whose words and positions are far apart and change little in its layers."""
+    import transformers
+
+    config = transformers.CLIPTextConfig(
+        vocab_size=512, hidden_size=TEXT_WIDTH, intermediate_size=2 * TEXT_WIDTH, projection_dim=TEXT_WIDTH,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=PROMPT_LENGTH,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1, initializer_factor=0.1,
+    )  # fmt: skip
+    encoder = getattr(transformers, class_name)(config).eval()
+    for name, weight in encoder.named_parameters():
+        if name.endswith("_embedding.weight"):
+            nn.init.normal_(weight, std=1.0 if "token" in name else 0.5)
+    return encoder
+
+
+def make_tiny_transformer(kind: str, decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> DiffusionPipeline:
+    """Returns a transformer's pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
+
+    Args:
+        kind: flux, flux2, sd3, qwen or sana.
+        decoder_steps: training steps of the VAE of flux and sd3; 0 leaves it random.
+        heads: attention heads of the transformer, each 32 wide.
+        layers: double-stream blocks, beside twice as many single-stream ones; half the blocks if there is one kind.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return KINDS[kind](decoder_steps, heads, layers)
+
+
+def _flux(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    return FluxPipeline(
+        scheduler=_scheduler(shift=1.0),
+        vae=_shapes_vae(decoder_steps),
+        text_encoder=tiny_clip("CLIPTextModel"),
+        tokenizer=tiny_tokenizer(),
+        text_encoder_2=_t5(),
+        tokenizer_2=_word_tokenizer(),
+        transformer=FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=32,
+            num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH,
+            axes_dims_rope=(8, 12, 12),
+        ),
+    )  # fmt: skip
+
+
+def _sd3(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    return StableDiffusion3Pipeline(
+        scheduler=_scheduler(shift=3.0),
+        vae=_shapes_vae(decoder_steps),
+        text_encoder=tiny_clip("CLIPTextModelWithProjection"),
+        tokenizer=tiny_tokenizer(),
+        text_encoder_2=tiny_clip("CLIPTextModelWithProjection"),
+        tokenizer_2=tiny_tokenizer(),
+        text_encoder_3=_t5(2 * TEXT_WIDTH),  # as wide as the other two together
+        tokenizer_3=_word_tokenizer(),
+        transformer=SD3Transformer2DModel(
+            sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
+            num_layers=2 * layers, attention_head_dim=32, num_attention_heads=heads,
+            joint_attention_dim=2 * TEXT_WIDTH, caption_projection_dim=32 * heads,
+            pooled_projection_dim=2 * TEXT_WIDTH, pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm",
+        ),
+    )  # fmt: skip
+
+
+def _flux2(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    width = 16
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 8), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4,
+        mid_block_add_attention=False,
+    )  # fmt: skip
+    encoder = Qwen3ForCausalLM(  # as deep as the published one, of which the pipeline reads three layers
+        Qwen3Config(num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **_sizes(width))
+    )
+    tokenizer = _word_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    return Flux2KleinPipeline(
+        scheduler=_scheduler(shift=3.0),
+        vae=vae,
+        text_encoder=encoder.eval(),
+        tokenizer=tokenizer,
+        transformer=Flux2Transformer2DModel(
+            in_channels=4 * LATENT_CHANNELS, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=32,
+            num_attention_heads=heads, joint_attention_dim=3 * width, axes_dims_rope=(8, 8, 8, 8),
+            guidance_embeds=False,
+        ),
+    )  # fmt: skip
+
+
+def _qwen(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, **_sizes(TEXT_WIDTH),
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
+        },
+        vision_config={
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_WIDTH,
+        },
+    )  # fmt: skip
+    return QwenImagePipeline(
+        scheduler=_scheduler(shift=1.0),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True],
+            latents_mean=[0.1] * LATENT_CHANNELS, latents_std=[0.5] * LATENT_CHANNELS,
+        ),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=_word_tokenizer(),
+        transformer=QwenImageTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_layers=2 * layers,
+            attention_head_dim=32, num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(8, 12, 12),
+        ),
+    )  # fmt: skip
+
+
+def _sana(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
+    from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+    from transformers import Gemma2Config, Gemma2Model
+
+    widths, counts, scales = (8, 8, 16), (1, 1, 1), ((), (), ())
+    encoder = Gemma2Model(
+        Gemma2Config(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **_sizes(16))
+    )
+    return SanaPipeline(
+        tokenizer=_word_tokenizer(),
+        text_encoder=encoder.eval(),
+        vae=AutoencoderDC(
+            latent_channels=LATENT_CHANNELS, attention_head_dim=8, scaling_factor=0.5,
+            encoder_block_out_channels=widths, decoder_block_out_channels=widths, encoder_layers_per_block=counts,
+            decoder_layers_per_block=counts, encoder_qkv_multiscales=scales, decoder_qkv_multiscales=scales,
+        ),
+        transformer=SanaTransformer2DModel(
+            in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_attention_heads=heads,
+            attention_head_dim=32, num_layers=2 * layers, num_cross_attention_heads=heads, cross_attention_head_dim=32,
+            cross_attention_dim=32 * heads, caption_channels=16, sample_size=RESOLUTION // 4,
+        ),
+        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    )  # fmt: skip
+
+
+KINDS: dict[str, Callable[[int, int, int], Any]] = {
+    "flux": _flux, "flux2": _flux2, "sd3": _sd3, "qwen": _qwen, "sana": _sana,
+}  # fmt: skip
+
+
+def _scheduler(shift: float) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=shift)
+
+
+def _shapes_vae(decoder_steps: int) -> nn.Module:
+    vae = tiny_vae(decoder_steps)
+    vae.register_to_config(shift_factor=0.0)
+    return vae
+
+
+def _t5(width: int = TEXT_WIDTH) -> nn.Module:
+    """Returns a random T5 encoder whose words are far apart and change little in its layer."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=_VOCABULARY, d_model=width, d_kv=8, d_ff=width, num_layers=1, num_heads=2, initializer_factor=0.5
+    )
+    encoder = T5EncoderModel(config).eval()
+    nn.init.normal_(encoder.shared.weight)
+    return encoder
+
+
+def _sizes(width: int) -> dict[str, int]:
+    return {"vocab_size": _VOCABULARY, "hidden_size": width, "intermediate_size": width}
+
+
+def _word_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token for each word of the captions, and one for all other words."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = sorted({word for drawing in drawings() for word in drawing.caption.split()})
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["<pad>", "<unk>", *known])}, "<unk>"))
+    words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", model_max_length=PROMPT_LENGTH
+    )
+
+
+def tiny_vae(decoder_steps: int) -> AutoencoderKL:
+    """Returns a VAE for the drawn shapes in eval mode. Draws from torch's global random state.
+
+    Latents have 1/4 of the image's side and `LATENT_CHANNELS` channels of unit variance. The encoder's weights are
+    computed, not trained: its two strided convolutions gather 4 x 4 patches and project them onto their principal
+    components, every residual branch is closed, and every non-linearity is biased into its linear range. Only the
+    decoder is trained, for `decoder_steps` steps; with 0 it stays random.
+    """
+    from diffusers import AutoencoderKL
+
+    levels = len(_VAE_WIDTHS)
+    vae = AutoencoderKL(
+        block_out_channels=_VAE_WIDTHS, layers_per_block=1, latent_channels=LATENT_CHANNELS,
+        down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels,
+        norm_num_groups=LATENT_CHANNELS,  # one signal per group, see _make_linear
+        sample_size=RESOLUTION, scaling_factor=1.0, mid_block_add_attention=False,
+    )  # fmt: skip
+    images = torch.from_numpy(np.stack([np.asarray(drawing.image(RESOLUTION)) for drawing in drawings()]))
+    images = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+    _set_encoder(vae, *_principal_components(images))
+    if decoder_steps:
+        _train_decoder(vae, images, decoder_steps)
+    return vae.eval()
+
+
+def _principal_components(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the whitening projection (LATENT_CHANNELS, 48) of 4 x 4 RGB patches, and their mean (48)."""
+    patches = _gather(_gather(images)).permute(0, 2, 3, 1).reshape(-1, 48)
+    variances, directions = torch.linalg.eigh(torch.cov(patches.T))
+    largest = slice(-LATENT_CHANNELS, None)
+    return (directions[:, largest] / variances[largest].sqrt()).T, patches.mean(0)
+
+
+def _gather(images: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, 4C, H/2, W/2): channel C * k + c is channel c of the k-th pixel of each 2 x 2 patch."""
+    batch, channels, height, width = images.shape
+    patches = images.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 3, 5, 1, 2, 4)
+    return patches.reshape(batch, 4 * channels, height // 2, width // 2)
+
+
+@torch.no_grad()
+def _set_encoder(vae: AutoencoderKL, projection: Tensor, mean: Tensor) -> None:
+    """Sets the encoder's weights so that it computes `projection @ (patch - mean)`."""
+    encoder = vae.encoder
+    for module in encoder.modules():
+        if type(module).__name__ == "ResnetBlock2D":
+            nn.init.zeros_(module.conv2.weight)
+            nn.init.zeros_(module.conv2.bias)
+            if module.conv_shortcut is not None:
+                nn.init.dirac_(module.conv_shortcut.weight)
+                nn.init.zeros_(module.conv_shortcut.bias)
+    first, second = (block.downsamplers[0].conv for block in encoder.down_blocks[:2])
+    for conv in (encoder.conv_in, first, second, encoder.conv_out, vae.quant_conv):
+        nn.init.zeros_(conv.weight)
+        nn.init.zeros_(conv.bias)
+    rgb = range(3)
+    encoder.conv_in.weight[rgb, rgb, 1, 1] = 1.0
+    for pixel in range(4):  # the downsamplers pad on the right and below: taps (0..1, 0..1) are the 2 x 2 patch
+        row, column = divmod(pixel, 2)
+        first.weight[[3 * pixel + c for c in rgb], rgb, row, column] = 1.0
+        part = projection[:, 12 * pixel : 12 * pixel + 12]
+        second.weight[0::4, :12, row, column], second.weight[3::4, :12, row, column] = part, -part
+    second.bias[0::4], second.bias[3::4] = -projection @ mean, projection @ mean
+    _make_linear(encoder.conv_norm_out, second.bias)
+    latents = torch.arange(LATENT_CHANNELS)
+    encoder.conv_out.weight[latents, 4 * latents, 1, 1] = 1.0
+    encoder.conv_out.bias[latents] = -_BIAS
+    encoder.conv_out.bias[LATENT_CHANNELS:] = -6.0  # log variance: a standard deviation of 0.05 in every latent
+    nn.init.dirac_(vae.quant_conv.weight)
+
+
+@torch.no_grad()
+def _make_linear(norm: nn.GroupNorm, bias: Tensor) -> None:
+    """Makes GroupNorm and SiLU pass one signal per group of four channels unchanged, plus an offset of `_BIAS`.
+
+    A group is (signal, +_CARRIER, -_CARRIER, -signal). Its mean is zero and its deviation that of the carrier, which
+    is far larger than the signal, so the norm only scales. Its affine part scales back and adds `_BIAS`, where SiLU is
+    close to the identity.
+    """
+    bias[1::4], bias[2::4] = _CARRIER, -_CARRIER
+    norm.weight.fill_(_CARRIER / 2**0.5)
+    norm.bias.fill_(_BIAS)
+
+
+def _train_decoder(vae: AutoencoderKL, images: Tensor, steps: int) -> None:
+    """Trains the decoder to invert the encoder: mean squared plus half the mean absolute error of the pixels."""
+    with torch.no_grad():
+        moments = torch.cat([vae.encode(part).latent_dist.parameters for part in images.split(256)])
+    mean, log_variance = moments.chunk(2, dim=1)
+    parameters = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for _ in range(steps):
+        chosen = torch.randint(0, len(images), (32,))
+        latents = mean[chosen] + (0.5 * log_variance[chosen]).exp() * torch.randn_like(mean[chosen])
+        decoded = vae.decode(latents).sample
+        loss = functional.mse_loss(decoded, images[chosen]) + 0.5 * functional.l1_loss(decoded, images[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()

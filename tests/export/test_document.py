@@ -1,0 +1,54 @@
+"""A page as a file: whole, small, and nobody else's markup in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from made_traces import HOSTILE, layered
+
+from ckpt_ft.export.page import Page, Section
+from ckpt_ft.export.step_page import StepView
+
+
+def data_of(text: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(
+        text.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    )
+    return found
+
+
+def test_texts_open_no_tag() -> None:
+    page = Page(HOSTILE, "</script>", [Section("tables", "\u2028", [])], "<!--")
+    text = page.html()
+    assert HOSTILE not in text
+    assert text.count("</script>") == 2  # the data's and the script's own
+    assert data_of(text) == {**vars(page), "sections": [{"kind": "tables", "title": "\u2028", "data": []}]}
+
+
+def test_it_asks_nobody(tmp_path: Path) -> None:
+    text = layered(2).to_html(tmp_path / "step.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    found = set(re.findall(r"https?://[^\s\"']+", text))
+    assert found == {"http://www.w3.org/2000/svg"}  # a name, not a place
+
+
+def test_a_step_of_20_000_events_is_small(tmp_path: Path) -> None:
+    trace = layered(32, prefix="base_model.model.model", waves=18)
+    assert len(trace.events) - trace.start > 20_000
+    path = trace.to_html(tmp_path / "step.html")
+    assert path.stat().st_size < 2e6 / 2
+    view = StepView.from_trace(trace)
+    assert len(view.bytes) == len(trace.storages)  # nothing is left out
+    assert sum(nbytes for nbytes, made, life in alive(view, view.peak)) == trace.peak_allocated
+
+
+def alive(view: StepView, moment: int) -> list[tuple[int, int, int]]:
+    """Bytes, moment made and life of what lives at `moment`, from the columns of the page."""
+    found, made, category = [], 0, -1
+    for nbytes, kind, more, life in zip(view.bytes, view.category, view.made, view.life, strict=True):
+        made, category = (made if kind == category else 0) + more, kind
+        if made <= moment and (life < 0 or moment < made + life):
+            found.append((nbytes, made, life))
+    return found

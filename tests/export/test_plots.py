@@ -1,0 +1,90 @@
+"""Pictures, whatever the environment says about matplotlib's backends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.export import plots
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.units import GIB, MIB
+
+HELD = [Holder("layers.*.mlp", "aten.mm.default", "activations", 6 * MIB, 2)]
+MARKS = [(0, "forward"), (2, "backward")]
+STEP = Timeline([0, 1, 2, 4], {"activations": [0, 6 * MIB, MIB, 0]}, MARKS, 1, HELD, "predicted")
+
+DRAW = """
+from test_plots import STEP
+from ckpt_ft.export.plots import draw_step
+draw_step(PATH, STEP, "a step")
+import matplotlib, os, sys
+print(os.environ.get("MPLBACKEND"), "matplotlib.pyplot" in sys.modules, matplotlib.rcParams._get("backend"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "later"),
+    [
+        ("module://matplotlib_inline.backend_inline", None),  # Jupyter's, inherited by a process that cannot import it
+        ("no such thing", None),
+        ("svg", "svg"),
+    ],
+)
+def test_a_broken_backend_does_not_matter(backend: str, later: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "step.png"
+    environment = {
+        **os.environ,
+        "MPLBACKEND": backend,
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
+    }
+    code = DRAW.replace("PATH", repr(str(path)))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+    said = done.stdout.strip()
+    assert said.startswith(f"{backend} False ")  # as it was, and nothing global was touched
+    if later:
+        assert said.endswith(later)  # what the user's own pyplot then takes
+
+
+@pytest.mark.parametrize("name", ["step.txt", "step"])
+def test_a_suffix_that_is_no_picture(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UserError, match=f"{name}: a plot is a PNG, SVG or PDF by its suffix"):
+        plots.draw_step(tmp_path / name, STEP)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_names_phases_and_holders(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = plots.draw_step(tmp_path / "step.svg", STEP, "a step").read_text()
+    for words in ("a step", "forward", "backward", "peak 6.0 MiB", "6.0 MiB  activations layers.*.mlp mm"):
+        assert f"<!-- {words} -->" in text or words in text, (
+            words
+        )  # glyphs are drawn as paths, texts named beside them
+
+
+def test_labels_of_a_plan_hide_neither_points_nor_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Annotation, Text
+
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    close = [Candidate(f"save:attention+matmul,{i}", 4, GIB, GIB + i * MIB, 1.0) for i in range(6)]
+    plots.draw_plan(tmp_path / "plan.png", close, close[:1], limit=2 * GIB, title="a plan", speed="samples/s")
+    axes = drawn[0].axes[0]
+    labels = [child for child in axes.get_children() if isinstance(child, Annotation)]
+    assert [label.get_text() for label in labels] == [f"{c.policy}, batch 4" for c in close]
+    boxes = [Text.get_window_extent(label) for label in labels]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    points = [axes.transData.transform((c.reserved / GIB, c.samples_per_second)) for c in close]
+    assert not any(box.contains(*point) for box in boxes for point in points)

@@ -1,0 +1,357 @@
+"""Seconds of single kernels: rooflines computed by hand, tiles and waves, caches, elements taken one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckpt_ft.memory.cost import kernels, op_work
+from ckpt_ft.memory.cost.kernels import (
+    CAST,
+    CHANNELS_FIRST,
+    INDEXED,
+    KERNEL_GAP,
+    KERNEL_RAMP,
+    STRIDED,
+    UNEVEN,
+    WINDOW,
+    WINOGRAD,
+    matmul_seconds,
+    winograd_seconds,
+)
+from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.memory.record.events import Op
+
+aten = torch.ops.aten
+# 100 SMs, 100 TFLOP/s in half precision, 10 in fp32 (20 as TF32), 1 TB/s, all of it reached; no cache.
+ROUND = GPU("round", (8, 0), 100, 2**34, 0, 1e12, 10e12, 20e12, 100e12, 100e12, 0, 1.0, 1.0, 1.0)
+CACHED = replace(ROUND, l2=40 * 10**6)
+
+
+def busy(name="aten.mm.default", flops=0, nbytes=0, dtype="float16", kernels_=1, shape=(), gpu=ROUND):
+    """Seconds of a kernel without its start and end."""
+    op = Op(name, flops, nbytes, dtype, "forward", "", 0, kernels_, shape=shape)
+    return kernels.device_seconds(op, gpu) - kernels_ * (KERNEL_RAMP + KERNEL_GAP)
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_elementwise_takes_its_memory_traffic():
+    assert busy("aten.add.Tensor", nbytes=10**9) == pytest.approx(1e-3)
+
+
+def test_what_fits_in_the_cache_is_faster():
+    cached = 20 * 100 * CACHED.clock  # bytes a second
+    assert busy("aten.add.Tensor", nbytes=20 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached)
+    assert busy("aten.add.Tensor", nbytes=40 * 10**6, gpu=CACHED) == pytest.approx(20e6 / cached + 20e6 / 1e12)
+    assert busy("aten.add.Tensor", nbytes=60 * 10**6, gpu=CACHED) == pytest.approx(60e6 / 1e12)
+
+
+def test_norms_with_statistics_read_their_input_twice():
+    assert busy("aten.native_batch_norm.default", nbytes=10**9) == pytest.approx(1.5e-3)
+
+
+def test_rows_are_read_again_when_they_do_not_fit():
+    """Softmax reads a row three times: from memory where the rows in work are more than the cache holds."""
+    short, long = (2**20, 2**10), (2**10, 2**20)  # rows, bytes of a row: 1 GiB of each
+    moved = 2 * 2**30
+    assert busy("aten._softmax.default", nbytes=moved, shape=short, gpu=CACHED) == pytest.approx(moved / 1e12)
+    assert busy("aten._softmax.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(2 * moved / 1e12)
+    backward = busy("aten._log_softmax_backward_data.default", nbytes=moved, shape=long, gpu=CACHED)
+    assert backward == pytest.approx(1.5 * moved / 1e12)
+    assert busy("aten.native_layer_norm.default", nbytes=moved, shape=long, gpu=CACHED) == pytest.approx(
+        1.5 * moved / 1e12
+    )
+
+
+def test_a_norms_block_goes_over_its_row_in_whole_steps():
+    """Rows of 768 fp32 take as long as those of 1,024: two steps of 512, ten bytes a cycle of each SM."""
+    name, rows = "aten.native_layer_norm.default", 2**16
+    narrow, wide = (busy(name, 0, 2 * rows * 4 * n, "float32", shape=(rows, 4 * n), gpu=CACHED) for n in (768, 1024))
+    assert narrow == wide == pytest.approx(2 * rows * 4096 / (10 * 100 * CACHED.clock))
+    half = busy(name, 0, 2 * rows * 2 * 768, "float16", shape=(rows, 2 * 768), gpu=CACHED)
+    assert half == pytest.approx(wide / 2)
+    of_a_head = busy("aten._fused_rms_norm.default", 0, 2 * rows * 256, "bfloat16", shape=(rows, 256), gpu=ROUND)
+    assert of_a_head == pytest.approx(busy("aten.add.Tensor", 0, 2 * rows * 256 + rows * 256))
+
+
+@pytest.mark.parametrize(("how", "cycles"), [(CAST, 0.9), (STRIDED, 0.9), (INDEXED, 2.0)])
+def test_elements_taken_one_by_one(how, cycles):
+    elements = 10**9
+    found = busy("aten.mul.Tensor", nbytes=10**6, shape=(elements, how))
+    assert found == pytest.approx(elements * cycles / (100 * ROUND.clock))
+
+
+def test_which_elements_are_taken_one_by_one():
+    x, row = meta(64, 32), meta(32)
+    shape = lambda func, args, out: op_work.measure(func, args, {}, out).shape  # noqa: E731
+    assert shape(aten.mul.Tensor, (x, x), x) == ()
+    assert shape(aten.mul.Tensor, (x, 2.0), x) == ()
+    assert shape(aten.mul.Tensor, (x, row), x) == (2048, STRIDED)
+    assert shape(aten.mul.Tensor, (x.t(), x.t()), x.t()) == ()  # both lie alike
+    assert shape(aten.clone.default, (x.t(),), meta(32, 64)) == (2048, STRIDED)
+    assert shape(aten._to_copy.default, (meta(64, 32, dtype=torch.bfloat16),), x) == (2048, CAST)
+    assert shape(aten._to_copy.default, (x,), meta(64, 32, dtype=torch.bfloat16)) == ()  # narrowing has its own kernel
+    assert shape(aten.embedding.default, (meta(1000, 32), meta(64)), x) == (2048, INDEXED)
+
+
+def test_bytes_are_those_that_lie_in_memory():
+    x = meta(64, 32)
+    spread = torch.empty(1, 32, device="meta").expand(64, 32)
+    assert op_work.measure(aten.add.Tensor, (x, spread), {}, x).nbytes == (2 * 64 * 32 + 32) * 4
+    lists = ([x, x], [x, x])
+    assert (
+        op_work.measure(aten._foreach_add_.List, lists, {}, None).nbytes == 3 * 2 * x.nbytes
+    )  # in place: it returns nothing
+    assert op_work.measure(aten._foreach_add.List, lists, {}, [x, x]).nbytes == 3 * 2 * x.nbytes
+    labels = meta(64, dtype=torch.long)
+    loss = op_work.measure(aten.nll_loss_forward.default, (x, labels, None, 1, -100), {}, (meta(), meta()))
+    assert (loss.nbytes, loss.shape) == (2 * 2 * 4, (64,))  # one logit of a row, not all
+
+
+def test_a_large_matmul_takes_its_arithmetic():
+    edge = 25600
+    shape = (1, edge, edge, edge, 0)
+    assert busy(flops=2 * edge**3, shape=shape) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)
+    assert busy(flops=2 * edge**3) == pytest.approx(2 * edge**3 / 100e12, rel=2e-3)  # as a cube
+
+
+def test_a_small_matmul_leaves_sms_idle():
+    """10 x 10 tiles of 128 x 128 fill 100 SMs once; the next row of tiles needs a second wave."""
+    one, two = (matmul_seconds((1, rows, 1280, 4096, 0), 10e12, False, ROUND) for rows in (1280, 1408))
+    assert one == pytest.approx(2 * 1280 * 1280 * 4096 / 10e12, rel=1e-2)
+    assert 1.1 < two / one <= 2.0
+    assert matmul_seconds((1, 1280, 1280, 65536, 0), 10e12, False, ROUND) == pytest.approx(16 * one, rel=1e-2)
+
+
+def test_a_skinny_matmul_is_no_cube():
+    """LoRA's: 4096 x 32 x 4096 has the flops of a cube of 812, and takes longer: its tiles are half empty."""
+    skinny = matmul_seconds((1, 4096, 32, 4096, 0), 100e12, True, ROUND)
+    cube = matmul_seconds((1, 812, 812, 812, 0), 100e12, True, ROUND)
+    assert skinny > 1.3 * cube
+
+
+def test_long_sums_are_split():
+    """A result of one tile would keep one SM busy for 21 ms; four small tiles in 16 parts keep 64 busy."""
+    alone = 2 * 128 * 128 * 65536 / (10e12 / 100)
+    loads = 1 + 8 * (1 / 64 + 1 / 64 - 1 / 64)
+    found = matmul_seconds((1, 128, 128, 65536, 0), 10e12, False, ROUND)
+    assert found == pytest.approx(alone / 64 * loads, rel=0.02)
+
+
+def test_small_tiles_cost_more_where_shared_memory_is_narrow():
+    """A T4 and SMs of 128 lanes get half of the bytes for each lane; the latter have a tile of 256 x 128 too."""
+
+    def relative(arch, high, wide):
+        """Seconds of one such tile on each SM over those at the full rate."""
+        shape = (100, high, wide, 65536, 0)
+        return matmul_seconds(shape, 10e12, False, replace(ROUND, arch=arch)) / (2 * high * wide * 65536 / 1e11)
+
+    assert relative((7, 0), 128, 128) == pytest.approx(1, rel=1e-2)
+    assert relative((7, 0), 32, 32) == pytest.approx(1 + 8 * (2 / 32 - 2 / 128), rel=2e-2)
+    assert relative((7, 5), 32, 32) == pytest.approx(1 + 16 * (2 / 32 - 2 / 128), rel=2e-2)
+    assert relative((9, 0), 128, 128) == pytest.approx(1 + 16 * (1 / 128 - 1 / 256), rel=1e-2)
+
+
+def test_part_of_the_stores_is_not_hidden():
+    """Scores of attention: 64 terms for each element that is stored. An SM with twice the lanes hides less."""
+    shape, stored = (128, 1024, 1024, 64, 0), 128 * 1024 * 1024 * 4 / 1e12
+    arithmetic = 128 * 8 * 8 / 100 * (2 * 128 * 128 * 64 / 1e11 + 0.5e-6)
+    found = matmul_seconds(shape, 10e12, False, ROUND)
+    assert found == pytest.approx(arithmetic + 0.3 * stored, rel=1e-2)
+    wide = matmul_seconds(shape, 10e12, False, replace(ROUND, arch=(8, 9)))
+    assert wide == pytest.approx(arithmetic * (1 + 16 * (1 / 128 - 1 / 256)) + 0.65 * stored, rel=2e-2)
+
+
+def test_rows_that_start_anywhere_are_slower():
+    even, uneven = ((1, 8192, 8192, 8192, flag) for flag in (0, UNEVEN))
+    ratio = matmul_seconds(uneven, 100e12, True, ROUND) / matmul_seconds(even, 100e12, True, ROUND)
+    assert ratio == pytest.approx(1 / 0.6, rel=1e-2)
+    odd = op_work.measure(
+        aten.mm.default, (meta(64, 32, dtype=torch.half), meta(32, 50257, dtype=torch.half)), {}, None
+    )
+    assert odd.shape == (1, 64, 50257, 32, UNEVEN)
+    t = op_work.measure(aten.mm.default, (meta(64, 32), meta(50257, 32).t()), {}, None)
+    assert t.shape == (1, 64, 50257, 32, 0)  # along memory its rows are 128 bytes
+
+
+def test_what_may_be_rounded_to_tf32_says_so():
+    a, images, weight = meta(64, 64), meta(1, 3, 8, 8), meta(4, 3, 1, 1)
+    convolve = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    def dtypes():
+        mm = op_work.measure(aten.mm.default, (a, a), {}, a)
+        return mm.dtype, op_work.measure(aten.convolution.default, convolve, {}, meta(1, 4, 8, 8)).dtype
+
+    assert dtypes() == ("float32", "tf32")  # torch's defaults
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert dtypes() == ("tf32", "tf32")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    t4 = find_gpu("t4")  # which has no TF32
+    same = [busy(flops=10**12, dtype=dtype, gpu=t4) for dtype in ("float32", "tf32")]
+    assert same[0] == same[1]
+
+
+def test_complex_numbers_multiply_four_times():
+    a, b = meta(64, 32, dtype=torch.complex64), meta(32, 16, dtype=torch.complex64)
+    assert op_work.measure(aten.mm.default, (a, b), {}, meta(64, 16)).flops == 4 * 2 * 64 * 32 * 16
+
+
+def test_small_windows_are_convolved_by_winograd_in_fp32():
+    args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    work = op_work.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
+    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD + CHANNELS_FIRST)
+    direct = matmul_seconds(work.shape, 10e12, False, ROUND)
+    assert 1.5 < direct / winograd_seconds(work.shape, 10e12, ROUND) < 4
+    strided = (*args[:3], [2, 2], *args[4:])
+    assert op_work.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == CHANNELS_FIRST
+
+
+def test_what_tensor_cores_cannot_read_as_it_lies_is_transposed():
+    """Once read and written; not for a window of one pixel, nor for channels that lie beside each other."""
+    weight, result = meta(256, 256, 3, 3), meta(32, 256, 14, 14)
+    flag = lambda given, weight: op_work.measure(  # noqa: E731
+        aten.convolution.default, (given, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, result
+    ).shape[4]
+    assert flag(result, weight) & CHANNELS_FIRST
+    assert not flag(result.to(memory_format=torch.channels_last), weight) & CHANNELS_FIRST
+    assert not flag(result, meta(256, 256, 1, 1)) & CHANNELS_FIRST
+    shape, moved = (1, 6272, 256, 2304), 30 * 10**6
+    first, last = (
+        busy("aten.convolution.default", 2 * 6272 * 256 * 2304, moved, shape=(*shape, flag))
+        for flag in (CHANNELS_FIRST, 0)
+    )
+    assert first - last == pytest.approx(2 * moved / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "last", "times"),
+    [
+        (torch.half, 3, False, 2),  # cuDNN's
+        (torch.half, 7, False, 5 + 9),  # PyTorch's own
+        (torch.float32, 3, False, 5 + 9),
+        (torch.float32, 7, True, 2),
+    ],
+)
+def test_depthwise_convolutions_are_no_matmuls(dtype, window, last, times):
+    """Of 64 channels: values under the windows of each pixel, forward once, backward by the kernel that does it."""
+    pixels, pad = meta(8, 64, 28, 28, dtype=dtype), window // 2
+    given = pixels.to(memory_format=torch.channels_last) if last else pixels
+    weight, under = meta(64, 1, window, window, dtype=dtype), 8 * 64 * 28 * 28 * window**2
+    how = ([1, 1], [pad, pad], [1, 1], False, [0, 0], 64)
+    work = op_work.measure(aten.convolution.default, (given, weight, None, *how), {}, pixels)
+    assert (work.shape, work.flops) == ((under, WINDOW), 2 * under)
+    seconds = busy("aten.convolution.default", work.flops, 0, shape=work.shape)
+    assert seconds == pytest.approx(under * 0.2 / (100 * ROUND.clock))
+    masked = [True, True, False]
+    args = (pixels, given, weight, None, *how, masked)
+    backward = op_work.measure(aten.convolution_backward.default, args, {}, (given, weight, None))
+    assert backward.shape == (times * under, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "rate"),
+    [
+        ("aten.mm.default", "bfloat16", 100e12),
+        ("aten.mm.default", "float32", 10e12),
+        ("aten.convolution_backward.default", "tf32", 20e12),
+        ("aten.mm.default", "tf32", 20e12),
+        ("aten._scaled_dot_product_flash_attention.default", "float16", 82e12),
+        ("aten._scaled_dot_product_flash_attention_backward.default", "float16", 69e12),
+        ("aten._scaled_dot_product_efficient_attention_backward.default", "float16", 33e12),
+        ("aten._scaled_dot_product_efficient_attention.default", "float32", 6.5e12),
+    ],
+)
+def test_rates_by_kind_of_op(name, dtype, rate):
+    flops = 2 * 25600**3
+    assert busy(name, flops, 0, dtype) == pytest.approx(flops / rate, rel=2e-3)
+
+
+def test_attention_by_head_size_and_card():
+    name, flops = "aten._scaled_dot_product_flash_attention.default", 10**15
+    wide, narrow = (busy(name, flops, shape=(64, 4096, 4096, head)) for head in (128, 64))
+    assert wide / narrow == pytest.approx(0.88)
+    hopper = replace(ROUND, arch=(9, 0))
+    assert wide / busy(name, flops, shape=(64, 4096, 4096, 128), gpu=hopper) == pytest.approx(0.62)
+    cudnn = busy(name.replace("flash", "cudnn"), flops, shape=(64, 4096, 4096, 128), gpu=hopper)
+    assert wide == pytest.approx(cudnn)
+
+
+def test_attention_goes_over_whole_blocks():
+    """Of 64 queries and 64 keys; the published backward of 384 x 197 x 88 in fp32 on an A100: 2.335 ms."""
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+    flops = 2 * 5 * 384 * 197 * 197 * 88
+    short, whole = (busy(name, flops, shape=(384, n, n, 88)) for n in (197, 256))
+    assert short / whole == pytest.approx((256 / 197) ** 2)
+    assert busy(name, flops, dtype="float32", shape=(384, 197, 197, 88), gpu=find_gpu("a100-40gb")) == pytest.approx(
+        2.335e-3, rel=0.08
+    )
+
+
+def test_transforms_pass_over_the_data():
+    given, real = meta(64, 256, 8192, dtype=torch.complex64), meta(64, 256)
+    halves = lambda func, *args: op_work.measure(func, args, {}, given).shape  # noqa: E731
+    assert halves(aten._fft_c2c.default, given, [1], 0, True) == (2,)
+    assert halves(aten._fft_c2c.default, given, [1, 2], 2, False) == (2 * 4,)  # a long dimension, and it is scaled
+    assert halves(aten._fft_c2c.default, given.transpose(0, 1), [1], 0, True) == (2 * 2,)  # copied first
+    assert halves(aten._fft_r2c.default, real, [1], 0, True) == (2,)
+    assert halves(aten._fft_r2c.default, real, [1], 0, False) == (3,)  # the half that is conjugate
+    work = op_work.measure(aten._fft_c2c.default, (given, [1, 2], 2, False), {}, given)
+    found = busy("aten._fft_c2c.default", 0, work.nbytes, work.dtype, shape=work.shape)
+    assert found == pytest.approx(4 * 2 * given.nbytes / 1e12)
+
+
+def test_an_embeddings_gradients_are_sorted_by_row():
+    """16,384 tokens that are drawn evenly from as many rows meet 63 % of them; few tokens are not sorted."""
+    rows, tokens = 16384, meta(16384, dtype=torch.long)
+    backward = aten.embedding_dense_backward.default
+    work = op_work.measure(backward, (meta(16384, 4096), tokens, rows, -1, False), {}, meta(rows, 4096))
+    met = rows * (1 - math.exp(-1))
+    assert work.shape == (round(4096 * (16384 / 2 + 2 * met)), INDEXED)
+    assert (work.kernels, work.nbytes) == (34, rows * 4096 * 4)
+    few = op_work.measure(backward, (meta(2048, 64), tokens[:2048], rows, -1, False), {}, meta(rows, 64))
+    assert (few.kernels, few.shape) == (2, (2048 * 64, INDEXED))
+
+
+def test_a_sort_passes_over_its_keys():
+    """Eight bits of them at once; a thread block sorts 4,096 by itself."""
+    long, short = meta(2**20, dtype=torch.long), meta(8, 4096)
+    work = op_work.measure(aten.sort.default, (long,), {}, (long, long))
+    assert (work.shape, work.kernels) == ((3 * 8,), 10)
+    found = busy("aten.sort.default", 0, work.nbytes, "int64", work.kernels, work.shape)
+    assert found == pytest.approx(12 * 3 * long.nbytes / 1e12)
+    work = op_work.measure(aten.sort.stable, (short,), {"stable": True}, (short, short))
+    assert (work.shape, work.kernels) == ((), 1)
+
+
+def test_a_block_diagonal_matrix_is_made_block_by_block():
+    blocks = [meta(4, 4)] * 768
+    work = op_work.measure(aten.block_diag.default, (blocks,), {}, meta(3072, 3072))
+    assert (work.kernels, work.nbytes) == (769, (3072 * 3072 + 768 * 16) * 4)
+
+
+def test_sparse_values_are_added_to_a_copy_in_fp32():
+    """Of a dense tensor in half precision: 20 bytes for each of its elements."""
+    dense, values = meta(64, 32, dtype=torch.bfloat16), meta(5)
+    places = meta(2, 5, dtype=torch.long)
+    sparse = torch.sparse_coo_tensor(places, values, (64, 32), device="meta", check_invariants=False)
+    assert op_work.measure(aten.add_.Tensor, (dense, sparse), {}, dense).nbytes == 20 * 64 * 32
+    assert op_work.measure(aten.add_.Tensor, (dense, dense), {}, dense).nbytes == 6 * 64 * 32
+
+
+def test_the_loss_over_labels_is_one_block():
+    assert busy("aten.nll_loss_forward.default", nbytes=100, shape=(8192,)) == pytest.approx(8192 / 32 * 0.75e-6)
+
+
+def test_load_takes_from_the_rates():
+    held = replace(ROUND, sustained=0.8)
+    assert busy(flops=10**15, gpu=held) == pytest.approx(busy(flops=10**15) / 0.8, rel=1e-2)
+    assert held.clock == pytest.approx(0.8 * ROUND.clock)
+    assert find_gpu("h100-500w").matmul_rate("bfloat16") == pytest.approx(593e12, rel=1e-3)
