@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, measure
 from ckpt_ft.memory.distributed.streams import Streams
@@ -153,6 +154,17 @@ class FakeOps:
         if isinstance(value, (tuple, list)):
             return type(value)(self.faked(item) for item in value)
         return value
+
+    def fake_meta_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward pre-hook that replaces tensors on "meta": autocast, which comes before dispatch, ignores them."""
+        made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, self._off_meta, (args, kwargs))
+        return made
+
+    def _off_meta(self, tensor: Tensor) -> Tensor:
+        on_meta = type(tensor) is not FakeTensor and tensor.is_meta
+        return self.faked(tensor) if on_meta else tensor
 
     def forget_real_tensors(self) -> None:
         """Remove the fake gradients of real tensors that the step closed over."""

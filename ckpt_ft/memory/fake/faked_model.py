@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -17,12 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .fakes import Fakes
 from .values import attach, holds_sizes
 
-_TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
+_TORCH = frozenset(vars(nn.Module()))  # names of attributes that every module has
 _CACHE = type(functools.cache(lambda: None))
 
 
 def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
-    """The same of what a tensor subclass wraps (a quantised weight's codes and scales); of a DTensor the whole."""
+    """A tensor subclass that wraps fake tensors (a quantised weight's codes and scales); for a DTensor, the whole."""
     if isinstance(tensor, DTensor):
         return fakes.like(tensor)
     names, context = tensor.__tensor_flatten__()
@@ -35,10 +36,12 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
 def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
 
-    Ties are kept. Afterwards no module holds a fake, also where its forward put one (a cache of positions).
+    Ties are kept. Afterwards no module holds a fake, even if a forward stored one (a cache of positions), and each
+    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself.
     """
     made: dict[int, Tensor] = {}
-    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # and what was in them
+    data: list[tuple[Tensor, Tensor]] = []  # of each tensor that is no subclass
+    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # with their contents
 
     def fake(value: Any) -> Any:
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -50,6 +53,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             is_parameter = isinstance(value, nn.Parameter)
             if not is_traceable_wrapper_subclass(value):
                 made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
+                if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+                    with torch._C._DisableTorchDispatch():
+                        data.append((value, value.detach()))
             else:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
@@ -68,10 +74,14 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                     new = fake(value)
                     if new is not value:
                         table[key] = new
-        made.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
+        made.clear()  # the model's own references count: FSDP2 frees whole parameters
         with _fresh_caches(model):
             yield
     finally:
+        with torch._C._DisableTorchDispatch():
+            for tensor, before in data:
+                if tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
+                    tensor.data = before
         for table, before in tables:
             _put_back(table, before)
         for module, training in modes.items():
@@ -79,9 +89,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
 
 
 def _hook(fake: Tensor, like: Tensor) -> None:
-    """Give `fake` the user's hooks on gradients of `like`: they may make tensors, or step an optimizer in backward.
+    """Give `fake` the user's gradient hooks of `like`: they may allocate tensors, or step an optimizer in backward.
 
-    DeepSpeed's stay: what they do is done by rules of ours (memory/distributed/).
+    DeepSpeed's hooks are left out: memory/distributed/ models what they do.
     """
     for name, register in (
         ("_backward_hooks", fake.register_hook),
@@ -93,7 +103,7 @@ def _hook(fake: Tensor, like: Tensor) -> None:
 
 
 def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
-    """The tensors that `module` itself holds beside its parameters and buffers, by where it holds them."""
+    """The tensors that `module` itself holds besides its parameters and buffers, by their place in it."""
     found = {}
     for number, table in enumerate(_tables(module)):
         for key, value in _content(table).items() if number >= 2 else ():
@@ -104,7 +114,7 @@ def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Where `module` holds tensors: its own tables, and the lists and dicts among its attributes (PEFT's indices)."""
+    """The dicts and lists in which `module` holds tensors: its own, and those in its attributes (PEFT's indices)."""
     yield from (module._parameters, module._buffers, module.__dict__)
     for name, value in list(vars(module).items()):
         if type(value) in (list, dict) and name not in _TORCH:
@@ -116,7 +126,7 @@ def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
 
 
 def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any]) -> None:
-    """Take fakes out of `table`; what stood in their places is there again."""
+    """Replace the fakes in `table` by what was there before."""
     faked = [key for key, value in _content(table).items() if _holds_fake(value)]
     if isinstance(table, list):
         if faked or any(isinstance(value, Tensor) for value in before.values()):
@@ -136,9 +146,9 @@ def _holds_fake(value: Any) -> bool:
 
 @contextmanager
 def _fresh_caches(model: nn.Module) -> Iterator[None]:
-    """Methods that remember their results (`functools.lru_cache`) begin with none, and forget those of the trace.
+    """Methods that cache their results (`functools.lru_cache`) begin with an empty cache, and forget the trace's.
 
-    Qwen-Image's rotary frequencies are such: real ones from before are not the step's, and fakes would outlive it.
+    Qwen-Image caches rotary frequencies so: real ones from before are not the step's, and fakes would outlive it.
     """
     with ExitStack() as stack:
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
@@ -149,7 +159,7 @@ def _fresh_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _remembers(method: Any) -> bool:
-    """Whether `method` is a cache, or a function around one of its own, as `lru_cache_unless_export` of diffusers."""
+    """Whether `method` is a cache, or a function around its own cache, as `lru_cache_unless_export` of diffusers."""
     around = inspect.isfunction(method) and hasattr(method, "__wrapped__")
     held = [method, *(cell.cell_contents for cell in method.__closure__ or ())] if around else [method]
     return any(isinstance(one, _CACHE) and one.__wrapped__ is inspect.unwrap(method) for one in held)

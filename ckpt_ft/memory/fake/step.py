@@ -242,6 +242,7 @@ class _Trace:
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
         recorder = tracker.recorder
+        meta_inputs = self.model.register_forward_pre_hook(ops.fake_meta_inputs, prepend=True, with_kwargs=True)
         try:
             with tracker, device_calls(recorder), lists_of_fakes(recorder, ops.values):
                 yield
@@ -250,7 +251,15 @@ class _Trace:
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "
                 "compute it outside the step and close over it"
             ) from error
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):  # torch's words (torch/nn/modules/module.py, _apply)
+                raise
+            raise UserError(
+                "the step moves or converts its modules by Module.to(), as diffusers' group offloading and layerwise "
+                "casting do, which is not modelled; trace the model without them"
+            ) from error
         finally:
+            meta_inputs.remove()
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:

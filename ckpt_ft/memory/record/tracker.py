@@ -265,13 +265,13 @@ class Tracker(TorchDispatchMode):
         if not dispatcher.takes_fakes and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
         args, kwargs = dispatcher.prepare(func, args, kwargs)
-        if torch.is_inference_mode_enabled() and is_composite(func):
-            return in_parts(self, func, args, kwargs)
         op = self._handled.get(func)
         if op is None:
             op = self._handled[func] = dispatcher.handling(func)
         if op.silent:
             return func(*args, **kwargs) if op.rule is None else op.rule(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            return in_parts(self, func, args, kwargs)
         context.locate()
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
         for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
