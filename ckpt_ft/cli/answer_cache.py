@@ -1,4 +1,4 @@
-"""Answers that were given before are read from the cache; one that cannot be read is made again, with a warning."""
+"""The cache of answers: the same question is answered from a file; a file that cannot be read is made again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def asked_of(model: str, spec: TrainingSpec) -> dict[str, Any]:
-    """What every answer depends on that is of a model and how it is trained; raises UserError for an unknown model."""
-    seen, config = read_processor(model) if spec.data.images else {}, read_config(model)
-    parts = read_parts(model) if config.get("_class_name") else {}
-    return {"model": model, "config": config, "processor": seen, "parts": parts, "spec": spec.to_dict()}
+def question_of(spec: TrainingSpec) -> dict[str, Any]:
+    """What an answer about `spec` depends on: the spec itself, and the configurations of its model.
+
+    Raises:
+        UserError: the model is not known.
+    """
+    name = spec.model.name
+    processor, config = read_processor(name) if spec.data.images else {}, read_config(name)
+    parts = read_parts(name) if config.get("_class_name") else {}
+    return {"spec": spec.fingerprint(), "config": config, "processor": processor, "parts": parts}
 
 
-class Kept(Generic[T]):
+class AnswerCache(Generic[T]):
     """The answer to one question.
 
     Args:

@@ -16,9 +16,9 @@ from ckpt_ft.tables import DASH, Table, print_table
 from ckpt_ft.units import GIB, format_number
 
 from .console import stdout
-from .options import AsJson
+from .params import AsJson
 
-Part = Annotated[str, typer.Argument(help="only those that have this in a name, or in their kind")]
+Part = Annotated[str, typer.Argument(help="list only those with this text in a name or a kind")]
 
 
 def models(part: Part = "", as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-// The run: what each rank measured in each phase beside what was predicted, and how it went over the steps.
+// The view of a memory report: measured beside predicted peaks of each rank, and their history over the steps.
 
 function runView(section) {
   const { ranks, figures } = section.data;
@@ -10,7 +10,7 @@ function runView(section) {
   return [
     el("section", {},
       el("h2", {}, section.title),
-      el("p", { class: "muted" }, "Peaks of each phase: bars are measured, the mark is what was predicted."),
+      el("p", { class: "muted" }, "Peak of each phase: bars are measured, marks are predicted."),
       el("div", { class: "bars" }, ...figures.flatMap((name) => bars(name, ranks)))),
     known ? el("section", {},
       el("h2", {}, "Over the measured steps"),
@@ -21,7 +21,7 @@ function runView(section) {
 
 const SIGNED = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1, signDisplay: "exceptZero" });
 
-/** The bars of one figure, a rank each. */
+/** The bars of one figure, one for each rank. */
 function bars(name, ranks) {
   const most = 1.02 * Math.max(...ranks.flatMap((rank) => [...Object.values(rank.measured), ...Object.values(rank.predicted)]));
   return ranks.map((rank, i) => {
@@ -77,4 +77,25 @@ function historyChart(rank) {
     element.replaceChildren(picture);
   });
   return element;
+}
+
+/** The timeline of a report: the picture comes with the data; the script adds the figures below the pointer. */
+function timelineView(section) {
+  const { moments, series } = section.data;
+  const picture = new DOMParser().parseFromString(section.data.svg, "text/html").body;
+  const element = el("div", {}, ...picture.childNodes);
+  const chart = element.querySelector("svg");
+  const [left, right] = [Number(chart.dataset.left), Number(chart.dataset.right)];
+  const names = Object.keys(series);
+  const tip = tooltip();
+  chart.addEventListener("pointermove", (event) => {
+    const box = chart.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * chart.viewBox.baseVal.width;
+    const at = ((x - left) / (right - left)) * (moments.at(-1) || 1);
+    const i = moments.reduce((best, moment, k) => (Math.abs(moment - at) < Math.abs(moments[best] - at) ? k : best), 0);
+    const total = names.reduce((sum, name) => sum + series[name][i], 0);
+    tip.show(event, el("p", { class: "bytes" }, bytes(total)), facts(names.toReversed().map((name) => [name, bytes(series[name][i])])));
+  });
+  chart.addEventListener("pointerleave", () => tip.hide());
+  return [el("section", {}, el("h2", {}, section.title), element)];
 }
