@@ -15,7 +15,7 @@ from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, measure
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
-from ckpt_ft.memory.record.dispatch import Handling, call_key
+from ckpt_ft.memory.record.dispatch import Handling, Rule, call_key
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.record.tracker import handling_of
 from ckpt_ft.memory.rules import cuda, fake_kernels
@@ -75,7 +75,7 @@ class FakeOps:
         rules, self._after = (
             (cuda.RULES, cuda.after(capability)) if gpu else (cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER)
         )
-        self._rules = {**fake_kernels.RULES, **self._by_data.answers, **rules}
+        self._rules: dict[Any, Rule] = {**fake_kernels.RULES, **self._by_data.answers, **rules}
         self._memo = Memo(fakes, capability)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id
 

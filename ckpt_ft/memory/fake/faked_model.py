@@ -79,9 +79,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             yield
     finally:
         with torch._C._DisableTorchDispatch():
-            for tensor, before in data:
-                if tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
-                    tensor.data = before
+            for tensor, own in data:
+                if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                    tensor.data = own
         for table, before in tables:
             _put_back(table, before)
         for module, training in modes.items():

@@ -459,8 +459,8 @@ class _Traversal:
                 return False
         if self._drawn != _random_states():  # a block may be dropped at random
             return False
-        _, second, third = self._entered
-        return self._done(second, third) == self._done(third, self.recorder.position)
+        _, begin, end = self._entered  # of the second unit
+        return self._done(begin, end) == self._done(end, self.recorder.position)
 
     def _done(self, start: Position, stop: Position) -> tuple[list[str], list[int]]:
         """Names of the ops, and bytes of the storages, recorded between two positions."""
