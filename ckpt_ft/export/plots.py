@@ -54,7 +54,7 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
             colour = CATEGORY_COLOURS[category][0]
             axes.fill_between(moments, below, above, label=category, color=colour, step="post", linewidth=0)
     axes.set(ylabel=f"{name} allocated ({timeline.source})", xlabel="allocations and frees of one step, in order")
-    axes.set_xlim(moments[0], moments[-1])
+    axes.set_xlim(moments[0], max(moments[-1], moments[0] + 1))
     axes.set_ylim(0, peak / unit * 1.3)
     axes.set_title(title, loc="left", fontsize=11)
     for phase, at, end in timeline.phases():

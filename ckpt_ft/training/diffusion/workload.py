@@ -1,4 +1,4 @@
-"""The diffusion recipes' step as a workload, and what `auto` and `--find_max_batch_size` leave open for it."""
+"""The diffusion recipes' training step as a `Workload`, which the planner traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.training.fit import Fitted, fit
-from ckpt_ft.training.images.captioned import PriorPreservation
 from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
@@ -19,10 +18,13 @@ from ckpt_ft.workloads.diffusion_models import unet_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Loss, MakeBatch, Workload
 
-from .flow import flow_loss
-from .latent_shapes import LatentShapes
-from .noise import NoisyBatches, denoising_loss
-from .prior import preserving_denoising_loss, preserving_flow_loss
+from .data import Data
+from .objectives import (
+    denoising_loss,
+    flow_loss,
+    preserving_denoising_loss,
+    preserving_flow_loss,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,16 +36,15 @@ def unet_workload(
     unet: nn.Module,
     args: LoopArguments,
     accelerator: Accelerator,
-    noisy: NoisyBatches,
+    data: Data,
     snr_gamma: float | None,
-    latents: LatentShapes,
-    dtype: torch.dtype,
-    prior: PriorPreservation | None = None,
 ) -> Workload:
-    """The loop's step on `latents` and prompts of `dtype`.
+    """Returns the step of a U-Net on the shapes of `data`.
 
-    A micro-batch is {"inputs": the U-Net's, "target": what it is to predict}; with `prior` of twice its samples.
+    A micro-batch is {"inputs": the U-Net's arguments, "target": what it is to predict}. With prior preservation it has
+    two rows per sample.
     """
+    noisy, latents, dtype, prior = data.noisy, data.latents, data.dtype, data.prior
     scheduler = noisy.add_noise.scheduler
     tokens = next(iter(noisy.prompt.values())).shape[1]
 
@@ -58,22 +59,21 @@ def unet_workload(
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
         return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
 
-    return _workload(unet, make_batch, compute_loss, args, accelerator, latents, noisy.beside)
+    return _workload(unet, make_batch, compute_loss, args, accelerator, data)
 
 
 def flow_workload(
     transformer: nn.Module,
     args: LoopArguments,
     accelerator: Accelerator,
-    noisy: NoisyBatches,
-    latents: LatentShapes,
-    prior: PriorPreservation | None = None,
+    data: Data,
 ) -> Workload:
-    """The loop's step on `latents` and prompts like those of `noisy`.
+    """Returns the step of a transformer on the shapes of `data`.
 
-    A micro-batch is {"inputs": the transformer's, "target": what it is to predict, "weight": of each sample}; with
-    `prior` of twice its samples.
+    A micro-batch is {"inputs": the transformer's arguments, "target": what it is to predict, "weight": (B,)}. With
+    prior preservation it has two rows per sample.
     """
+    noisy, latents, prior = data.noisy, data.latents, data.prior
     shapes = {name: (value.shape[1:], value.dtype) for name, value in noisy.prompt.items()}
 
     def make_batch(samples: int, length: int | None) -> Batch:
@@ -87,7 +87,7 @@ def flow_workload(
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
     compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
-    return _workload(transformer, make_batch, compute_loss, args, accelerator, latents, noisy.beside)
+    return _workload(transformer, make_batch, compute_loss, args, accelerator, data)
 
 
 def _workload(
@@ -96,8 +96,7 @@ def _workload(
     compute_loss: Loss,
     args: LoopArguments,
     accelerator: Accelerator,
-    latents: LatentShapes,
-    beside: tuple[nn.Module, ...],
+    data: Data,
 ) -> Workload:
     return Workload(
         model,
@@ -109,14 +108,14 @@ def _workload(
         accumulation=args.gradient_accumulation_steps,
         prefetched=False,
         max_grad_norm=args.max_grad_norm,
-        lengths=latents.lengths,
-        auxiliary_models=beside,
+        lengths=data.latents.lengths,
+        auxiliary_models=data.noisy.auxiliary_models,
         name=type(without_adapters(model)).__name__,
     )
 
 
 def fit_loop(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
-    """`fit_to_memory` for the diffusion recipes' loop; `accelerator` is told the accumulation."""
+    """Chooses the policy and the batch size that the flags leave open; sets the accumulation of `accelerator`."""
     fitted = fit(
         workload, attempt.args, attempt.settings, accelerator.device, lambda: launch_of(accelerator),
         "train_batch_size", attempt.budget,
