@@ -12,6 +12,7 @@ from annotated_types import Ge, Lt
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.links import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import format_bytes, parse_budget
@@ -40,6 +41,9 @@ class MemoryBudget:
 
     def fits(self, candidate: Candidate) -> bool:
         return candidate.reserved <= self.limit
+
+    def holds(self, trace: StepTrace) -> bool:
+        return trace.peak_reserved <= self.limit
 
     def needs(self, candidate: Candidate) -> int:
         """The smallest budget in which `candidate` fits with this context and margin, or this share for one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import Interrupted, UserError
 from ckpt_ft.export.holders import Holder, holders_table
@@ -44,14 +44,16 @@ class Suggestion:
     """A change under which the step fits.
 
     Attributes:
-        change: the options to type in place of, or beside, those that were given.
-        reserved: bytes, predicted.
-        slower: seconds a sample (a token, where sequences are shorter) over those of the step asked for, less 1.
+        change: the flags to type, beside those that were given or in their place.
+        reserved: bytes reserved, predicted.
+        slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
+        edits: what changes of the spec, fields by their names.
     """
 
     change: str
     reserved: int
     slower: float
+    edits: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

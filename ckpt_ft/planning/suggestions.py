@@ -1,10 +1,15 @@
-"""What would make a step fit that does not: the changes that cost least come first, each traced, with its price.
+"""What lowers the memory of a step: suggestions for a step that does not fit, fixes for a plan's pick.
 
-1. Another policy at the batch size asked for.
-2. Where none of them fits: a smaller batch under the leanest of them, with the accumulation that keeps the effective
-   one.
-3. Where not one sample fits: settings that hold less, one after another until one fits: 8-bit optimizer states, half
-   and a quarter of the tokens, LoRA, LoRA on 4-bit weights.
+`suggest` looks for changes under which a step fits, the ones that cost least first, and traces each of them:
+
+1. Another policy at the same batch size.
+2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
+3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
+   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights.
+
+A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
+
+`advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
@@ -30,6 +36,142 @@ from .estimates import Estimates
 from .results import Fix, Suggestion, Suggestions
 from .search import blocks_of, with_term
 from .tracing import Traced, Tracer, trace_policies
+
+Load = Callable[[TrainingSpec], Workload]
+Edits = dict[str, Any]  # fields of a TrainingSpec by their names -> new values
+
+LORA_R = 16
+_POLICIES = ("none", "pointwise", "full")
+_SHOWN = 3
+_SHORTEST = 128  # tokens: a shorter sequence is no suggestion
+_FLAGS = {"lora_r": "lora"}  # fields whose flag has another name
+
+
+def suggest(
+    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+) -> Suggestions:
+    """Changes under which the step of `spec` fits `room`, the quickest first.
+
+    Args:
+        load: builds the workload of a spec.
+        policy, batch: of the step that does not fit.
+        asked: the trace of that step.
+    """
+    workload = load(spec)
+    if "seq_length" in workload.shape and not spec.data.images:  # the length that the model's positions allow
+        spec = spec.edit(seq_length=workload.shape["seq_length"])
+    misfit = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
+    others = dict(_policies(workload, policy, batch))
+    fitting = {name: trace for name, trace in others.items() if trace.peak_reserved <= room.limit}
+    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
+    # Traced again, each alone: a shared session shifts the bytes reserved.
+    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
+    ways = [misfit.suggestion(trace, {"policy": name}) for name, trace in alone.items() if room.holds(trace)]
+    if ways:
+        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
+    traced = {policy: asked, **others}
+    leanest = min(traced, key=lambda name: traced[name].peak_reserved)
+    if batch > 1:
+        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
+        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        if largest:
+            steps = -(-batch * spec.data.accumulation // largest)
+            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
+            edits = {"policy": leanest, "batch_size": largest, "accumulation": steps}
+            return Suggestions([misfit.suggestion(trace, edits, samples=largest * steps)], 0)
+    needed = min(trace.peak_reserved for trace in traced.values())
+    for edits in _leaner(spec, workload):
+        found = _traced_edit(load, spec, edits, leanest)
+        if found is None:
+            continue
+        leaner, trace = found
+        if room.holds(trace):
+            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
+            everything = {"policy": leanest, "batch_size": 1, **edits}
+            return Suggestions([misfit.suggestion(trace, everything, samples=samples)], 0)
+        needed = min(needed, trace.peak_reserved)
+    return Suggestions([], room.context + room.margin + needed)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """The step that does not fit; `seconds` are those of one of its samples."""
+
+    policy: str
+    batch: int
+    spec: TrainingSpec
+    seconds: float
+
+    def suggestion(self, trace: StepTrace, edits: Edits, *, samples: float = 0) -> Suggestion:
+        """The suggestion of `edits`, under which the step has this trace.
+
+        samples: of the changed step, counted in samples as long as those that were asked for; 0 for as many.
+        """
+        given = {"policy": self.policy, "batch_size": self.batch}
+        edits = {name: value for name, value in edits.items() if given.get(name) != value}
+        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
+        return Suggestion(_as_flags(edits), trace.peak_reserved, round(each / self.seconds - 1, 4), edits)
+
+
+def _as_flags(edits: Edits) -> str:
+    """The flags that make `edits` of a spec; a switch that is turned off has none."""
+    words = []
+    for name, value in edits.items():
+        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return " ".join(words)
+
+
+def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
+    """The traces of policies other than `policy` that suit the model."""
+    plain = [name for name in _POLICIES if name != policy]
+    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
+    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
+    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
+        if isinstance(trace, StepTrace):
+            yield name, trace
+
+
+def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+    assert isinstance(trace, StepTrace), "the policy suits the model"
+    return trace
+
+
+def _traced_edit(load: Load, spec: TrainingSpec, edits: Edits, policy: str) -> tuple[TrainingSpec, StepTrace] | None:
+    """The edited spec and the trace of its step on one sample; None if the edited spec is refused anywhere."""
+    try:
+        leaner = spec.edit(**edits)
+        workload = load(leaner)
+        (trace,) = trace_policies(workload, [policy], workload.step(1))
+    except UserError:
+        return None
+    return (leaner, trace) if isinstance(trace, StepTrace) else None
+
+
+def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[Edits]:
+    """Edits that lower the memory of `spec`, by how much they change the training."""
+    if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
+        yield {"optimizer": "adamw_8bit"}
+    for part in (2, 4):
+        tokens = spec.data.tokens // part
+        if spec.data.images:
+            wide, high = (max(side // part, 1) for side in spec.data.image_size)
+            yield {"image_size": (wide, high)}
+        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
+            yield {"seq_length": tokens}
+    lora: Edits = {} if spec.adapter.trains else {"lora_r": LORA_R}
+    half: Edits = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
+    if lora:
+        yield lora
+    if half and not spec.quantisation.bits:
+        yield {**lora, **half}
+    if spec.quantisation.bits != 4:
+        eight: Edits = {"load_in_8bit": False} if spec.quantisation.load_in_8bit else {}
+        yield {**lora, **eight, "load_in_4bit": True, **half}
 
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
@@ -53,112 +195,6 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
         f"a budget of {format_bytes(room.budget)}: no policy fits a batch of {at}{below}; the smallest budget that "
         f"works is {format_at_least(needed)}, under {under}{blocks}"
     )
-
-
-Load = Callable[[TrainingSpec], Workload]
-
-LORA_R = 16
-_POLICIES = ("none", "pointwise", "full")
-_SHOWN = 3
-_SHORTEST = 128  # tokens: a shorter sequence is no answer
-
-
-def suggest(
-    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
-) -> Suggestions:
-    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `spec`, which does not.
-
-    load: makes the workload of a model under any settings.
-    """
-    workload = load(spec)
-    if "seq_length" in workload.shape and not spec.data.images:  # the model's own limit, where none was asked for
-        spec = spec.edit(seq_length=workload.shape["seq_length"])
-    question = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
-    traced = dict(_policies(workload, policy, batch))
-    fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
-    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
-    # Traced again alone: a shared session shifts the bytes reserved.
-    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
-    ways = [question.way(trace, name) for name, trace in alone.items() if trace.peak_reserved <= room.limit]
-    if ways:
-        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
-    leanest = min(traced, key=lambda name: traced[name].peak_reserved, default=policy)
-    if batch > 1:
-        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
-        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
-        if largest:
-            steps = -(-batch * spec.data.accumulation // largest)
-            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
-            return Suggestions(
-                [question.way(trace, leanest, largest, f"--accumulation {steps}", samples=largest * steps)], 0
-            )
-    needed = asked.peak_reserved
-    for change, leaner in _leaner(spec, workload):
-        trace = _trace_alone(load(leaner), leanest, 1)
-        if trace.peak_reserved <= room.limit:
-            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
-            return Suggestions([question.way(trace, leanest, 1, change, samples=samples)], 0)
-        needed = min(needed, trace.peak_reserved)
-    return Suggestions([], room.context + room.margin + needed)
-
-
-@dataclass(frozen=True)
-class _Misfit:
-    """The step that does not fit; `seconds`: of one of its samples."""
-
-    policy: str
-    batch: int
-    spec: TrainingSpec
-    seconds: float
-
-    def way(
-        self, trace: StepTrace, policy: str, batch: int | None = None, change: str = "", *, samples: float = 0
-    ) -> Suggestion:
-        """`trace` as a way out. samples: that its step makes, as long as those asked for; 0 for as many."""
-        options = [
-            f"--policy {policy}" if policy != self.policy else "",
-            f"--batch-size {batch}" if batch not in (None, self.batch) else "",
-            change,
-        ]
-        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
-        said = " ".join(option for option in options if option)
-        return Suggestion(said, trace.peak_reserved, round(each / self.seconds - 1, 4))
-
-
-def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
-    """The traces of policies beside `policy`, those of which the model has."""
-    plain = [name for name in _POLICIES if name != policy]
-    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
-    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
-    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
-        if isinstance(trace, StepTrace):
-            yield name, trace
-
-
-def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
-    (trace,) = trace_policies(workload, [policy], workload.step(batch))
-    assert isinstance(trace, StepTrace), "the policy suits the model"
-    return trace
-
-
-def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[tuple[str, TrainingSpec]]:
-    """Leaner and leaner settings, each with the options that say it."""
-    if spec.optimizer.name.startswith("adamw") and spec.optimizer.name != "adamw_8bit" and not spec.adapter.lora_r:
-        yield "--optimizer adamw_8bit", spec.edit(optimizer="adamw_8bit")
-    for part in (2, 4):
-        tokens = spec.data.tokens // part
-        if spec.data.images:
-            wide, high = (max(side // part, 1) for side in spec.data.image_size)
-            yield f"--image-size {wide}x{high}", spec.edit(image_size=(wide, high))
-        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
-            yield f"--seq-length {tokens}", spec.edit(seq_length=tokens)
-    rank = spec.adapter.lora_r or LORA_R
-    if not spec.adapter.lora_r:
-        yield f"--lora {rank}", spec.edit(lora_r=rank)
-    if not spec.quantisation.load_in_4bit:
-        half = "bfloat16" if spec.precision.dtype == "float32" else spec.precision.dtype
-        change = f"--lora {rank} --load-in-4bit --dtype {half}"
-        yield change, spec.edit(lora_r=rank, load_in_4bit=True, dtype=half)
 
 
 _WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line

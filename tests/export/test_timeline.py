@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import json
 import re
+from pathlib import Path
+from typing import Any
 
-from made_traces import layered
+import pytest
+from made_traces import HOSTILE, layered
 
-from ckpt_ft.export.colours import CATEGORY_COLOURS
-from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.errors import UserError
+from ckpt_ft.export.timeline import CATEGORY_COLOURS, Timeline
 from ckpt_ft.export.trace_json import OP_COLUMNS, STORAGE_COLUMNS
+from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.events import CATEGORIES, Op, Storage
+from ckpt_ft.memory.record.trace import StepTrace
 
 SMALL = Timeline(
     [0, 2, 3],
@@ -47,6 +54,32 @@ def test_the_svg_draws_each_layer_to_scale() -> None:
     assert corners[1] == (70 + round(100 * 2 / 3, 1), round(122 - 100 * 7 / high, 1))  # x of moment 2, y of 7 bytes
     assert corners[-1] == (70, round(122 - 100 * 4 / high, 1))
     assert "aria-label='Memory over the step, measured: peak 7 B'" in svg
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"moments": []}, {"moments": [0, 3, 2]}, {"series": {"parameters": [1]}}, {"series": {"<b>": [1, 2, 3]}}],
+)
+def test_a_damaged_timeline_of_a_report_is_refused_when_it_is_read(damage: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "memory_report.json"
+    ranks = [{"rank": 0, "device": "cpu", "steps": 1, "sampled": 1, "peaks": {"forward": {"allocated": 7}}}]
+    timeline = dataclasses.asdict(SMALL)
+    path.write_text(json.dumps({"provenance": {}, "ranks": ranks, "timeline": timeline}), encoding="utf-8")
+    assert "peak 7 B" in MemoryReport.from_json(path)._repr_html_()
+    path.write_text(json.dumps({"provenance": {}, "ranks": ranks, "timeline": timeline | damage}), encoding="utf-8")
+    with pytest.raises(UserError, match="not a memory report"):
+        MemoryReport.from_json(path)
+
+
+def test_texts_of_a_report_open_no_tag() -> None:
+    svg = dataclasses.replace(SMALL, source=HOSTILE, marks=[(0, HOSTILE * 2)]).svg(2000, 100)
+    assert HOSTILE not in svg
+    assert html.escape(HOSTILE) in svg
+
+
+def test_a_trace_without_events_has_a_picture() -> None:
+    trace = StepTrace("cpu", [], [])
+    assert "peak 0 B" in trace._repr_html_()
 
 
 def test_every_category_has_a_colour_in_the_order_of_the_stack() -> None:
