@@ -101,6 +101,13 @@ def test_version(ask: Any) -> None:
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
 
 
+def test_without_a_command_the_help_is_printed(ask: Any) -> None:
+    answer = ask()
+    assert (answer.code, answer.err) == (0, "")
+    assert "estimate" in answer.out
+    assert "Recipes: " in ask("recipe", "--help").out
+
+
 def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
     """One question in our words, in TRL's and in axolotl's."""
     ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
@@ -242,6 +249,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
     [
         (("estimate", "CONFIG", "--policy", "ful"), "did you mean 'full'"),
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
+        (("estimate", "CONFIG", "--policy", "full\nerror: none\x1b[2J"), "full\\nerror: none\\x1b[2J"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
         (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
         (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
