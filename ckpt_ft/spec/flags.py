@@ -217,12 +217,12 @@ class Edit:
         return spec.edit(**self.changes)
 
     def words(self, spec: TrainingSpec) -> list[str]:
-        """What is typed behind a command for `spec`: the flags of the fields that change."""
-        changed, known = self.of(spec), declared()
-        words = ["--policy", changed.policy] if changed.policy != spec.policy else []
-        for own in known.values():
-            if changed.get(own.key) != spec.get(own.key):
-                words += _words(own, changed.get(own.key))
+        """What is typed behind a command for `spec`: the flags of the fields that change, in the edit's order."""
+        changed, words = self.of(spec), []
+        for key in self.changes:
+            if changed.get(key) == spec.get(key):
+                continue
+            words += ["--policy", changed.policy] if key == "policy" else _words(declared()[key], changed.get(key))
         return words
 
     def text(self, spec: TrainingSpec) -> str:
