@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_ft.files import write
 
-from .colours import CATEGORY_COLOURS
+from .timeline import CATEGORY_COLOURS
 
 SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "plan", "report", "main")
 

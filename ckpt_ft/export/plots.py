@@ -19,15 +19,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.units import GIB, MIB, format_bytes
 
-from .colours import CATEGORY_COLOURS
+from .timeline import CATEGORY_COLOURS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ckpt_ft.planning.candidate import Candidate
-
-    from .timeline import Timeline
 
 # The positions that are tried for a label: distances from its point in points, and directions.
 _AWAY = (9, 22, 36, 52, 70)

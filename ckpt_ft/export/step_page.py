@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_ft.units import format_bytes, format_number
 
-from .colours import CATEGORY_COLOURS
 from .holders import merge_layer_numbers, short_op
 from .page import Figure, Page, Section
+from .timeline import CATEGORY_COLOURS
 
 if TYPE_CHECKING:
-    from ckpt_ft.cli.estimate import Estimate
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.planning.estimate import Estimate
 
 STEP_TITLE = "Memory over the step"
 

@@ -14,12 +14,23 @@ from typing import TYPE_CHECKING
 
 from ckpt_ft.units import format_bytes
 
-from .colours import CATEGORY_COLOURS
 from .holders import Holder, holder_line
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
 
+# The colour of each category on a light background and on a dark one, in the order of the stack: cool colours for
+# resident memory, warm ones for what a step adds. Okabe and Ito's palette, which is safe for colour-blind readers.
+CATEGORY_COLOURS = {
+    "parameters": ("#0072b2", "#2f8fd0"),
+    "buffers": ("#003d66", "#6d8fb0"),
+    "gradients": ("#009e73", "#26b58c"),
+    "optimizer": ("#56b4e9", "#7cc7f0"),
+    "activations": ("#e69f00", "#eab040"),
+    "temporary": ("#d55e00", "#e27a35"),
+    "communication": ("#cc79a7", "#d795ba"),
+    "workspace": ("#999999", "#8d949c"),
+}
 POINTS = 1500
 _TOP, _LEFT, _RIGHT, _BOTTOM = 22, 70, 10, 8  # margins of the SVG
 _DASHED = "stroke='currentColor' stroke-dasharray='3 4' stroke-opacity='.6'"

@@ -101,6 +101,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         "bnb_4bit_use_double_quant": "double_quant",
         "bnb_4bit_quant_storage": "quant_storage",
         "gradient_checkpointing": Modelled("policy", {"True": "full"}),
+        "activation_checkpointing": Modelled("policy", {"True": "full"}),  # its name in newer versions
         "learning_rate": _LEARNING,
         "lr_scheduler_type": _LEARNING,
         "warmup_steps": _LEARNING,

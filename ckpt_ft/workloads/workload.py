@@ -20,7 +20,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.buckets import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
-from ckpt_ft.memory.record.uncompiled import run_eagerly
+from ckpt_ft.memory.record.dispatch import run_eagerly
 
 from .sample_sizes import Lengths
 

@@ -101,6 +101,13 @@ def test_version(ask: Any) -> None:
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
 
 
+def test_without_a_command_the_help_is_printed(ask: Any) -> None:
+    answer = ask()
+    assert (answer.code, answer.err) == (0, "")
+    assert "estimate" in answer.out
+    assert "Recipes: " in ask("recipe", "--help").out
+
+
 def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
     """One question in our words, in TRL's and in axolotl's."""
     ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
@@ -168,6 +175,7 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     answer = json.loads(ask(*typed).out)
     assert answer["headroom"] < 0
     ways = answer["answer"]["ways"]
+    assert ways[0]["command"].startswith(f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy ")
     assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
     for part in says:
         assert part in ways[0]["change"]
@@ -176,6 +184,20 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     samples = [taken["batch_size"] * taken["accumulation"] for taken in (again, answer)]
     slower = again["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
     assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
+
+
+def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: str) -> None:
+    """What is suggested leaves the 8 bits out, in the whole command too."""
+    Path(config).write_text(json.dumps({**WIDE, "tie_word_embeddings": True}))
+    answer = ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
+    assert (answer.code, answer.err) == (0, "")
+    assert "does not fit" in answer.out
+    found = json.loads(
+        ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB", "--json").out
+    )["answer"]
+    for way in found["ways"]:
+        assert "without --load-in-8bit" in way["change"] or "4bit" not in way["change"]
+        assert "--load_in_8bit" not in way["command"]
 
 
 def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
@@ -242,6 +264,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
     [
         (("estimate", "CONFIG", "--policy", "ful"), "did you mean 'full'"),
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
+        (("estimate", "CONFIG", "--policy", "full\nerror: none\x1b[2J"), "full\\nerror: none\\x1b[2J"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
         (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
         (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),

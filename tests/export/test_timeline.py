@@ -13,8 +13,7 @@ import pytest
 from made_traces import HOSTILE, layered
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.export.colours import CATEGORY_COLOURS
-from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.export.timeline import CATEGORY_COLOURS, Timeline
 from ckpt_ft.export.trace_json import OP_COLUMNS, STORAGE_COLUMNS
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.events import CATEGORIES, Op, Storage

@@ -29,9 +29,9 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.step_page import StepView
 from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.memory.cost.op_work import tensors
 from ckpt_ft.memory.fake.values import is_small
 from ckpt_ft.memory.record.events import PHASES
-from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
