@@ -42,6 +42,7 @@ class ACArguments:
             policy that needs less. "stop": stop with advice. None: "replan" in one process and "stop" in several,
             where one process runs out while the others wait for it.
         ac_check: before training, compare one step's loss, gradients, buffers and RNG with and without the policy.
+        ac_verify: which training steps prove that backward computes with what forward saved; see `apply_policy`.
         plan: the plan that `ac_policy` names, read once; None if it names none. Not a flag.
 
     Raises:
@@ -71,8 +72,18 @@ class ACArguments:
     ac_check: bool = flag(
         False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."
     )
+    ac_verify: str = flag(
+        "first",
+        "Steps in which backward proves, bit for bit, that it computes with what forward saved: first (the first two "
+        "and every 1000th), always, never, or a number N for every N-th.",
+    )
 
     def __post_init__(self) -> None:
+        if self.ac_verify != "first":
+            from ckpt_ft.checkpointing.verify import Schedule  # imports torch
+
+            self.ac_verify = str(self.ac_verify)
+            Schedule.parse(self.ac_verify)
         self.plan = self._read_plan()
         if self.ac_policy is not None and self.plan is None:
             self.ac_policy = str(_parsed(self.ac_policy))

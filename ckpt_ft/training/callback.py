@@ -49,6 +49,7 @@ class ACCallback(TrainerCallback):
 
     Args:
         policy: a policy, `ACArguments` for all settings, or what `fit` chose for them; None only measures.
+        verify: which steps are verified, as in `apply_policy`. Settings have theirs in `ac_verify`.
 
     Attributes:
         session: the run's session.
@@ -63,9 +64,17 @@ class ACCallback(TrainerCallback):
         WorkFailed: (when training begins) `ac_check` found a number that the policy changes.
     """
 
-    def __init__(self, policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None) -> None:
+    def __init__(
+        self,
+        policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None,
+        *,
+        verify: str | int | None = None,
+    ) -> None:
         if not isinstance(policy, (ACArguments, Fitted)):
-            policy = ACArguments(ac_policy=None if policy is None else str(Policy.parse(policy)))
+            name = None if policy is None else str(Policy.parse(policy))
+            policy = ACArguments(ac_policy=name, ac_verify=str(verify or "first"))
+        elif verify is not None:
+            raise UserError("ACCallback(verify=...) is for a policy; settings have theirs in ac_verify")
         self.session = Session(policy)
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
         self._scalars: dict[str, float] = {}

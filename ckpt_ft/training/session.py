@@ -98,7 +98,7 @@ class Session:
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
-            self.applied = apply_policy(model, self.policy)
+            self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
 
     def check(self, inputs: Mapping[str, Any], loss: Callable[..., torch.Tensor] | None = None) -> None:
         """With `--ac_check`, compares a step on `inputs` with and without the policy.
@@ -211,7 +211,7 @@ class Session:
                 if self.policy is not None and self.applied is None:  # it was taken off when training ended
                     assert self.model is not None
                     stack.enter_context(suspended(self.model))
-                    apply_policy(self.model, self.policy)
+                    apply_policy(self.model, self.policy, verify="never")
                 predicted = step.trace()
         except Exception as error:  # a prediction must not cost the run that it describes
             return None, [f"no prediction: {one_line(error)}"]
