@@ -2,8 +2,8 @@
 
 Parameters are assigned to buckets in reverse order, the first of 1 MiB and the others of 25 MiB (torch/nn/parallel/
 distributed.py). A bucket is one flat tensor of its parameters' dtype that lives as long as the model. A gradient that
-is ready is scaled and copied into its bucket. A bucket whose gradients are all ready is all-reduced while backward goes
-on. When backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp:
+is ready is scaled and copied into its bucket. A bucket whose gradients are all ready is all-reduced while backward
+goes on. When backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp:
 mark_variable_ready, all_reduce_bucket, finalize_backward).
 """
 
