@@ -48,12 +48,14 @@ class Suggestion:
         reserved: bytes reserved, predicted.
         slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
         edits: what changes of the spec, fields by their names.
+        command: the whole command that trains so; for what no recipe trains, the one that estimates it.
     """
 
     change: str
     reserved: int
     slower: float
     edits: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
 
 
 @dataclass(frozen=True)

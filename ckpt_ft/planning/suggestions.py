@@ -24,6 +24,9 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.command import command_for
+from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
 from ckpt_ft.workloads.sample_sizes import Lengths
@@ -40,11 +43,9 @@ from .tracing import Traced, Tracer, trace_policies
 Load = Callable[[TrainingSpec], Workload]
 Edits = dict[str, Any]  # fields of a TrainingSpec by their names -> new values
 
-LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: a shorter sequence is no suggestion
-_FLAGS = {"lora_r": "lora"}  # fields whose flag has another name
 
 
 def suggest(
@@ -60,7 +61,7 @@ def suggest(
     workload = load(spec)
     if "seq_length" in workload.shape and not spec.data.images:  # the length that the model's positions allow
         spec = spec.edit(seq_length=workload.shape["seq_length"])
-    misfit = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
+    misfit = _Misfit(policy, batch, spec, workload.kind, seconds(asked) / (batch * spec.data.accumulation))
     others = dict(_policies(workload, policy, batch))
     fitting = {name: trace for name, trace in others.items() if trace.peak_reserved <= room.limit}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
@@ -100,6 +101,7 @@ class _Misfit:
     policy: str
     batch: int
     spec: TrainingSpec
+    kind: str  # of workload
     seconds: float
 
     def suggestion(self, trace: StepTrace, edits: Edits, *, samples: float = 0) -> Suggestion:
@@ -108,21 +110,12 @@ class _Misfit:
         samples: of the changed step, counted in samples as long as those that were asked for; 0 for as many.
         """
         given = {"policy": self.policy, "batch_size": self.batch}
+        asked = self.spec.edit(**given)
         edits = {name: value for name, value in edits.items() if given.get(name) != value}
         each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
-        return Suggestion(_as_flags(edits), trace.peak_reserved, round(each / self.seconds - 1, 4), edits)
-
-
-def _as_flags(edits: Edits) -> str:
-    """The flags that make `edits` of a spec; a switch that is turned off has none."""
-    words = []
-    for name, value in edits.items():
-        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            words += [flag, "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return " ".join(words)
+        slower = round(each / self.seconds - 1, 4)
+        edit = Edit(edits)
+        return Suggestion(edit.text(asked), trace.peak_reserved, slower, edits, command_for(edit.of(asked), self.kind))
 
 
 def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:

@@ -1,19 +1,19 @@
-"""The speed of collectives over the links between the GPUs of a machine, and between machines.
+"""Seconds of collectives, over the links between the GPUs of a machine and between machines.
 
-Bandwidth: in a ring, each rank sends a collective's bytes around once (Patarasuk and Yuan 2009). NCCL runs as many
-rings in parallel as there are links or network cards, so what counts is the sum of one GPU's links or, between
-machines, the sum of one machine's cards.
+In a ring, each rank sends the bytes of a collective around once (Patarasuk and Yuan 2009). NCCL runs as many rings in
+parallel as there are links or network cards, so the rate is the sum of one GPU's links, and across machines the sum of
+one machine's cards.
 
-- NVLink, one direction, from NVIDIA's datasheets: V100 150, A100 300, H100 and H200 450, B200 900 GB/s. NCCL reaches
-  about 80 % of it (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212; 235 of 300 on A100: the model
-  below). Other cards communicate over PCIe and the host; half of the slot's rate is an assumption.
-- Network cards are those of NVIDIA's DGX of the generation: eight of 800 Gb/s with B300, of 400 Gb/s with H100 and
-  B200, of 200 Gb/s with A100; otherwise one of 100 Gb/s per machine. 90 % is reached (192 of 200 GB/s from DGX A100s:
-  NVIDIA/nccl#812; 340 to 380 of 400 with H100: NVIDIA/nccl#1218, nccl-tests#309). `Launch.link` sets another rate.
+Sources: NVLink, one direction, from NVIDIA's datasheets (V100 150, A100 300, H100 and H200 450, B200 900 GB/s). NCCL's
+protocol reaches about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212; 235 of
+300 on A100: the model below). Other cards communicate over their slot and the host; half of the slot's rate is an
+assumption. Network cards are those of NVIDIA's DGX of the generation (eight of 800 Gb/s with B300, of 400 Gb/s with
+H100 and B200, of 200 Gb/s with A100), otherwise one of 100 Gb/s per machine, at 90 % (192 of 200 GB/s from DGX A100s:
+NVIDIA/nccl#812; 340 to 380 of 400 with H100: NVIDIA/nccl#1218, nccl-tests#309); `Launch.link` sets another rate.
 
-Latency: NCCL's own model, by which it chooses its protocol, has a time to start, a time for each step from one rank to
-the next (a ring of N ranks has N - 1 steps, an all-reduce twice as many, or a tree's), and a share of the bandwidth
-(github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.28).
+The latency is NCCL's own model, by which it chooses its protocol: a time to start, a time for each step from one rank
+to the next, of which a ring of N ranks has N - 1 (an all-reduce twice as many, or those of a tree), and a share of the
+bandwidth (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.28).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ckpt_ft.units import MIB
 
 # compute capability -> bytes/s, one direction
 _NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}
-_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # network cards of a DGX: bytes/s for each GPU
+_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
 _ONE_CARD = 12.5e9
-_REACHED, _REACHED_BETWEEN = 0.8, 0.9  # within a machine, and between machines
-_CHANNELS = {True: 24, False: 4}  # NCCL's channels over NVLink or PCIe: an assumption
+_REACHED, _REACHED_BETWEEN = 0.8, 0.9  # within a machine, between machines
+_CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink or a slot: an assumption
 
 
 class _Protocol(NamedTuple):
-    """A protocol of NCCL: microseconds to start, and of a step over NVLink, PCIe and network, by ring and by tree."""
+    """A protocol of NCCL: microseconds to start, and of a step over NVLink, a slot and between machines."""
 
     start: float
     ring: tuple[float, float, float]
     tree: tuple[float, float, float]
     share: float  # of the bandwidth within a machine
-    between: float  # and between machines
+    between: float  # of the bandwidth between machines
     tree_share: float
 
 
@@ -62,7 +62,7 @@ def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
 
 
 def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "") -> float:
-    """Seconds of a collective in which each rank sends `wire` bytes, by the fastest protocol; `name` is its op's."""
+    """Seconds of a collective (op `name`) in which each rank sends `wire` bytes, with the fastest protocol."""
     nvlink = gpu.arch in _NVLINK
     sent = wire / bus_bandwidth(launch, gpu)
     several, here = launch.machines > 1, launch.processes // launch.machines
@@ -80,25 +80,25 @@ def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "") -> f
 
 
 def memory_left(launch: Launch, gpu: GPU) -> float:
-    """Share of the memory bandwidth that a large collective leaves to kernels that run beside it.
+    """The share of the memory bandwidth that a large collective leaves to the kernels beside it.
 
-    Received bytes are written to a buffer of NCCL's and read back from the L2 cache. Then the result is written
-    (all-gather), or the summand is read (reduce-scatter): two passes over memory for each byte that is sent
+    Arriving bytes are written to a buffer of NCCL and read back from the L2 cache. Then the result is written
+    (all-gather) or the summand is read (reduce-scatter): two passes over memory for each byte that is sent
     (recvCopySend and recvReduceSend of the ring in the Simple protocol, arXiv:2507.04786).
     """
     return 1 - min(2 * bus_bandwidth(launch, gpu) / (gpu.bandwidth * gpu.bandwidth_efficiency), 0.5)
 
 
 def network_share(gpu: GPU) -> float:
-    """How much longer a kernel takes beside a collective, each of whose channels occupies an SM: 0.1 for 10 %."""
+    """The relative slowdown of a kernel while a collective runs: each of its channels occupies an SM."""
     channels = min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)
     return gpu.sms / (gpu.sms - channels) - 1
 
 
 def nccl_bytes(gpu: GPU) -> int:
-    """Bytes that one communicator of NCCL allocates outside of the caching allocator.
+    """Bytes that one communicator of NCCL allocates outside the caching allocator.
 
-    Each channel has a buffer of 4 MiB (NCCL_BUFFSIZE, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) for
-    sending and one for receiving.
+    Each channel has a buffer of 4 MiB for sending and one for receiving (NCCL_BUFFSIZE,
+    docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
     """
     return _CHANNELS[gpu.arch in _NVLINK] * 2 * 4 * MIB
