@@ -44,16 +44,18 @@ class Suggestion:
     """A change under which the step fits.
 
     Attributes:
-        change: the flags to type, beside those that were given or in their place.
+        change: the flags to add or replace, and those to leave out.
         reserved: bytes reserved, predicted.
         slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
-        edits: what changes of the spec, fields by their names.
+        edits: what changes in the spec: its fields by their names.
+        command: the command that trains with the change.
     """
 
     change: str
     reserved: int
     slower: float
     edits: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
 
 
 @dataclass(frozen=True)

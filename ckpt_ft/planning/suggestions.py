@@ -24,8 +24,11 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
+from ckpt_ft.workloads.recipes import recipe_for
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
@@ -38,13 +41,11 @@ from .search import blocks_of, with_term
 from .tracing import Traced, Tracer, trace_policies
 
 Load = Callable[[TrainingSpec], Workload]
-Edits = dict[str, Any]  # fields of a TrainingSpec by their names -> new values
 
 LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: a shorter sequence is no suggestion
-_FLAGS = {"lora_r": "lora"}  # fields whose flag has another name
 
 
 def suggest(
@@ -57,12 +58,12 @@ def suggest(
         policy, batch: of the step that does not fit.
         asked: the trace of that step.
     """
+    spec = spec.edit(policy=policy, batch_size=batch)
     workload = load(spec)
-    if "seq_length" in workload.shape and not spec.data.images:  # the length that the model's positions allow
-        spec = spec.edit(seq_length=workload.shape["seq_length"])
-    misfit = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
+    tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
+    misfit = _Misfit(spec, tokens, seconds(asked) / (batch * spec.data.accumulation))
     others = dict(_policies(workload, policy, batch))
-    fitting = {name: trace for name, trace in others.items() if trace.peak_reserved <= room.limit}
+    fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
     # Traced again, each alone: a shared session shifts the bytes reserved.
     alone = {name: _trace_alone(workload, name, batch) for name in quickest}
@@ -77,52 +78,38 @@ def suggest(
         if largest:
             steps = -(-batch * spec.data.accumulation // largest)
             trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
-            edits = {"policy": leanest, "batch_size": largest, "accumulation": steps}
-            return Suggestions([misfit.suggestion(trace, edits, samples=largest * steps)], 0)
+            return Suggestions(
+                [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
+            )
     needed = min(trace.peak_reserved for trace in traced.values())
-    for edits in _leaner(spec, workload):
-        found = _traced_edit(load, spec, edits, leanest)
-        if found is None:
+    for changes in _leaner(spec, workload, tokens):
+        changes = {"policy": leanest, "batch_size": 1, **changes}
+        leaner = _traced_edit(load, spec, changes)
+        if leaner is None:
             continue
-        leaner, trace = found
-        if room.holds(trace):
-            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
-            everything = {"policy": leanest, "batch_size": 1, **edits}
-            return Suggestions([misfit.suggestion(trace, everything, samples=samples)], 0)
-        needed = min(needed, trace.peak_reserved)
+        if room.holds(leaner):
+            return Suggestions([misfit.suggestion(leaner, changes)], 0)
+        needed = min(needed, leaner.peak_reserved)
     return Suggestions([], room.context + room.margin + needed)
 
 
 @dataclass(frozen=True)
 class _Misfit:
-    """The step that does not fit; `seconds` are those of one of its samples."""
+    """The step that does not fit: its spec, tokens of a sequence, and seconds per sample."""
 
-    policy: str
-    batch: int
     spec: TrainingSpec
+    tokens: int
     seconds: float
 
-    def suggestion(self, trace: StepTrace, edits: Edits, *, samples: float = 0) -> Suggestion:
-        """The suggestion of `edits`, under which the step has this trace.
-
-        samples: of the changed step, counted in samples as long as those that were asked for; 0 for as many.
-        """
-        given = {"policy": self.policy, "batch_size": self.batch}
-        edits = {name: value for name, value in edits.items() if given.get(name) != value}
-        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
-        return Suggestion(_as_flags(edits), trace.peak_reserved, round(each / self.seconds - 1, 4), edits)
-
-
-def _as_flags(edits: Edits) -> str:
-    """The flags that make `edits` of a spec; a switch that is turned off has none."""
-    words = []
-    for name, value in edits.items():
-        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            words += [flag, "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return " ".join(words)
+    def suggestion(self, trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
+        """The suggestion of `changes`, under which the step has this trace."""
+        changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
+        edit, edited = Edit(changes), self.spec.edit(**changes)
+        shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
+        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
+        command = training_command(edited, recipe_for(edited))
+        slower = round(each / self.seconds - 1, 4)
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command)
 
 
 def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
@@ -141,37 +128,35 @@ def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
     return trace
 
 
-def _traced_edit(load: Load, spec: TrainingSpec, edits: Edits, policy: str) -> tuple[TrainingSpec, StepTrace] | None:
-    """The edited spec and the trace of its step on one sample; None if the edited spec is refused anywhere."""
+def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> StepTrace | None:
+    """The trace of the edited spec's step; None if the edited spec is refused by its own checks, its model or PEFT."""
     try:
-        leaner = spec.edit(**edits)
-        workload = load(leaner)
-        (trace,) = trace_policies(workload, [policy], workload.step(1))
+        edited = spec.edit(**changes)
+        workload = load(edited)
+        (trace,) = trace_policies(workload, [edited.policy], workload.step(edited.data.batch_size))
     except UserError:
         return None
-    return (leaner, trace) if isinstance(trace, StepTrace) else None
+    return trace if isinstance(trace, StepTrace) else None
 
 
-def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[Edits]:
-    """Edits that lower the memory of `spec`, by how much they change the training."""
+def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dict[str, Any]]:
+    """Changes that lower the memory of `spec`; the first ones change the training least."""
     if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
         yield {"optimizer": "adamw_8bit"}
     for part in (2, 4):
-        tokens = spec.data.tokens // part
         if spec.data.images:
             wide, high = (max(side // part, 1) for side in spec.data.image_size)
             yield {"image_size": (wide, high)}
-        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
-            yield {"seq_length": tokens}
-    lora: Edits = {} if spec.adapter.trains else {"lora_r": LORA_R}
-    half: Edits = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
+        elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
+            yield {"seq_length": tokens // part}
+    lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
+    half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
     if lora:
-        yield lora
+        yield {**lora}
     if half and not spec.quantisation.bits:
         yield {**lora, **half}
     if spec.quantisation.bits != 4:
-        eight: Edits = {"load_in_8bit": False} if spec.quantisation.load_in_8bit else {}
-        yield {**lora, **eight, "load_in_4bit": True, **half}
+        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}
 
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
