@@ -122,3 +122,21 @@ def _folded(text: str, width: int) -> str:
 def _longest(text: str) -> int:
     """The width of the longest part that cannot be broken."""
     return max(len(piece.rstrip()) for piece in _BREAKS.split(text))
+
+
+def code_span(text: str) -> str:
+    """`text` as code within a line of Markdown: no backticks in it end the span."""
+    fence = "`" * (_longest_run(text) + 1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
+
+
+def code_block(text: str, language: str = "text") -> str:
+    """`text` as a block of code in Markdown: no line of it ends the block."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    """The number of backticks in the longest run of them in `text`."""
+    return max(map(len, re.findall("`+", text)), default=0)

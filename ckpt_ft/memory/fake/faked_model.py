@@ -1,39 +1,29 @@
-"""What a trace changes around the step that it runs, and puts back: the model's tensors, Python's collector, calls.
-
-What stands for a GPU is not here but in rules/cuda.py.
-"""
+"""Fake tensors in place of every tensor that a model holds, for the length of a trace."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-import logging
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_ft.memory.record.tracker import Tracker
-
 from .fakes import Fakes
-from .values import Values, attach, holds_sizes
+from .values import attach, holds_sizes
 
-_TORCH = frozenset(vars(nn.Module()))  # a module's attributes that are torch's own
+_TORCH = frozenset(vars(nn.Module()))  # names of attributes that every module has
 _CACHE = type(functools.cache(lambda: None))
 
 
 def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
-    """The same of what a tensor subclass wraps (a quantised weight's codes and scales); of a DTensor the whole."""
+    """A tensor subclass that wraps fake tensors (a quantised weight's codes and scales); for a DTensor, the whole."""
     if isinstance(tensor, DTensor):
         return fakes.like(tensor)
     names, context = tensor.__tensor_flatten__()
@@ -46,10 +36,12 @@ def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
 def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
 
-    Ties are kept. Afterwards no module holds a fake, also where its forward put one (a cache of positions).
+    Ties are kept. Afterwards no module holds a fake, even if a forward stored one (a cache of positions), and each
+    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself.
     """
     made: dict[int, Tensor] = {}
-    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # and what was in them
+    data: list[tuple[Tensor, Tensor]] = []  # of each tensor that is no subclass
+    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # with their contents
 
     def fake(value: Any) -> Any:
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -61,6 +53,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             is_parameter = isinstance(value, nn.Parameter)
             if not is_traceable_wrapper_subclass(value):
                 made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
+                if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+                    with torch._C._DisableTorchDispatch():
+                        data.append((value, value.detach()))
             else:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
@@ -79,10 +74,14 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                     new = fake(value)
                     if new is not value:
                         table[key] = new
-        made.clear()  # what the model lets go of (FSDP2 of whole parameters) is free
+        made.clear()  # the model's own references count: FSDP2 frees whole parameters
         with _fresh_caches(model):
             yield
     finally:
+        with torch._C._DisableTorchDispatch():
+            for tensor, own in data:
+                if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                    tensor.data = own
         for table, before in tables:
             _put_back(table, before)
         for module, training in modes.items():
@@ -90,9 +89,9 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
 
 
 def _hook(fake: Tensor, like: Tensor) -> None:
-    """Give `fake` the user's hooks on gradients of `like`: they may make tensors, or step an optimizer in backward.
+    """Give `fake` the user's gradient hooks of `like`: they may allocate tensors, or step an optimizer in backward.
 
-    DeepSpeed's stay: what they do is done by rules of ours (memory/distributed/).
+    DeepSpeed's hooks are left out: memory/distributed/ models what they do.
     """
     for name, register in (
         ("_backward_hooks", fake.register_hook),
@@ -104,7 +103,7 @@ def _hook(fake: Tensor, like: Tensor) -> None:
 
 
 def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
-    """The tensors that `module` itself holds beside its parameters and buffers, by where it holds them."""
+    """The tensors that `module` itself holds besides its parameters and buffers, by their place in it."""
     found = {}
     for number, table in enumerate(_tables(module)):
         for key, value in _content(table).items() if number >= 2 else ():
@@ -115,7 +114,7 @@ def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Where `module` holds tensors: its own tables, and the lists and dicts among its attributes (PEFT's indices)."""
+    """The dicts and lists in which `module` holds tensors: its own, and those in its attributes (PEFT's indices)."""
     yield from (module._parameters, module._buffers, module.__dict__)
     for name, value in list(vars(module).items()):
         if type(value) in (list, dict) and name not in _TORCH:
@@ -127,7 +126,7 @@ def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
 
 
 def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any]) -> None:
-    """Take fakes out of `table`; what stood in their places is there again."""
+    """Replace the fakes in `table` by what was there before."""
     faked = [key for key, value in _content(table).items() if _holds_fake(value)]
     if isinstance(table, list):
         if faked or any(isinstance(value, Tensor) for value in before.values()):
@@ -147,9 +146,9 @@ def _holds_fake(value: Any) -> bool:
 
 @contextmanager
 def _fresh_caches(model: nn.Module) -> Iterator[None]:
-    """Methods that remember their results (`functools.lru_cache`) begin with none, and forget those of the trace.
+    """Methods that cache their results (`functools.lru_cache`) begin with an empty cache, and forget the trace's.
 
-    Qwen-Image's rotary frequencies are such: real ones from before are not the step's, and fakes would outlive it.
+    Qwen-Image caches rotary frequencies so: real ones from before are not the step's, and fakes would outlive it.
     """
     with ExitStack() as stack:
         for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
@@ -160,96 +159,7 @@ def _fresh_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _remembers(method: Any) -> bool:
-    """Whether `method` is a cache, or a function around one of its own, as `lru_cache_unless_export` of diffusers."""
+    """Whether `method` is a cache, or a function around its own cache, as `lru_cache_unless_export` of diffusers."""
     around = inspect.isfunction(method) and hasattr(method, "__wrapped__")
     held = [method, *(cell.cell_contents for cell in method.__closure__ or ())] if around else [method]
     return any(isinstance(one, _CACHE) and one.__wrapped__ is inspect.unwrap(method) for one in held)
-
-
-@contextmanager
-def unnoticed() -> Iterator[None]:
-    """transformers builds attention masks for fake tensors that it skips for real ones: let it see real ones."""
-    if "transformers" not in sys.modules:
-        yield
-        return
-    from transformers.utils import import_utils
-
-    with patch.object(import_utils, "is_fake_tensor", lambda x: False, create=True):
-        yield
-
-
-@contextmanager
-def tensors_of_fakes() -> Iterator[None]:
-    """torch.tensor([a, b]) reads 0-dim tensors behind every mode's back: a fake one has to be asked first."""
-    make = torch.tensor
-
-    def numbers(data: Any) -> Any:
-        if isinstance(data, (list, tuple)):
-            return [numbers(item) for item in data]
-        return data.item() if type(data) is FakeTensor and data.dim() == 0 else data
-
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return make(data if isinstance(data, Tensor) else numbers(data), *args, **kwargs)
-
-    with patch.object(torch, "tensor", tensor):
-        yield
-
-
-@contextmanager
-def device_calls(tracker: Tracker) -> Iterator[None]:
-    """What a step asks of its device by Python's functions is told to the tracker, also where there is no device."""
-
-    def forget_peaks(device: Any = None) -> None:
-        """The record has the whole step."""
-
-    answers = {
-        "empty_cache": tracker.empty_cache,
-        "synchronize": tracker.await_device,
-        "reset_peak_memory_stats": forget_peaks,
-    }
-    with ExitStack() as stack:
-        for module in (torch.cuda, torch.accelerator):
-            for name, answer in answers.items():
-                stack.enter_context(patch.object(module, name, answer, create=True))
-        yield
-
-
-@contextmanager
-def lists_of_fakes(tracker: Tracker, values: Values) -> Iterator[None]:
-    """`tolist` copies a tensor to the host once; a fake one asks for each number, and the host waits each time."""
-    each = FakeTensor.tolist
-
-    def tolist(tensor: FakeTensor) -> Any:
-        numbers = values.numbers(tensor) if tensor.dim() else None
-        if numbers is None:
-            return each(tensor)
-        if not tracker.is_ignored(tensor):
-            tracker.await_device()
-        return numbers
-
-    with patch.object(FakeTensor, "tolist", tolist):
-        yield
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
-
-    Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation. What an
-    op refuses is raised; that torch logs it too is left out.
-    """
-    enabled, python, drawn = gc.isenabled(), random.getstate(), numpy.random.get_state()
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    silent, logger.disabled = logger.disabled, True
-    gc.disable()
-    gc.freeze()  # collections look at what the step makes, not at what was there
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        logger.disabled = silent
-        random.setstate(python)
-        numpy.random.set_state(drawn)
-        gc.unfreeze()
-        if enabled:
-            gc.enable()

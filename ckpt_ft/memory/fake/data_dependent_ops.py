@@ -1,13 +1,14 @@
-"""What a trace takes for results that depend on data that it does not have.
+"""Stated cases for ops whose result depends on data that a trace does not have.
 
-Where a step asks a fake tensor for a value that is not known (values.py), a stated case answers:
-- indices (topk, argmax, sort, one_hot) fall evenly on their classes: an expert sees tokens * top_k / experts of them;
-- other masks are full where their size decides (nonzero, boolean indexing), which is the worst case;
-- what asks "is there any NaN?" hears no: any(), == and is-NaN are False, all() is True, and a GradScaler finds no
-  infinity; but any() of a mask that indices made is True;
-- torch.equal() of tensors of one shape is True;
-- a number drawn from 0..1 is 0.5, so that LayerDrop drops none; any other number read is 1, an index or one drawn
-  by randint 0.
+If a step asks a fake tensor for a value that is not known (values.py), one of these cases answers:
+- Indices (topk, argmax, sort, one_hot) are spread evenly over their classes: each expert receives
+  tokens * top_k / experts tokens.
+- Other masks are full where their size decides a shape (nonzero, boolean indexing): the worst case.
+- A question whether anything is NaN is answered no: any(), == and is-NaN are False, all() is True, and a GradScaler
+  finds no infinity. any() of a mask that was made from indices is True.
+- torch.equal() of tensors of one shape is True.
+- A number drawn from 0..1 is 0.5, so that LayerDrop drops no layer. Any other number that is read is 1; an index, or a
+  number drawn by randint, is 0.
 Each case that was used is named in StepTrace.notes. Constants (`torch.tensor(3)`) keep their values.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
-    from ckpt_ft.memory.record.tracker import Tracker
+    from ckpt_ft.memory.record.recorder import Recorder
 
     from .values import Values
 
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 _EVENLY = "indices fall evenly on their classes: experts see equal numbers of tokens"
 _CLEAN = "a condition on data is taken as in a clean batch: nothing is NaN or left out"
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
-_INDEX_MAKERS = {  # which argument of theirs is the dimension, and what it is when left out (None: all of them)
+_INDEX_MAKERS = {  # the index of the argument that is the dimension, and its default (None: all dimensions)
     aten.topk.default: (2, -1), aten.sort.default: (1, -1), aten.argsort.default: (1, -1), aten.sort.stable: (1, -1),
     aten.argmax.default: (1, None),
 }  # fmt: skip
@@ -50,15 +51,15 @@ class _Known:
     storage: weakref.ref[Any]
     classes: int = 0
     density: float = 1.0
-    hit: float = 1.0  # of a mask made by comparing indices with every class: the share of classes that occur
-    total: int = 0  # of counts of a mask: what they add up to
+    hit: float = 1.0  # for a mask made by comparing indices with every class: the share of classes that occur
+    total: int = 0  # for counts of a mask: their sum
 
 
-class Balanced:
-    """Answers for ops whose result depends on data; knows where indices and masks come from."""
+class DataDependentOps:
+    """Answers ops whose result depends on data; follows where indices and masks come from."""
 
-    def __init__(self, tracker: Tracker, values: Values) -> None:
-        self.tracker, self.values = tracker, values
+    def __init__(self, recorder: Recorder, values: Values) -> None:
+        self.recorder, self.values = recorder, values
         self._known: dict[int, _Known] = {}
         guesses: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
             aten._local_scalar_dense.default: self._item,
@@ -83,17 +84,17 @@ class Balanced:
             aten._amp_foreach_non_finite_check_and_unscale_.default: self._see_unscaled,
         }
 
-    # -- observers: (args, result), told where indices and masks come from -------------------------------------------
+    # -- observers, called with (args, result): they learn where indices and masks come from ------------------------
 
     def _see_random(self, args: tuple[Any, ...], out: Any) -> None:
         if out.numel() == 1:
             self.values.set(out, 0.5)
-            self._note("a random number is taken as 0.5: no layer is left out at random")
+            self.recorder.note("a random number is taken as 0.5: no layer is left out at random")
 
     def _see_unscaled(self, args: tuple[Any, ...], out: Any) -> None:
         """A GradScaler's (gradients, found_inf, 1 / scale)."""
         self.values.set(args[1], 0.0)
-        self._note(_CLEAN)
+        self.recorder.note(_CLEAN)
 
     def _see_indices(self, at: int, usual: int | None, args: tuple[Any, ...], out: Any) -> None:
         dim = args[at] if len(args) > at else usual
@@ -130,10 +131,6 @@ class Balanced:
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = _Known(weakref.ref(storage), classes, density, hit, total)
 
-    def _note(self, text: str) -> None:
-        if text not in self.tracker.notes:
-            self.tracker.notes.append(text)
-
     # -- answers: (op, args, kwargs) -> result ------------------------------------------------------------------------
 
     def _item(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,28 +142,28 @@ class Balanced:
                 return tensor.constant.item()
         if tensor.dtype == torch.bool:
             known = self._of(tensor)
-            made_by = self.tracker.made_by(tensor)
+            made_by = self.recorder.made_by(tensor)
             value = not made_by.startswith(_NEGATIVE) or (made_by.startswith("aten.any") and known is not None)
-            self._note(_CLEAN)
+            self.recorder.note(_CLEAN)
             return value
         known = self._of(tensor)
         if known is not None and known.total:
             return self._share(tensor, known.total)
-        if (known is not None and known.classes) or self.tracker.made_by(tensor).startswith("aten.randint"):
+        if (known is not None and known.classes) or self.recorder.made_by(tensor).startswith("aten.randint"):
             return 0
-        self._note("a number read from a tensor (.item()) is taken to be 1")
+        self.recorder.note("a number read from a tensor (.item()) is taken to be 1")
         return 1.0 if tensor.is_floating_point() else 1
 
     def _share(self, tensor: Tensor, total: int) -> int:
         """One of the counts that add up to `total`, each as large as the others or one less."""
-        self._note(_EVENLY)
+        self.recorder.note(_EVENLY)
         at, counts = tensor.storage_offset(), tensor.untyped_storage().nbytes() // tensor.itemsize
         return (at + 1) * total // counts - at * total // counts
 
     def _equal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if args[0].shape != args[1].shape:
             return False
-        self._note("torch.equal() is taken to find tensors of one shape equal")
+        self.recorder.note("torch.equal() is taken to find tensors of one shape equal")
         return True
 
     def _count(self, mask: Tensor) -> int:
@@ -175,9 +172,9 @@ class Balanced:
             return exact
         known = self._of(mask)
         if known is not None and known.density < 1:
-            self._note(_EVENLY)
+            self.recorder.note(_EVENLY)
             return max(round(mask.numel() * known.density), 1)
-        self._note("a mask whose size decides a shape is taken as full: the worst case")
+        self.recorder.note("a mask whose size decides a shape is taken as full: the worst case")
         return mask.numel()
 
     def _nonzero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -212,11 +209,11 @@ class Balanced:
 
     def _repeat_interleave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         size = kwargs.get("output_size")
-        self._note("repeat_interleave with counts in a tensor is taken to repeat each row once")
+        self.recorder.note("repeat_interleave with counts in a tensor is taken to repeat each row once")
         return torch.empty(args[0].numel() if size is None else size, dtype=args[0].dtype, device="cpu")
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        self._note("unique() is taken to find every value different: the worst case")
+        self.recorder.note("unique() is taken to find every value different: the worst case")
         values = args[0].flatten()
         indices = torch.empty(values.numel(), dtype=torch.int64, device="cpu")
         return torch.empty_like(values), indices, torch.empty_like(indices)
