@@ -160,7 +160,7 @@ def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dic
 
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
-    """What to say when nothing fits: by how much, and the smallest budget that would do."""
+    """The error message if nothing fits: by how much, and the smallest budget that works."""
     room, at = estimates.room, estimates.batch or 1
     if not estimates.anchors:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
@@ -182,15 +182,15 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     )
 
 
-_WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
-_FASTER = 0.05  # or of the seconds
-_NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
+_WORTH = 0.01  # share of the bytes reserved; smaller savings are not listed
+_FASTER = 0.05  # share of the seconds
+_NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
 
 
 def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """The fixes that save at least 1 % of `candidate`'s bytes or 5 % of its time, largest saving first.
+    """Changes that save at least 1 % of `candidate`'s bytes or 5 % of its time, the largest saving first.
 
-    fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
+    fixed_batch: whether the batch size was given; only then are smaller micro-batches a fix.
     """
     per_sample = seconds(trace) / candidate.batch
 
@@ -220,7 +220,7 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
 
 
 def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
-    """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
+    """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
     batch = candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
@@ -248,7 +248,7 @@ def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
 
 @contextmanager
 def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
+    """The fused optimizer in place of the foreach one, if the temporaries of that one are part of the peak."""
     make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
@@ -266,7 +266,7 @@ def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
+    """Scaled dot product attention in place of eager attention, whose scores grow with the square of the length."""
     able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
@@ -281,7 +281,7 @@ def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """No KV cache in training: it keeps every key and value alive through backward."""
+    """No KV cache in training, where it keeps every key and value alive through backward."""
     configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
     if not configs:
         yield None
@@ -301,9 +301,9 @@ _CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
 
 
 def without_kept(trace: StepTrace) -> StepTrace | None:
-    """`trace` had the loop dropped, when forward ended, what it keeps of forward beyond the end of backward.
+    """`trace` as if the loop had dropped at the end of forward what it now keeps until after backward.
 
-    None where it keeps nothing of size.
+    None if it keeps nothing.
     """
     begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
     if begins is None:

@@ -187,8 +187,11 @@ def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
 
 
 def _words(own: Declared, value: Any) -> Iterator[str]:
-    if value == own.default:
-        return
+    return iter(()) if value == own.default else _typed(own, value)
+
+
+def _typed(own: Declared, value: Any) -> Iterator[str]:
+    """The words that set a field to `value`, even if that is its default."""
     switch = next((one for one in own.setting.switches if one.value == value and not one.weak), None)
     if switch is not None:
         yield option_of(switch.name)
@@ -196,6 +199,9 @@ def _words(own: Declared, value: Any) -> Iterator[str]:
         yield option_of(own.setting.typed or own.flag)
         if value is not True:
             yield own.setting.write(value)
+
+
+_NOTHING = (False, None, "", ())  # values that no flag says: the field's own flag is left out
 
 
 @dataclass(frozen=True)
@@ -221,8 +227,8 @@ class Edit:
         changed, known = self.of(spec), declared()
         words = ["--policy", changed.policy] if changed.policy != spec.policy else []
         for own in known.values():
-            if changed.get(own.key) != spec.get(own.key):
-                words += _words(own, changed.get(own.key))
+            if changed.get(own.key) != spec.get(own.key) and changed.get(own.key) not in _NOTHING:
+                words += _typed(own, changed.get(own.key))
         return words
 
     def text(self, spec: TrainingSpec) -> str:
@@ -231,6 +237,6 @@ class Edit:
         dropped = [
             option_of(own.setting.typed or str(own.flag))
             for own in declared().values()
-            if own.flag is not None and spec.get(own.key) != own.default == changed.get(own.key)
+            if own.flag is not None and changed.get(own.key) != spec.get(own.key) and changed.get(own.key) in _NOTHING
         ]
         return " ".join(self.words(spec)) + (f" without {' '.join(dropped)}" if dropped else "")
