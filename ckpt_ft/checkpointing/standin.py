@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
-from .verify import Schedule, Verification
+from .verify import NEVER, Verification
 
 _FORWARDS = "_ckpt_ft_forwards"  # the attribute of a module that lists the stand-ins of its `ForwardOfModule`s
 
@@ -27,7 +27,7 @@ class StandIn:
 
     acts = True
     name = ""  # qualified name of the module in the model, set by `apply_policy`
-    verification: Verification = Verification(Schedule(0, 0, False), "")  # of the policy that this is part of
+    verification: Verification = NEVER  # of the policy that this is part of, set by `apply_policy`
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -110,7 +110,7 @@ def _print_suggestions(answer: Suggestions, plan: str, console: Console) -> None
     if answer.ways:
         rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]
         print_table(Table("Would fit", ("with", "peak reserved", "time a sample"), rows), console)
-        console.print(f"the first of them trains by: {answer.ways[0].command}", markup=False, soft_wrap=True)
+        console.print(f"the first of these: {answer.ways[0].command}", markup=False, soft_wrap=True)
     else:
         console.print(
             f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}; several GPUs share a "

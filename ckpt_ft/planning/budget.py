@@ -10,7 +10,7 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.links import nccl_bytes
+from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes

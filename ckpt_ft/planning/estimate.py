@@ -116,7 +116,7 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
 
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:
-    from ckpt_ft.memory.distributed.links import nccl_bytes
+    from ckpt_ft.memory.cost.collectives import nccl_bytes
 
     gpu: GPU | None = gpu_of(workload.device)
     parts = trace.seconds_parts if gpu else None

@@ -48,7 +48,7 @@ class Suggestion:
         reserved: bytes reserved, predicted.
         slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
         edits: what changes in the spec: its fields by their names.
-        command: the command that trains with the change.
+        command: the whole command that trains with the change; if no recipe trains the model, the estimate's.
     """
 
     change: str

@@ -24,11 +24,10 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
-from ckpt_ft.workloads.recipes import recipe_for
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
@@ -61,7 +60,7 @@ def suggest(
     spec = spec.edit(policy=policy, batch_size=batch)
     workload = load(spec)
     tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
-    misfit = _Misfit(spec, tokens, seconds(asked) / (batch * spec.data.accumulation))
+    misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
     others = dict(_policies(workload, policy, batch))
     fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
@@ -95,9 +94,10 @@ def suggest(
 
 @dataclass(frozen=True)
 class _Misfit:
-    """The step that does not fit: its spec, tokens of a sequence, and seconds per sample."""
+    """The step that does not fit: its spec, kind of model, tokens of a sequence, and seconds per sample."""
 
     spec: TrainingSpec
+    kind: str
     tokens: int
     seconds: float
 
@@ -107,9 +107,8 @@ class _Misfit:
         edit, edited = Edit(changes), self.spec.edit(**changes)
         shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
         each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
-        command = training_command(edited, recipe_for(edited))
         slower = round(each / self.seconds - 1, 4)
-        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command)
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command_for(edited, self.kind))
 
 
 def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:

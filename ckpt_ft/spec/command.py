@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 from .ecosystem import OPTIM_OF_TRAINER
+from .flags import words_of
 from .launch import Launch
 from .launch_file import sharing_options
 from .training_spec import TrainingSpec
@@ -36,6 +37,7 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
         config_file: an accelerate configuration that has the launch; "" for the options that say the same.
     """
     launch = spec.launch.launch
+    setting = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(spec.host.alloc_conf)} " if spec.host.alloc_conf else ""
     words = [] if launch is None else ["accelerate", "launch", "-q"]
     if launch is not None:
         words += ["--config_file", config_file] if config_file else launch_words(launch)
@@ -44,9 +46,20 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     if recipe == "llm" and llm_trains(spec):
         script = ["ckpt-ft", "recipe", "llm"] if launch is None else []
         path = "" if launch is None else ' "$(ckpt-ft recipe --path llm)"'
-        return f"{shlex.join([*words, *script])}{path} {shlex.join(llm_words(spec, dataset))}"
-    start = words or ["python"]
-    return shlex.join([*start, _OTHERS, *_memory_words(spec)])
+        start = setting + shlex.join([*words, *script])
+        return f"{start}{path} {shlex.join(llm_words(spec, dataset))}"
+    runner = words or ["python"]
+    return setting + shlex.join([*runner, _OTHERS, *_memory_words(spec)])
+
+
+def command_for(spec: TrainingSpec, kind: str) -> str:
+    """The command that trains as `spec` says if a recipe does, else the one that estimates it.
+
+    kind: of workload, "language model" for example.
+    """
+    if kind == "language model" and llm_trains(spec):
+        return training_command(spec, "llm")
+    return shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
 
 
 def launch_words(launch: Launch) -> list[str]:
@@ -66,8 +79,16 @@ def launch_words(launch: Launch) -> list[str]:
 def llm_trains(spec: TrainingSpec) -> bool:
     """Whether recipes/llm.py has flags for all that `spec` asks for."""
     optimizer = spec.optimizer.name
-    other = spec.quantisation.load_in_8bit or spec.adapter.peft or spec.model.frozen or spec.optimizer.ema
-    return not other and not spec.data.images and (optimizer == "none" or optimizer in OPTIM_OF_TRAINER)
+    other = (
+        spec.quantisation.load_in_8bit,
+        spec.quantisation.prepare_kbit,
+        spec.adapter.peft,
+        spec.model.frozen,
+        spec.model.train_towers,
+        spec.optimizer.ema,
+        spec.data.images,
+    )
+    return not any(other) and (optimizer == "none" or optimizer in OPTIM_OF_TRAINER)
 
 
 def llm_words(spec: TrainingSpec, dataset: str = "") -> list[str]:

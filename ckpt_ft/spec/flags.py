@@ -6,7 +6,7 @@ given, on the command line or in a file. `words_of` is the opposite: the shortes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -181,27 +181,21 @@ def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
     if spec.policy != "none" and "policy" not in without:
         words += ["--policy", spec.policy]
     for own in declared().values():
-        if own.key not in without:
+        if own.key not in without and spec.get(own.key) != own.default:
             words += _words(own, spec.get(own.key))
     return words + list(spec.launch.asked)
 
 
-def _words(own: Declared, value: Any) -> Iterator[str]:
-    return iter(()) if value == own.default else _typed(own, value)
-
-
-def _typed(own: Declared, value: Any) -> Iterator[str]:
-    """The words that set a field to `value`, even if that is its default."""
+def _words(own: Declared, value: Any) -> list[str]:
+    """What is typed for a field's value; [] if nothing can be typed for it, as for a switch that is off."""
     switch = next((one for one in own.setting.switches if one.value == value and not one.weak), None)
     if switch is not None:
-        yield option_of(switch.name)
-    elif own.flag is not None:
-        yield option_of(own.setting.typed or own.flag)
-        if value is not True:
-            yield own.setting.write(value)
-
-
-_NOTHING = (False, None, "", ())  # values that no flag says: the field's own flag is left out
+        return [option_of(switch.name)]
+    off = value is None or value is False or value in ("", ()) or (own.setting.switches and value == own.default)
+    if off or own.flag is None:
+        return []
+    option = option_of(own.setting.typed or own.flag)
+    return [option] if value is True else [option, own.setting.write(value)]
 
 
 @dataclass(frozen=True)
@@ -223,12 +217,12 @@ class Edit:
         return spec.edit(**self.changes)
 
     def words(self, spec: TrainingSpec) -> list[str]:
-        """What is typed behind a command for `spec`: the flags of the fields that change."""
-        changed, known = self.of(spec), declared()
-        words = ["--policy", changed.policy] if changed.policy != spec.policy else []
-        for own in known.values():
-            if changed.get(own.key) != spec.get(own.key) and changed.get(own.key) not in _NOTHING:
-                words += _typed(own, changed.get(own.key))
+        """What is typed behind a command for `spec`: the flags of the fields that change, in the edit's order."""
+        changed, words = self.of(spec), []
+        for key in self.changes:
+            if changed.get(key) == spec.get(key):
+                continue
+            words += ["--policy", changed.policy] if key == "policy" else _words(declared()[key], changed.get(key))
         return words
 
     def text(self, spec: TrainingSpec) -> str:
@@ -237,6 +231,7 @@ class Edit:
         dropped = [
             option_of(own.setting.typed or str(own.flag))
             for own in declared().values()
-            if own.flag is not None and changed.get(own.key) != spec.get(own.key) and changed.get(own.key) in _NOTHING
+            if own.flag is not None and changed.get(own.key) != spec.get(own.key) != own.default
+            if not _words(own, changed.get(own.key))
         ]
         return " ".join(self.words(spec)) + (f" without {' '.join(dropped)}" if dropped else "")

@@ -175,6 +175,7 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     answer = json.loads(ask(*typed).out)
     assert answer["headroom"] < 0
     ways = answer["answer"]["ways"]
+    assert ways[0]["command"].startswith(f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy ")
     assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
     for part in says:
         assert part in ways[0]["change"]
@@ -183,6 +184,20 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     samples = [taken["batch_size"] * taken["accumulation"] for taken in (again, answer)]
     slower = again["seconds"] / samples[0] / (answer["seconds"] / samples[1]) - 1
     assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
+
+
+def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: str) -> None:
+    """What is suggested leaves the 8 bits out, in the whole command too."""
+    Path(config).write_text(json.dumps({**WIDE, "tie_word_embeddings": True}))
+    answer = ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
+    assert (answer.code, answer.err) == (0, "")
+    assert "does not fit" in answer.out
+    found = json.loads(
+        ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB", "--json").out
+    )["answer"]
+    for way in found["ways"]:
+        assert "without --load-in-8bit" in way["change"] or "4bit" not in way["change"]
+        assert "--load_in_8bit" not in way["command"]
 
 
 def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:

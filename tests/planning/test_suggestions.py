@@ -55,7 +55,7 @@ def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> N
     limit = traced(spec.edit(**edits), "full,head").peak_reserved
     assert traced(spec.edit(lora_r=16), "full,head").peak_reserved > limit
     way = only(suggested(spec, "full,head", limit))
-    assert (way.edits, way.change, way.reserved) == (edits, "--dtype bfloat16 --lora 16", limit)
+    assert (way.edits, way.change, way.reserved) == (edits, "--lora 16 --dtype bfloat16", limit)
     assert way.command == (
         f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --per_device_train_batch_size 1 "
         "--max_length 128 --dtype bfloat16 --use_peft --lora_r 16 --optim adamw_torch_fused --dataset_name DATASET"

@@ -69,7 +69,7 @@ def test_an_edit_is_checked_and_leaves_the_spec_as_it_was() -> None:
 def test_an_edit_says_what_to_type_and_what_to_leave_out() -> None:
     spec = TrainingSpec.of("gpt2", lora_r=8, load_in_8bit=True)
     four = Edit({"load_in_8bit": False, "load_in_4bit": True, "dtype": "bfloat16"})
-    assert four.text(spec) == "--dtype bfloat16 --load-in-4bit without --load-in-8bit"
+    assert four.text(spec) == "--load-in-4bit --dtype bfloat16 without --load-in-8bit"
     assert words_of(four.of(spec)) == ["gpt2", "--dtype", "bfloat16", "--lora", "8", "--load-in-4bit"]
     assert Edit({"policy": "full", "batch_size": 2}).words(spec) == ["--policy", "full", "--batch-size", "2"]
     with pytest.raises(UserError, match="weights in 4 bits and in 8 bits"):

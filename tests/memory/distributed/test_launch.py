@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from versions import is_older
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.collectives import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
