@@ -42,8 +42,7 @@ FORKED = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     "ckpt_ft.training.fit",
     "ckpt_ft.training.diffusion.loop",
-    "ckpt_ft.training.diffusion.encoders",
-    "ckpt_ft.training.diffusion.transformer_encoders",
+    "ckpt_ft.training.diffusion.setup",
     "ckpt_ft.training.vision_language.models",
     "datasets",
     "diffusers",

@@ -20,8 +20,7 @@ from transformers import Dinov2Config, Dinov2Model
 from benchmarks import long_run
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.workloads.adapters import tell_sizes
-from ckpt_ft.workloads.valueless import Valueless
+from ckpt_ft.workloads.adapters import Valueless, tell_sizes
 
 ROWS = Path(__file__).resolve().parent / "data" / "flux2_klein_peft.json"
 BATCH, LATENTS, TEXT, IMAGES = 2, (128, 32, 32), (512, 7680), 14

@@ -31,7 +31,7 @@ EIGHT, MANY = DATA / "fsdp2_llama3_8b.csv", DATA / "fsdp2_many_gpus.csv"
 POLICIES = {"selective op": "save:attention+matmul/2", "selective layer": "every:2", "none": "none", "full": "full"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 BEGIN, END = "<!-- benchmarks/sharded.py --scaling --write -->", "<!-- to here -->"
-REACHED = 0.9  # of a network's rate (memory/distributed/links.py)
+REACHED = 0.9  # of a network's rate (memory/cost/collectives.py)
 CARDS = {"H100": "h100-500w", "A100": "a100-80gb"}  # torchtitan's H100; torchao's rows do not say, by the same authors
 
 

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.planning.batch_size import find_max_batch_size
+    from ckpt_ft.planning.estimate import Estimate, estimate
     from ckpt_ft.planning.plan import plan
     from ckpt_ft.policy import Policy
+    from ckpt_ft.spec.training_spec import TrainingSpec
     from ckpt_ft.training.callback import ACCallback
     from ckpt_ft.workloads.workload import Workload
 
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
 __all__ = [
     "ACCallback",
     "AppliedPolicy",
+    "Estimate",
     "MemoryProfiler",
     "Policy",
+    "TrainingSpec",
     "Workload",
     "__version__",
     "apply_policy",
     "check_parity",
+    "estimate",
     "find_max_batch_size",
     "plan",
     "trace_step",
@@ -40,11 +45,14 @@ __all__ = [
 _HOMES = {
     "ACCallback": "training.callback",
     "AppliedPolicy": "checkpointing.handle",
+    "Estimate": "planning.estimate",
     "MemoryProfiler": "memory.measure.profiler",
     "Policy": "policy",
+    "TrainingSpec": "spec.training_spec",
     "Workload": "workloads.workload",
     "apply_policy": "checkpointing.apply",
     "check_parity": "checkpointing.parity",
+    "estimate": "planning.estimate",
     "find_max_batch_size": "planning.batch_size",
     "plan": "planning.plan",
     "trace_step": "memory.fake.step",

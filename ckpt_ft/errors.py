@@ -18,10 +18,14 @@ _LONGEST = 580  # characters of a line that is read: what was given may be a boo
 
 
 class UserError(ValueError):
-    """What the user gave cannot work. The message is the line they see: what was given, what is allowed, the fix."""
+    """What the user gave cannot work. The message is the line they see: what was given, what is allowed, the fix.
+
+    Characters that a terminal would act on, a line break among what was given for example, are shown as escapes.
+    """
 
     def __init__(self, message: str) -> None:
         half = _LONGEST // 2 - 3
+        message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
         super().__init__(message if len(message) <= _LONGEST else f"{message[:half]} ... {message[-half:]}")
 
 

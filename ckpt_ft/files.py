@@ -26,6 +26,15 @@ def cache_root() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt_ft"
 
 
+def make_parents(path: Path) -> None:
+    """Make the directory that `path` is to lie in. The cache is made for its owner alone (0700)."""
+    root = cache_root()
+    if root in path.parents and not root.exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
     """Write `path` whole or not at all, in a directory that is made where it is missing.
 
@@ -35,7 +44,7 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
         OSError: it cannot be written; what stood there before stands there still.
     """
     path = _target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(path)
     partial = _beside(path)
     try:
         if isinstance(content, str):
@@ -55,7 +64,7 @@ def check_writable(path: str | Path, flag: str) -> None:
         raise UserError(f"{flag} {path}: is a directory; give a file")
     try:
         trial = _beside(_target(path))
-        trial.parent.mkdir(parents=True, exist_ok=True)
+        make_parents(trial)
         trial.touch()
         trial.unlink()
     except OSError as error:
@@ -80,7 +89,7 @@ def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
     """
     if path.is_dir():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(path)
     sweep(path.parent)
     partial = _beside(path)
     try:

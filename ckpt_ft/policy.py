@@ -156,6 +156,9 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
 
 def _from_string(cls: type[Policy], text: str) -> Policy:
     by_tower: dict[str, dict[str, Any]] = {"": {}}
+    text = text.strip()
+    if not text.isprintable():  # a line break would end the message, an escape code would act in a terminal
+        raise UserError(f"policy {text!r}: a policy is one line of printable characters ({_FORMS})")
     for term in (part.strip() for part in text.split(",")):
         term, at, tower = term.partition("@")
         term = ALIASES.get(term, term)

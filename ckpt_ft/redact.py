@@ -1,4 +1,4 @@
-"""What is written down about a run names no secret: tokens, keys, passwords and home directories are taken out."""
+"""Removes secrets (tokens, keys, passwords) and the home directory from what is written about a run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,60 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HIDDEN = "***"
-_NAMED = re.compile(r"^-{0,2}[\w-]*(token|secret|password|passwd|credential|api_?-?key|access_?-?key)$", re.IGNORECASE)
-# Tokens of Hugging Face, GitHub, OpenAI and AWS by their looks, and passwords within addresses.
+# Names of secrets: --hub_token, WANDB_API_KEY, client-secret, db_password. A tokenizer's own tokens are no secrets.
+_NAME = (
+    r"(?![.-]|(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|begin)_?-?token\b)"
+    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|credentials?|api-?key|access-?key|(?<![A-Za-z0-9])key|[_-]pwd"
+    r"|[_-]auth|signature)"
+)
+_NAMED = re.compile(rf"-{{0,2}}{_NAME}", re.IGNORECASE)
+_QUOTED = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
+# name=value, name: value and --name value; a value may be quoted or a list. true, false, null are no secrets.
+_PAIR = re.compile(
+    rf"(?P<quote>\\?[\"']?)(?<![\w.-])(?P<name>--{_NAME}|{_NAME})(?P=quote)"
+    rf"(?P<equals>\s*[=:]\s*|\s+(?!--)(?=\S))"
+    rf"(?!(?:true|false|null|none)\b)(?P<value>\[[^\]]*\]|\\\".*?\\\"|{_QUOTED}|[^\s,;&#}})\]\"'`]+)",
+    re.IGNORECASE,
+)
+# Tokens of Hugging Face, GitHub, OpenAI and AWS by their looks, and user names and passwords in addresses.
 _LOOKS = re.compile(
     r"\bhf_[A-Za-z0-9]{6,}|\bgh[pousr]_[A-Za-z0-9]{6,}|\bgithub_pat_\w{6,}|\bsk-[\w-]{8,}|\bAKIA[0-9A-Z]{12,}"
-    r"|(?<=://)[^/\s@]+(?=@)"
+    r"|(?<=://)[^/\s\"'<>?#]+(?=@)"
 )
 
 
 def redacted(command: Sequence[str]) -> list[str]:
-    """The words of a command: what follows a flag that is named as a secret's, and what looks like one, is `***`."""
+    """The words of a command, with `***` for the values of flags that name a secret and for what looks like one."""
     words: list[str] = []
     hide = False
     for word in command:
         name, equals, _ = word.partition("=")
         if hide and not word.startswith("--"):
             words.append(HIDDEN)
-        elif equals and _NAMED.match(name):
+        elif equals and _NAMED.fullmatch(name):
             words.append(f"{name}={HIDDEN}")
         else:
             words.append(redacted_text(word))
-        hide = not equals and word.startswith("-") and bool(_NAMED.match(word))
+        hide = not equals and word.startswith("-") and bool(_NAMED.fullmatch(word))
     return words
 
 
 def redacted_text(text: str) -> str:
-    """`text` without what looks like a token, and with `~` for the home directory."""
+    """`text` without secrets, and with `~` for the home directory.
+
+    Hides what looks like a token, user names and passwords in addresses, and the values of `name=value`,
+    `"name": value` (JSON) and `--name value` where the name is a secret's.
+    """
     home = str(Path.home())
     text = _LOOKS.sub(HIDDEN, text)
+    text = _PAIR.sub(_hide_value, text)
     return text if home in ("/", ".") else re.sub(rf"{re.escape(home)}(?=$|\W)", "~", text)
+
+
+def _hide_value(pair: re.Match[str]) -> str:
+    if pair["equals"].isspace() and not pair["name"].startswith("--"):
+        return pair[0]
+    value = pair["value"]
+    quote = next((mark for mark in ('\\"', '"', "'") if value.startswith(mark)), "")
+    start = pair.start("value") - pair.start()
+    return f"{pair[0][:start]}{quote}{HIDDEN}{quote}"

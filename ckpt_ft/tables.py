@@ -1,4 +1,4 @@
-"""Tables, as data: printed by rich or written as Markdown, in one look everywhere."""
+"""Tables as data, printed by rich or written as Markdown in the same style everywhere."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-DASH = "-"  # a cell of which nothing is known
-WIDTH = 80  # columns of what is no terminal's: a table is the same in a pipe, a log and a test
-WIDEST = 120  # of a terminal that are used
-_SHORT, _SHORTEST = 20, 8  # columns that a name keeps while others can give some, and at least
-_BREAKS = re.compile(r"(?<=[ ,+])")  # where words and policies break
+DASH = "-"  # an empty cell
+WIDTH = 80  # columns without a terminal: tables are the same in a pipe, a log and a test
+WIDEST = 120  # columns that are used of a terminal
+_SHORT, _SHORTEST = 20, 8  # columns that a name keeps while other cells can shrink, and in any case
+_BREAKS = re.compile(r"(?<=[ ,+])")  # positions where words and policies may break
 
 
 @dataclass
 class Table:
     """A title, column heads and cells.
 
-    Columns in `text` are words, the others numbers. Those in `names` hold names of modules and ops, which lose their
-    beginning where there is no room: the first of them first.
+    text: the columns of words; the other columns are numbers. names: the columns with names of modules and ops, which
+    are shortened at their beginning if the table is too wide, the first column first.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Table:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print `table` within the width of `console`: no word is broken in two."""
+    """Print `table` within the width of `console` without breaking words."""
     from rich import box
     from rich.table import Table as Grid
 
@@ -50,7 +50,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def as_text(tables: Iterable[Table]) -> str:
-    """The tables as they are printed where there is no terminal."""
+    """The tables as they are printed without a terminal."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
@@ -67,7 +67,7 @@ def markdown_table(table: Table) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """`name` in at most `width` columns: the end of a dotted or underscored one, from a part's beginning."""
+    """`name` in at most `width` columns: the end of a dotted or underscored name, from the beginning of a part."""
     if len(name) <= width:
         return name
     tail = name[-(width - 1) :]
@@ -76,7 +76,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """Columns for each column: what it would take, less what it can give where that is too much."""
+    """The width of each column: what its cells need, reduced if the table is too wide."""
     cells = list(zip(*table.rows, strict=True)) or [()] * len(table.header)
     widths = [max(map(len, (head, *column))) for head, column in zip(table.header, cells, strict=True)]
     room = width - 2 * (len(widths) - 1)
@@ -88,7 +88,7 @@ def _widths(table: Table, width: int) -> list[int]:
 
 
 def _floors(table: Table, cells: Sequence[tuple[str, ...]]) -> Iterator[list[int]]:
-    """What columns keep, as it is asked for in turn: heads fold, names lose their beginning, words fold."""
+    """Minimum widths of the columns, step by step: fold heads, shorten names, fold words, shorten names further."""
     folded = [_longest(head) for head in table.header]
     floors = [max(head, *map(len, column)) if column else head for head, column in zip(folded, cells, strict=True)]
     yield floors
@@ -108,7 +108,7 @@ def _fitted(cell: str, width: int, name: bool) -> str:
 
 
 def _folded(text: str, width: int) -> str:
-    """`text` in lines of at most `width` columns, broken where words and policies break."""
+    """`text` in lines of at most `width` columns, broken between words and terms of policies."""
     if len(text) <= width:
         return text
     lines = [""]
@@ -120,5 +120,23 @@ def _folded(text: str, width: int) -> str:
 
 
 def _longest(text: str) -> int:
-    """Columns of its longest part that is never broken."""
+    """The width of the longest part that cannot be broken."""
     return max(len(piece.rstrip()) for piece in _BREAKS.split(text))
+
+
+def code_span(text: str) -> str:
+    """`text` as code within a line of Markdown: no backticks in it end the span."""
+    fence = "`" * (_longest_run(text) + 1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
+
+
+def code_block(text: str, language: str = "text") -> str:
+    """`text` as a block of code in Markdown: no line of it ends the block."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    """The number of backticks in the longest run of them in `text`."""
+    return max(map(len, re.findall("`+", text)), default=0)

@@ -9,8 +9,8 @@
     accelerate launch -q recipes/dpo.py --config recipes/dpo/qwen2.5_1.5b_lora.yaml --ac_policy auto --ac_budget 16GiB
         the policy chosen for a budget; what the reference model takes is counted
 
-Flags: those of ModelArguments, SplitArguments and ACArguments, and DPOArguments: every one of trl.DPOConfig, all
-TrainingArguments among them, and --overwrite_output_dir.
+Flags: ModelArguments, SplitArguments, ACArguments, and DPOArguments, which has every flag of trl.DPOConfig (and so of
+transformers.TrainingArguments) and --overwrite_output_dir.
 """
 
 from __future__ import annotations
@@ -42,18 +42,16 @@ from trl import DPOTrainer
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.run.trainer_run import evaluate, train
 from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import DPOArguments, check_preferences, preference_prompts
 
-# What runs when no model is named.
+# The defaults if no model is given.
 BUILT_IN = {
     "output_dir": "out/dpo",
     "max_length": 128,
@@ -68,7 +66,7 @@ BUILT_IN = {
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, ACArguments, DPOArguments]:
-    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     model_args, data_args, ac_args, training_args = parse_args(
         (ModelArguments, SplitArguments, ACArguments, DPOArguments),
         argv,
@@ -113,19 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report
     memory = ACCallback(ac_args).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
-
-    # 4. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
-    # a sample of answers and the memory table
-    trainer.save_state()
-    if metrics:
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+    train(trainer, memory, directory)
     if eval_rows is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        evaluate(trainer)
     said = answers(trainer, tokenizer, preference_prompts(train_rows, tokenizer))
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 

@@ -9,8 +9,8 @@
     accelerate launch -q recipes/image_classification.py --model_name_or_path MODEL --dataset_name HUB_ID --use_peft
         LoRA; the head, and BatchNorm where there is any, are trained and saved along with the adapters
 
-Flags: those of ModelArguments, VisionArguments and ACArguments, and RunArguments: every one of
-transformers.TrainingArguments, and --overwrite_output_dir.
+Flags: ModelArguments, VisionArguments, ACArguments, and RunArguments, which has every flag of
+transformers.TrainingArguments and --overwrite_output_dir.
 """
 
 from __future__ import annotations
@@ -50,15 +50,13 @@ from ckpt_ft.training.images.classification import (
     own_resolution,
     position_arguments,
 )
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.run.trainer_run import evaluate, train
 
-# What runs when no model is named.
+# The defaults if no model is given.
 BUILT_IN = {
     "output_dir": "out/image_classification",
     "num_train_epochs": 8,
@@ -74,7 +72,7 @@ BUILT_IN = {
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, ACArguments, RunArguments]:
-    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     model_args, data_args, ac_args, training_args = parse_args(
         (ModelArguments, VisionArguments, ACArguments, RunArguments),
         argv,
@@ -130,19 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             callbacks=[new_crops_each_epoch(train_dataset)],
         )
     memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
-
-    # 6. What is left behind beside the weights or the adapter and the image processor, which training ends with:
-    # metrics, a card with the memory table
-    trainer.save_state()
-    if metrics:
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+    train(trainer, memory, directory)
     if eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        evaluate(trainer)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

@@ -9,8 +9,8 @@
     accelerate launch -q recipes/llm.py --model_name_or_path MODEL --dataset_name my.jsonl --use_peft --ac_policy full
         LoRA on rows of 'messages', of 'prompt' and 'completion', or of 'text'
 
-Flags: those of ModelArguments, DataArguments and ACArguments, and RunArguments: every one of
-transformers.TrainingArguments, and --overwrite_output_dir.
+Flags: ModelArguments, DataArguments, ACArguments, and RunArguments, which has every flag of
+transformers.TrainingArguments and --overwrite_output_dir.
 """
 
 from __future__ import annotations
@@ -41,19 +41,17 @@ from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.run.trainer_run import evaluate, train
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
-from ckpt_ft.workloads.packing import in_one_sequence
+from ckpt_ft.workloads.batches import in_one_sequence
 
-# What runs when no model is named.
+# The defaults if no model is given.
 BUILT_IN = {
     "output_dir": "out/llm",
     "max_length": 128,
@@ -68,7 +66,7 @@ BUILT_IN = {
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, RunArguments]:
-    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     model_args, data_args, ac_args, training_args = parse_args(
         (ModelArguments, DataArguments, ACArguments, RunArguments),
         argv,
@@ -122,19 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             data_collator=collator,
         )
     memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
-
-    # 5. What is left behind beside the weights or the adapter, which training ends with: metrics, a card with
-    # a sample of answers and the memory table
-    trainer.save_state()
-    if metrics:
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+    train(trainer, memory, directory)
     if eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        evaluate(trainer)
     said = answers(trainer, tokenizer, prompts_of(train_dataset))
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name, answers=said)
 

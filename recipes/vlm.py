@@ -10,8 +10,8 @@
         --train_towers both --ac_policy full@language,pointwise@vision
         LoRA in both towers, on rows of 'messages' and 'images', each tower under a policy of its own
 
-Flags: those of VisionLanguageModelArguments, VisionLanguageArguments and ACArguments, and RunArguments: every one of
-transformers.TrainingArguments, and --overwrite_output_dir.
+Flags: VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, and RunArguments, which has every flag of
+transformers.TrainingArguments and --overwrite_output_dir.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.trainer_checkpoints import keep_checkpoints
+from ckpt_ft.training.run.trainer_run import evaluate, train
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.text.answers import Questions, check_answers
 from ckpt_ft.training.text.encode import check_cache
@@ -61,7 +59,7 @@ from ckpt_ft.training.vision_language.models import (
     patch_size,
 )
 
-# What runs when no model is named.
+# The defaults if no model is given.
 BUILT_IN = {
     "output_dir": "out/vlm",
     "train_towers": "both",
@@ -81,7 +79,7 @@ BUILT_IN = {
 def parse(
     argv: Sequence[str] | None,
 ) -> tuple[VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments]:
-    """The four groups of flags, checked against one another while nothing has been loaded or written yet."""
+    """Returns the four groups of flags, checked against each other before anything is loaded or written."""
     model_args, data_args, ac_args, training_args = parse_args(
         (VisionLanguageModelArguments, VisionLanguageArguments, ACArguments, RunArguments),
         argv,
@@ -143,22 +141,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions = Questions(asked, processor.tokenizer, collator)
         before = questions.right(model)
     memory = ACCallback(fitted).attach(trainer)
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
-
-    # 5. What is left behind beside the weights or the adapter and the processor, which training ends with: metrics, a
-    # card with the memory table
-    trainer.save_state()
-    if metrics:
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
+    train(trainer, memory, directory)
     if eval_dataset is not None:
-        metrics = trainer.evaluate()
+        counts = {}
         if questions is not None:
-            metrics |= {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
-            print(f"held-out questions answered: {before} of {len(asked)} before, {metrics['answers_after']} after")
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+            counts = {"answers_asked": len(asked), "answers_before": before, "answers_after": questions.right(model)}
+            print(f"held-out questions answered: {before} of {len(asked)} before, {counts['answers_after']} after")
+        evaluate(trainer, **counts)
     write_model_card(trainer, memory.report, dataset=data_args.dataset_name)
 
 

@@ -117,3 +117,15 @@ def test_one_line_of_an_error() -> None:
     assert one_line(error, 10) == "first line"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert one_line("a message\nof two lines") == "a message of two lines"
+
+
+def test_the_cache_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_FT_CACHE", str(tmp_path / "a" / "cache"))
+    before = os.umask(0o022)
+    try:
+        write(cache_root() / "plans" / "p.json", "{}")
+        make_directory(tmp_path / "other" / "d", lambda path: None)
+    finally:
+        os.umask(before)
+    modes = [oct(path.stat().st_mode & 0o777) for path in (cache_root(), tmp_path / "a", tmp_path / "other")]
+    assert modes == ["0o700", "0o755", "0o755"]

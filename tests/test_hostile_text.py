@@ -9,9 +9,11 @@ import pytest
 from fuzz import ROUNDS, assert_one_line, damaged_lines, damaged_yaml
 from PIL import Image
 
-from ckpt_ft.cli.training_file import with_file
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch_file import read_launch
+from ckpt_ft.spec.training_file import read_training_file
+from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
@@ -76,9 +78,15 @@ def test_trainings_to_estimate(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     texts = [(ROOT / "recipes" / name).read_text(encoding="utf-8") for name in RECIPES]
     for seed, text in enumerate([AXOLOTL, *texts]):
-        refusals(path, damaged_yaml(text, seed, FEW), lambda: with_file(["estimate", "--config", str(path)]))
+        refusals(path, damaged_yaml(text, seed, FEW), lambda: spec_of(path))
     path.write_text("base_model: m\nadapter: lora\nlora_target_modules: .nan\n")
-    assert "--lora-targets nan" in " ".join(with_file(["estimate", "--config", str(path)]))
+    assert spec_of(path).adapter.lora_targets == ("nan",)
+
+
+def spec_of(path: Path) -> TrainingSpec:
+    """What `ckpt-ft estimate --config` asks for."""
+    read = read_training_file(str(path))
+    return TrainingSpec.of(read.model, **fields_of(read.flags))
 
 
 CHAT = [

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 PUBLIC = {
-    "ACCallback", "AppliedPolicy", "MemoryProfiler", "Policy", "Workload", "__version__", "apply_policy",
-    "check_parity", "find_max_batch_size", "plan", "trace_step",
+    "ACCallback", "AppliedPolicy", "Estimate", "MemoryProfiler", "Policy", "TrainingSpec", "Workload", "__version__",
+    "apply_policy", "check_parity", "estimate", "find_max_batch_size", "plan", "trace_step",
 }  # fmt: skip
 
 

@@ -179,3 +179,12 @@ def test_towers_in_json() -> None:
 
 def test_is_frozen_and_hashable() -> None:
     assert len({Policy.parse("full"), Policy.parse("per_block"), Policy()}) == 2
+
+
+@pytest.mark.parametrize("text", ["full\nhead", "full,\x1b[31mhead", "no\rfull"])
+def test_a_line_break_is_no_part_of_a_policy_or_of_its_error(text: str) -> None:
+    with pytest.raises(UserError) as error:
+        Policy.parse(text)
+    assert str(error.value).startswith(f"policy {text!r}: a policy is one line of printable characters")
+    assert str(error.value).isprintable()
+    assert Policy.parse(" full \n") == Policy.parse("full")

@@ -17,7 +17,7 @@ from .compile_budget import CompileBudget
 from .guard import Guard
 from .handle import MARK, AppliedPolicy, made
 from .libraries import PRETRAINED, is_a
-from .parameters import has, modules_in
+from .module_state import has, modules_in
 from .recompute import Checkpointed
 from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
@@ -25,11 +25,14 @@ from .selective import Selection
 from .standin import OneDevice
 from .standing import policies_on, refuse_overlap
 from .towers import Part, parts_of
+from .verify import Schedule
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> AppliedPolicy:
+def apply_policy(
+    model: nn.Module, policy: str | dict[str, Any] | Policy, *, verify: str | int | Schedule = "first"
+) -> AppliedPolicy:
     """Install `policy` on `model`, in place; a policy that is on it already is replaced.
 
     The one that was replaced is removed for good: its own `remove()` then does nothing. If `policy` is refused, it
@@ -39,6 +42,15 @@ def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> App
     blocks, on any device. Parameters, buffers and state-dict keys stay as they are. The library's own checkpointing is
     switched off as long as the policy stands.
 
+    In a verified step, backward proves that each tensor it puts back has the bits that forward saved; a difference
+    raises `VerificationError` at the end of backward, before an optimizer can step (see verify.py).
+
+    Args:
+        model: the model.
+        policy: as a string, a dictionary or a value.
+        verify: which steps are verified. "first": the first two, every 1,000th, and the first after a change of mode
+            or of the structure of arguments; "always"; "never"; or a number N: the first and every N-th.
+
     Returns:
         AppliedPolicy: what is covered, `explain()`, `remove()`.
 
@@ -47,13 +59,13 @@ def apply_policy(model: nn.Module, policy: str | dict[str, Any] | Policy) -> App
             model or on a model that this is part of. Later, in forward with gradients: the library's own
             checkpointing has been switched on as well.
     """
-    policy = Policy.parse(policy)
+    policy, schedule = Policy.parse(policy), Schedule.parse(verify)
     if policy.auto:
         raise UserError("policy 'auto' must be chosen first: run plan(...) and apply the policy it picked")
     replaced: AppliedPolicy | None = model.__dict__.get(MARK)
     if replaced is not None:
         replaced.pause()
-    applied = AppliedPolicy(model, policy)
+    applied = AppliedPolicy(model, policy, schedule)
     try:
         refuse_overlap(applied)
         setattr(model, MARK, applied)
@@ -94,8 +106,12 @@ def _install(applied: AppliedPolicy) -> None:
     if policy.checkpoints:
         _install_checkpoints(applied)
     _install_engines(applied)
-    if policy.checkpoints or policy.discards:
-        applied.guard = Guard(model, policy)  # last, and so outermost
+    if applied.one_device is not None:
+        applied.guard = Guard(model, policy, refuses=policy.checkpoints or policy.discards)  # last, and so outermost
+        names = {module: name for name, module in model.named_modules()}
+        engines = [stand_in for engine in applied.engines for stand_in in engine.stand_ins]
+        for stand_in in (*applied.installed, *engines, applied.guard):
+            stand_in.name, stand_in.verification = names.get(stand_in.module, ""), applied.verification
     if policy.budget is not None:
         if policy.budget < 1 and rng.has_dropout(model):
             raise UserError(

@@ -1,18 +1,21 @@
 """What a region is given, kept for its second run as its first run found it.
 
 A block may write into a list or dict that it is given (HRNet's branches, DenseNet's growing list of features, a cache
-of frames), or in place into a tensor (a block that starts with an in-place ReLU). The first run is given the caller's
-own objects, for the caller reads what was written; the second run gets copies of the containers as they were, and of
-the tensors that were written to. A KV cache is a container: its layers hold tensors and are not written in place.
+of frames), or in place into a tensor (a block that starts with an in-place ReLU), whether it is given by position, by
+name, or inside of a container. The first run is given the caller's own objects, for the caller reads what was written;
+the second run gets copies of the containers as they were, and of the tensors that were written to. A KV cache is a
+container: its layers hold tensors and are not written in place.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,13 +38,19 @@ def is_cache(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether `value` is an object that holds tensors in its attributes: a KV cache, a layer of one, a UserDict."""
-    if isinstance(value, UserDict):
-        return True
+    """Whether `value` is an object that holds others in its attributes: a dataclass, a KV cache or a layer of one."""
+    if isinstance(value, (UserDict, SimpleNamespace)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return hasattr(value, "__dict__")
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(
         value, (module.Cache, module.CacheLayerMixin, module.LinearAttentionCacheLayerMixin)
     )
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"
 
 
 def changeable(value: Any) -> bool:
@@ -50,7 +59,7 @@ def changeable(value: Any) -> bool:
         return False
     if isinstance(value, tuple):
         return any(changeable(item) for item in value)
-    return isinstance(value, (list, dict, set, deque)) or _is_record(value)
+    return isinstance(value, (list, dict, set, deque)) or _is_record(value) or _is_array(value)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -81,6 +90,9 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
         if all(item is old for item, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if _is_array(value):
+        made[id(value)] = value.copy()
+        return made[id(value)]
     if not isinstance(value, (list, deque, dict, set)) and not _is_record(value):
         return leaf(value)
     new = made[id(value)] = copy.copy(value)
@@ -91,8 +103,24 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
         for index, item in enumerate(value):
             new[index] = rebuild(item, leaf, made)
     elif not isinstance(value, set):
-        new.__dict__ = {key: rebuild(item, leaf, made) for key, item in vars(value).items()}
+        vars(new).update({key: rebuild(item, leaf, made) for key, item in vars(value).items()})
     return new
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the leaves of an argument.
+
+    Raises:
+        UserError: it holds an iterator, of which a second run finds nothing left.
+    """
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif not isinstance(leaf, _ATOMS) and isinstance(leaf, Iterator):
+            raise UserError(
+                f"a checkpointed block was given a {type(leaf).__name__}, which its first run uses up: its second run "
+                "would find nothing in it; give it a list"
+            )
 
 
 class Inputs:
@@ -103,27 +131,37 @@ class Inputs:
 
     def __init__(self, module: nn.Module) -> None:
         self.kind = type(module).__name__
-        self.written: set[int | str] | None = None
+        self.written: set[Key] | None = None
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input]:
-        """To be called before the first run: the inputs with a gradient, with copies of those that it writes."""
+        """To be called before the first run: the tensors among the arguments, with copies of those that it writes.
+
+        Raises:
+            UserError: an argument can be read only once.
+        """
+        inputs: dict[int, Input] = {}
         named: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
-        inputs = [Input(key, value) for key, value in named if isinstance(value, torch.Tensor) and value.requires_grad]
+        for name, value in named:
+            if isinstance(value, torch.Tensor):
+                inputs.setdefault(id(value), Input((name, DIRECT), value))
+            elif not isinstance(value, _ATOMS):
+                for index, tensor in enumerate(_tensors(value)):
+                    inputs.setdefault(id(tensor), Input((name, index), tensor))
         if self.written is None or self.written:
-            for given in inputs:
-                if not given.fake if self.written is None else given.key in self.written:
-                    given.copy = given.tensor.detach().clone().requires_grad_()
-        return inputs
+            for given in inputs.values():
+                if not given.fixed if self.written is None else given.key in self.written:
+                    given.copy = given.tensor.detach().clone().requires_grad_(given.tensor.requires_grad)
+        return list(inputs.values())
 
     def after(self, inputs: list[Input]) -> None:
         """To be called after the first run with what `before` gave; the copies of inputs left alone are dropped."""
         written = set()
         for given in inputs:
-            if given.tensor._version == given.version:
+            if version_of(given.tensor) == given.version:
                 given.copy = None
                 continue
             written.add(given.key)
-            if given.copy is None and not given.fake:
+            if given.copy is None and not given.fixed:
                 raise UserError(
                     f"{self.kind} wrote in place into its {given} and had not in its first call; its second run "
                     "would start from what it wrote: clone that input in the block's forward"
@@ -135,15 +173,16 @@ class Inputs:
 class Input:
     """A tensor that a region is given, and its value from before the first run where that one writes into it."""
 
-    __slots__ = ("copy", "fake", "key", "tensor", "version")
+    __slots__ = ("copy", "fixed", "key", "tensor", "version")
 
-    def __init__(self, key: int | str, tensor: torch.Tensor) -> None:
+    def __init__(self, key: Key, tensor: torch.Tensor) -> None:
         self.key, self.tensor, self.version = key, tensor, version_of(tensor)
-        self.fake = isinstance(tensor, FakeTensor)
+        # fake ones have no value, and parameters and what was made in inference mode are not written in forward
+        self.fixed = isinstance(tensor, (FakeTensor, nn.Parameter)) or tensor.is_inference()
         self.copy: torch.Tensor | None = None
 
     def __str__(self) -> str:
-        return f"argument {self.key!r}"
+        return f"argument {self.key[0]!r}"
 
     def shape(self) -> torch.Tensor | None:
         """One element in the input's shape: what a checkpoint around the region's sees of it, written to or not."""
@@ -154,11 +193,19 @@ class Input:
         """For the second run: the value that the first one found; no leaf, for it may be written into once more."""
         if self.copy is not None:
             return self.copy.clone()
-        if version_of(self.tensor) != self.version and not self.fake:
+        self.check()
+        return self.tensor
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor was written to since the first run."""
+        if version_of(self.tensor) != self.version and not self.fixed:
             raise RuntimeError(
                 f"the {self} of a checkpointed block was changed in place after the block's forward; clone it before"
             )
-        return self.tensor
+
+
+Key = tuple[int | str, int]  # which argument, and which tensor of those in it
+DIRECT = -1  # the argument itself is the tensor
 
 
 class Call:
@@ -170,19 +217,9 @@ class Call:
             shape: a checkpoint around this one counts what is saved.
     """
 
-    __slots__ = (
-        "changeable",
-        "first",
-        "forward",
-        "given",
-        "inputs",
-        "kept",
-        "kwargs",
-        "named",
-        "saved",
-        "second",
-        "tensors",
-    )
+    __slots__ = ("changeable", "first", "forward", "given", "held", "inputs", "kept", "kwargs", "named", "saved",
+        "second", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -199,11 +236,15 @@ class Call:
         self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
         self.kwargs: dict[str, Any]
         args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
-        self.kept = {x.key: x for x in self.tensors if x.copy is not None}
+        # saved by autograd: positional ones, and those by name that need a gradient. The others are held here
+        direct = {x.key[0]: x for x in self.tensors if x.key[1] == DIRECT}
+        saved = {key: x for key, x in direct.items() if type(key) is int or x.tensor.requires_grad}
+        self.kept = {key: x for key, x in saved.items() if x.copy is not None}
+        self.held = {id(x.tensor): x for x in self.tensors if x.key[0] not in saved}
         for key, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.is_inference():  # which autograd does not save
-                self.kept[key] = Input(key, value)
-        named = {x.key: x.tensor for x in self.tensors if isinstance(x.key, str)}
+                self.kept[key] = Input((key, DIRECT), value)
+        named = {key: x.tensor for key, x in saved.items() if isinstance(key, str)}
         self.kwargs = {key: value for key, value in self.kwargs.items() if key not in named}
         self.named = tuple(named)
         kept, given = self.kept, (*enumerate(args), *named.items())
@@ -224,8 +265,12 @@ class Call:
         behind = len(saved) - len(self.named)
         args: list[Any] = list(saved[:behind])
         kwargs: dict[str, Any] = {**self.kwargs, **dict(zip(self.named, saved[behind:], strict=True))}
-        if self.changeable:  # once more: backward may run again (retain_graph)
-            args, kwargs = rebuild((args, kwargs), _same)
+        if self.changeable or any(given.copy is not None for given in self.held.values()):
+            args, kwargs = rebuild((args, kwargs), self._found)  # each time: backward may run again (retain_graph)
+            args = list(args)
+        else:
+            for given in self.held.values():
+                given.check()
         for key, given in self.kept.items():
             if isinstance(key, int):
                 args[key] = given.again()
@@ -233,6 +278,11 @@ class Call:
                 kwargs[key] = given.again()
         with self.second:
             return self.forward(*args, **kwargs)
+
+    def _found(self, leaf: Any) -> Any:
+        """A tensor that is held here as the first run found it."""
+        given = self.held.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+        return leaf if given is None else given.again()
 
 
 def _same(value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 
 from .libraries import DIFFUSERS, LAYER, PRETRAINED, is_a
-from .parameters import modules_in
+from .module_state import modules_in
 
 Named = tuple[str, nn.Module]
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn._reduction import legacy_get_string
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import WorkFailed
@@ -95,8 +97,10 @@ def cross_entropy(
     All chunks run within one call of the output layer, so that FSDP gathers its weight once. The hidden states are
     split, not sliced: a split has one backward node, which writes their gradient once.
     """
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)  # with the deprecation warning of F.cross_entropy
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if reduction == "none" or target.ndim != 1 or size_average is not None or reduce is not None:
+    if reduction == "none" or target.ndim != 1:
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     projection, hidden = input.projection, input.positions()
     rows = max(1, CHUNK_BYTES // (4 * input.width))
@@ -339,8 +343,8 @@ class Logits:
             if deferred is not None:
                 return deferred
         name = getattr(func, "__name__", str(func))
-        plain = [value.whole(name) if isinstance(value, Logits) else value for value in args]
-        result = func(*plain, **{k: v.whole(name) if isinstance(v, Logits) else v for k, v in kwargs.items()})
+        plain, named = tree_map_only(Logits, lambda logits: logits.whole(name), (args, kwargs))
+        result = func(*plain, **named)
         return first if isinstance(first, Logits) and result is first.tensor else result
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .parameters import has, modules_in
+from .module_state import has, modules_in
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")
@@ -19,16 +19,18 @@ _hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_mess
 
 
 class Guard(StandIn):
-    """The model's forward. With gradients it refuses to run where transformers or diffusers would checkpoint as well,
-    and where nothing can be kept from being saved (inside of `torch.func.grad`).
+    """The model's forward: counts the steps for their verification, and refuses what a policy cannot be combined with.
+
+    With `refuses`, a forward with gradients raises UserError if transformers or diffusers would checkpoint as well, or
+    if autograd takes no saved-tensor hooks (inside of `torch.func.grad`).
 
     Their switches set a flag on every block, and nothing is called that could tell; so the flags are looked at,
     eighty in three microseconds.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, refuses: bool) -> None:
         super().__init__(model)
-        self.policy = policy
+        self.policy, self.refuses = policy, refuses
         self.flagged: list[Any] = [
             module
             for module in modules_in(model)
@@ -36,7 +38,10 @@ class Guard(StandIn):
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        verification = self.verification
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or verification.inside:
+            return self.forward(*args, **kwargs)
+        if self.refuses:
             if any(map(_flag, self.flagged)):
                 self._refuse(next(filter(_flag, self.flagged)))
             if (message := _hooks_are_off()) is not None:
@@ -44,7 +49,11 @@ class Guard(StandIn):
                     f"policy '{self.policy}' on {type(self.module).__name__} needs autograd's saved-tensor hooks, and "
                     f"they are off here ({message.partition('. ')[0]}); remove the policy for this call"
                 )
-        return self.forward(*args, **kwargs)
+        verification.begin_step()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            verification.end_forward()
 
     def _refuse(self, module: nn.Module) -> None:
         raise UserError(

@@ -22,6 +22,7 @@ from .segments import SegmentMember
 from .selective import Selection
 from .standin import Installed, OneDevice
 from .towers import Part
+from .verify import NEVER, Schedule, Verification
 
 MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
 
@@ -34,10 +35,12 @@ class AppliedPolicy:
         model: the model that `apply_policy` was given.
         covered: qualified names of the modules that are re-run in backward.
         uncovered: names of the blocks in which nothing is re-run.
+        verification: which steps are verified, and how many there have been.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, verify: Schedule = NEVER.schedule) -> None:
         self.policy = policy
+        self.verification = Verification(verify, str(policy))
         self.model = model
         self.found = Blocks()
         self.parts: list[Part] = []

@@ -85,21 +85,22 @@ class OutputLayer(StandIn):
         super().__init__(module)
         self.without_hooks = _WithoutHooks(self)
 
-    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if local.instead is not None:
             function, local.instead = local.instead, None
-            return function(hidden)
+            return function(*args)
         if not local.deferring or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return self.forward(hidden, *args, **kwargs)
+            return self.forward(*args, **kwargs)
         self.called = True
-        reason = "it is given more than hidden states" if args or kwargs else _hooked(self.module)
+        given = (*args, *kwargs.values())
+        reason = "it is given more than hidden states" if len(given) != 1 else _hooked(self.module)
         if reason:
             warn_once(
                 f"policy 'head': the logits of {type(self.module).__name__}, the output layer, are computed whole, as "
                 f"{reason}"
             )
-            return self.forward(hidden, *args, **kwargs)
-        return self.defer(hidden)
+            return self.forward(*args, **kwargs)
+        return self.defer(given[0])
 
     def defer(self, hidden: torch.Tensor) -> Logits:
         """The logits of `hidden`, to be computed in the autocast state of now."""

@@ -11,18 +11,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.units import MIB, format_bytes
 
 from .standin import Installed, StandIn, Treated
-from .tensor_identity import View, as_stored, counter_of, emptied, flat, is_dtensor, looked_at, view_of, written_to
+from .tensor_identity import (
+    View,
+    as_stored,
+    counter_of,
+    counts_with,
+    emptied,
+    flat,
+    is_dtensor,
+    is_wrapper,
+    looked_at,
+    view_of,
+    written_to,
+)
 
 _PARKED = "_ckpt_ft_parked"
 
@@ -142,6 +153,36 @@ class Saved:
         return self.counter if self.held is None else self.held.get()
 
 
+class HostCopy:
+    """The latest copy of a storage on the host, and the version counters of the tensors that were saved from it.
+
+    Parts of one storage can count their versions apart (`unsafe_chunk`): the copy is stale once any counter has moved,
+    and for a tensor that was written to through a counter that was not watched when the copy was made.
+    """
+
+    __slots__ = ("counters", "parked")
+
+    def __init__(self) -> None:
+        self.parked: Callable[[], Parked | None] = lambda: None
+        self.counters: list[tuple[torch.Tensor, int]] = []
+
+    def still_holds(self, counters: Sequence[torch.Tensor]) -> bool:
+        """Whether the copy has what aliases of the storage with these counters read now; they are watched from now."""
+        watched = self.counters
+        current = all(counter._version == version for counter, version in watched)
+        for counter in counters:
+            version = counter._version
+            if version and current:
+                current = any(counts_with(other, counter) for other, _ in watched)
+            watched.append((counter, version))
+        return current
+
+    def made(self, parked: Parked) -> None:
+        """The storage was copied again: `parked` has what it holds now."""
+        self.parked = weakref.ref(parked)
+        self.counters = [(counter, counter._version) for counter, _ in self.counters]
+
+
 class Parking:
     """One forward pass: what it parked, by block."""
 
@@ -163,47 +204,44 @@ class Parking:
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """The saved-tensor hook."""
-        held = self.park(tensor)
-        if held is None:
-            return Saved(tensor.detach(), tensor._version)
-        counter = held.hollow if type(held) is ParkedLocal else counter_of(tensor)
-        return Saved(counter, tensor._version, held)
+        if is_dtensor(tensor):
+            hollow: Any = tensor.detach()
+            local = hollow._local_tensor
+            if type(local) is torch.Tensor and self.leaves(local):  # another type is still on its way from other ranks
+                held = ParkedLocal(emptied(hollow), self.park(local, counter_of(local), hollow))
+                return Saved(hollow, tensor._version, held)
+        elif self.leaves(tensor):
+            counter = counter_of(tensor)
+            return Saved(counter, tensor._version, self.park(tensor, counter))
+        return Saved(tensor.detach(), tensor._version)
 
-    def park(self, tensor: torch.Tensor, written: int = 0) -> Held | None:
-        """The tensor with its storage parked, once for all its views; None where it stays on the device.
-
-        written: writes into the storage that the tensor's own version does not count.
-        """
+    def leaves(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is copied to the host: a large one that is no parameter's or buffer's."""
         if tensor.layout is not torch.strided:  # a sparse one has two storages
-            return None
+            return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self.min_bytes or storage._cdata in self.resident or nbytes % tensor.element_size():
-            return None
-        if is_dtensor(tensor):
-            return self._park_local(tensor.detach())
-        if is_traceable_wrapper_subclass(tensor):  # its own storage holds nothing
-            return None
-        parked: Parked | None = None
-        known = getattr(storage, _PARKED, None)
-        version = tensor._version, written
-        if known is not None and known[1] == version:
-            parked = known[0]()
-        if parked is None:
-            self.usage.take(nbytes)
+            return False
+        return not is_wrapper(tensor)
+
+    def park(self, tensor: torch.Tensor, *counters: torch.Tensor) -> ParkedView:
+        """The tensor, with its storage copied to the host, once for all its views.
+
+        counters: what counts the writes into the storage, as `counter_of` makes it: the tensor's own, a DTensor's.
+        """
+        storage = tensor.untyped_storage()
+        copy: HostCopy | None = getattr(storage, _PARKED, None)
+        parked = None if copy is None else copy.parked()
+        if copy is None or parked is None:
+            copy = HostCopy()
+            setattr(storage, _PARKED, copy)
+        if not copy.still_holds(counters) or parked is None:
+            self.usage.take(storage.nbytes())
             parked = Parked(flat(as_stored(tensor)), self.block, self)
             self.blocks.setdefault(self.block, []).append(weakref.ref(parked))
-            setattr(storage, _PARKED, (weakref.ref(parked), version))
+            copy.made(parked)
         return ParkedView(parked, view_of(tensor))
-
-    def _park_local(self, hollow: Any) -> ParkedLocal | None:
-        local = hollow._local_tensor
-        if type(local) is not torch.Tensor:  # still on its way from other ranks
-            return None
-        held = self.park(local, hollow._version)
-        if type(held) is not ParkedView:
-            return None
-        return ParkedLocal(emptied(hollow), held)
 
     def fetch_block(self, block: int) -> None:
         """Start the copies back of all that a block parked and that is still wanted."""

@@ -42,9 +42,13 @@ class Outcome:
 
 
 def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> Outcome:
-    """One forward and backward from `seed`; the model's own gradients and buffers are put back."""
+    """One forward and backward from `seed`; afterwards gradients and buffers are those from before the step.
+
+    A buffer that the step registers is removed again, so that the next step registers it, too.
+    """
     own = {name: p.grad for name, p in model.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    values = [(b, b.detach().clone()) for b in model.buffers()]
     for p in model.parameters():
         p.grad = None
     rng.start_from(seed)
@@ -63,10 +67,13 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
         return Outcome(value.detach().reshape(()), gradients, after, rng.snapshot(device_of(model), host=True), half)
     finally:
         for name, p in model.named_parameters():
-            p.grad = own[name]
+            p.grad = own.get(name)
+        for module, buffers, transient in registered:
+            module._buffers = buffers
+            module._non_persistent_buffers_set = transient
         with torch.no_grad():
-            for name, b in model.named_buffers():
-                b.copy_(buffers[name])
+            for b, value in values:
+                b.copy_(value)
 
 
 def _in_half_precision(loss: torch.Tensor) -> bool:

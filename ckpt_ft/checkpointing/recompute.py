@@ -2,34 +2,34 @@
 
 `Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
 the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
-`torch.utils.checkpoint` without reentrant autograd; added are, in either run, the arguments as the first run found
-them (`arguments.py`), the random state (kept only where the first run drew from it), the buffers (`buffers.py`),
-tensors in attributes (`attributes.py`), the parameters and modes (`parameters.py`), hooks (`hooks.py`), and kept
-operator outputs (`selective.py`).
+`torch.utils.checkpoint` without reentrant autograd. Added are, for the second run, the arguments as the first run
+found them (`arguments.py`), the state of the modules (`module_state.py`), the random state (restored only where the
+first run drew from it) and kept operator outputs (`selective.py`); in verified steps also the proof that both runs
+save the same tensors (`verify.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import UserError
 
-from . import parameters, rng
+from . import rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
-from .attributes import Attributes, put
-from .buffers import Buffers, swap_in, swap_out
-from .hooks import hooks_on, swap
-from .parameters import Found, modules_in
+from .module_state import Found, ModuleState, modules_in
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
+from .verify import Recorder, SavedTensorProof
 
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_MOST_STRUCTURES = 64  # ways of being called that a region remembers
 
 
 class Checkpointed(StandIn):
@@ -38,17 +38,19 @@ class Checkpointed(StandIn):
     def __init__(self, module: nn.Module, selection: Selection | None) -> None:
         super().__init__(module)
         self.selection = selection
-        self.buffers = Buffers()
-        self.attributes = Attributes()
+        self.state = ModuleState()
         self.inputs = Inputs(module)
         self.keeps_cache = getattr(module, "_can_checkpoint_with_cache", False)  # only reads it (transformers >= 5.23)
+        self.dropped = _DroppedCaches()
+        self.calls = 0
+        self.structures: set[Any] = set()  # of calls so far: mode, kinds of arguments, what is trained
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if self.module.training:
             if not self.keeps_cache:
-                args, kwargs = _without_cache(args, kwargs)
+                args, kwargs = self.dropped.without_cache(self.module, args, kwargs)
         elif any(is_cache(value) for value in (*args, *kwargs.values())):  # decoding with gradients
             return self.forward(*args, **kwargs)
         return self.run(args, kwargs)
@@ -60,28 +62,47 @@ class Checkpointed(StandIn):
                 return checkpoint(forward, *args, use_reentrant=False)
             context_fn = functools.partial(compiled_contexts, self.selection)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn)
+        contexts = runs(self, args, kwargs)
+        if contexts is None:
+            return self.forward(*args, **kwargs)
         # the runs' contexts are entered by the call: torch's own are left to `set_checkpoint_debug_enabled`
-        call = Call(self.forward, runs(self, args, kwargs), self.inputs, args, kwargs)
-        return checkpoint(call, *call.saved, use_reentrant=False, preserve_rng_state=False)
+        call = Call(self.forward, contexts, self.inputs, args, kwargs)
+        return checkpoint(call, *call.saved, use_reentrant=False, preserve_rng_state=False, determinism_check=_LIGHT)
+
+    def recorder(self, structure: Any) -> Recorder | None:
+        """A recorder if this call of the region is to be verified; `structure` is how it is called."""
+        self.calls += 1
+        changed = structure not in self.structures
+        if changed and len(self.structures) < _MOST_STRUCTURES:
+            self.structures.add(structure)
+        return self.verification.region(self.name, self.module, self.calls, changed)
 
 
-def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun]:
-    """The contexts of a region's first and second run with these arguments."""
+def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FirstRun, SecondRun] | None:
+    """The contexts of a region's first and second run with these arguments.
+
+    None if layers of it are still lazy: their first call makes parameters, which no second run can repeat.
+    """
     modules = modules_in(region.module)
-    first = FirstRun(region, modules, _accelerators(modules, args, kwargs))
+    if any(isinstance(module, LazyModuleMixin) for module in modules):
+        return None
+    first = FirstRun(region, modules, args, kwargs)
     return first, SecondRun(first)
 
 
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = (
-        "attributes", "buffers", "devices", "found", "hooks", "keeping", "modules", "random", "region", "replaying",
+    __slots__ = ("devices", "ended", "found", "keeping", "modules", "parameters", "proof", "random", "recorder",
+        "region", "replaying", "structure",
     )  # fmt: skip
 
-    def __init__(self, region: Checkpointed, modules: dict[nn.Module, None], devices: set[torch.device]) -> None:
-        self.region, self.modules, self.devices = region, modules, devices
-        self.found: Found | None = None  # as it ended, once it has
+    def __init__(
+        self, region: Checkpointed, modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.region, self.modules, self.ended = region, modules, False
+        self.devices = _accelerators(modules, args, kwargs)
+        self.structure = (region.module.training, tuple(map(type, args)), tuple(kwargs))
         self.keeping: AbstractContextManager[Any] = nullcontext()
         self.replaying: AbstractContextManager[Any] = nullcontext()
         if region.selection is not None:
@@ -92,56 +113,79 @@ class FirstRun:
         return next((device.type for device in self.devices), "cpu")
 
     def __enter__(self) -> None:
-        self.buffers = self.region.buffers.before(self.modules)
-        self.attributes = self.region.attributes.before(self.modules, self.region.module.training)
+        region = self.region
+        self.found = Found(region.state, self.modules, region.module.training)
+        self.recorder = recorder = region.recorder((*self.structure, self.found.trained))
         self.random = rng.snapshot(*self.devices, host=True)
+        self.proof: SavedTensorProof | None = None
+        if recorder is not None:
+            self.proof = SavedTensorProof(recorder)
+            self.parameters = [(recorder.saved(p, name), p) for name, p in self.found.bits("parameter")]
+            self.proof.enter_first_run()
         self.keeping.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         self.keeping.__exit__(kind, *exception)
+        if self.proof is not None:
+            self.proof.exit()
         if kind is not None:  # a run that failed, or was stopped inside of another region's second run
             return
-        for buffer in self.buffers:
-            buffer.look()
-        self.attributes = self.region.attributes.after(self.attributes, self.modules, self.region.module.training)
+        self.found.end()
         self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
-        self.found, self.hooks = Found(self.modules), hooks_on(self.modules)
+        self.ended = True
 
 
 class SecondRun:
-    """Sets generators, buffers and modules to where the first run found them, and back to where the second one did."""
+    """Sets generators and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("attributes", "buffers", "first", "hooks", "random", "swapped")
+    __slots__ = ("before", "buffers", "first", "random", "there")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
 
     def __enter__(self) -> None:
         first = self.first
-        if first.found is None:
+        if not first.ended:
             kind = type(first.region.module).__name__
             raise UserError(
                 f"{kind}: its forward runs a backward of its own (torch.autograd.grad) over what a checkpoint has "
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
-        self.swapped, self.hooks = first.found.swap_in(), hooks_on(first.modules)
-        if self.hooks != first.hooks:
-            swap(self.hooks, first.hooks)
-        self.buffers = swap_in(first.buffers)
-        self.attributes = put(first.attributes)
+        if first.recorder is not None and first.proof is not None:
+            self.before = rng.snapshot(*first.devices, host=True)
+            self.buffers = [(first.recorder.saved(b, name), b) for name, b in first.found.bits("buffer")]
+            for change in first.found.changes():
+                first.recorder.note(change)
+        self.there = first.found.swap_in()
         self.random = first.random.now()
         first.random.restore()
+        if first.proof is not None:
+            first.proof.enter_second_run()
         first.replaying.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
-        self.first.replaying.__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        first = self.first
+        first.replaying.__exit__(kind, *exception)
+        if first.proof is not None:
+            first.proof.exit()
         self.random.restore()
-        put(self.attributes)
-        swap_out(self.buffers)
-        if self.hooks != self.first.hooks:
-            swap(self.first.hooks, self.hooks)
-        parameters.swap_out(self.swapped)
-        self.attributes, self.buffers = [], []
+        first.found.swap_out(self.there)
+        self.there = []
+        if first.recorder is not None and (kind is None or kind.__name__ in _ENDS):
+            self._prove(first.recorder)
+
+    def _prove(self, recorder: Recorder) -> None:
+        """That the second run left random state, parameters and buffers as it found them."""
+        first = self.first
+        for slot, tensor in (*first.parameters, *self.buffers):
+            recorder.restored(slot, tensor)
+        self.buffers = []
+        if moved := self.before.moved(rng.snapshot(*first.devices, host=True)).states:
+            raise recorder.failed(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
+
+
+_ENDS = ("_StopRecomputationError", "_Complete")  # how a second run is stopped once all saved tensors are there
+_LIGHT = "default"
 
 
 def _accelerators(modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
@@ -151,11 +195,41 @@ def _accelerators(modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs:
     return {x.device for x in given if isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta)}
 
 
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Arguments without a KV cache, which nobody reads in training and which holds memory."""
-    if any(is_cache(value) for value in args):
+class _DroppedCaches:
+    """KV caches that a region was given in training and not handed on: nobody reads them, and they hold memory."""
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.last = None
+
+    def without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments without a cache of transformers, unless it holds something that the block would read.
+
+        Raises:
+            UserError: the same cache comes a second time, so the block would have read what it wrote the first time.
+        """
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if not caches or any(map(_is_filled, caches)):
+            return args, kwargs
+        if self.last is not None and self.last() is caches[0]:
+            raise UserError(
+                f"{type(module).__name__} was given the same KV cache twice in training, and reads in its second call "
+                "what it wrote in its first; train without a cache (use_cache=False), or with 'pointwise' or 'offload'"
+            )
+        self.last = weakref.ref(caches[0])
         args = tuple(None if is_cache(value) else value for value in args)
-    dropped = {key: None for key, value in kwargs.items() if is_cache(value) or key in _CACHE_ARGUMENTS}
-    if kwargs.get("use_cache"):
-        dropped["use_cache"] = False  # type: ignore[assignment]
-    return args, {**kwargs, **dropped} if dropped else kwargs
+        kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
+        return args, {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache of transformers holds keys and values, or states, of any layer."""
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    if any(part is not None for part in parts):
+        return any(part is not None and _is_filled(part) for part in parts)
+    return any(getattr(layer, "is_initialized", True) for layer in getattr(cache, "layers", [None]))

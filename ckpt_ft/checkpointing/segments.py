@@ -52,13 +52,16 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
+        contexts = runs(self, args, kwargs)
+        if contexts is None:
+            return self.forward(*args, **kwargs)
         given = [*leaves(args), *leaves(kwargs)]
         frame = self.segment.open()
         if frame is None or not frame.feeds(given):
             frame = _Frame()
         else:
             self.segment.joined += 1
-        out = frame.call(self, given, args, kwargs)
+        out = frame.call(self, contexts, given, args, kwargs)
         self.segment.open = _no_frame if self.last else weakref.ref(frame)
         return out
 
@@ -147,7 +150,14 @@ class _Frame:
         link = self.outputs.get(_key(leaf)) if _is_variable(leaf) and leaf.layout is torch.strided else None
         return link if link is not None and link.is_to(leaf) else None
 
-    def call(self, member: SegmentMember, given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        member: SegmentMember,
+        contexts: tuple[FirstRun, SecondRun],
+        given: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         held: dict[int, _Held] = {}
 
         def hold(leaf: Any) -> Any:
@@ -160,15 +170,15 @@ class _Frame:
 
         arguments = rebuild((args, kwargs), hold)
         inputs = member.inputs.before(args, kwargs)
-        first: FirstRun
-        first, second = runs(member, args, kwargs)
+        first, second = contexts
         self.calls.append(_Call(member, arguments, second, first.device_type))
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), first:
             out = member.forward(*args, **kwargs)
         member.inputs.after(inputs)
         for given_tensor in inputs:
             if given_tensor.copy is not None and id(given_tensor.tensor) in held:
-                held[id(given_tensor.tensor)].hold(given_tensor.copy, requires_grad=True, written=True)
+                kept = given_tensor.copy
+                held[id(given_tensor.tensor)].hold(kept, requires_grad=kept.requires_grad, written=True)
         known, returned = {id(leaf) for leaf in given}, len([*leaves(out)])
         for index, leaf in enumerate(_outputs(out, args, kwargs)):
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:

@@ -28,7 +28,12 @@ from .ops import check_op_name, group_of
 from .tensor_identity import counter_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+# views of their input that count versions apart from it
+_UNSAFE_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
 
 
 class Selection:
@@ -130,8 +135,9 @@ class _Keeping(_Mode):
         group = self.selection.rule(func)
         if group is None:
             out = func(*args, **(kwargs or {}))
-            if func is _UNSAFE_VIEW:
-                self.watch(args[0], out)
+            if func in _UNSAFE_VIEWS:
+                for view in out if isinstance(out, (list, tuple)) else (out,):
+                    self.watch(args[0], view)
             return out
         draws = torch.Tag.nondeterministic_seeded in func.tags if isinstance(func, torch._ops.OpOverload) else False
         before = rng.snapshot(args[0].device) if draws else None
@@ -150,7 +156,7 @@ class _Keeping(_Mode):
         return out
 
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
-        """A matmul's output is handed on as an `_unsafe_view`: the same memory, its versions counted apart."""
+        """Watch a view of a kept output whose versions are counted apart: a linear layer's result, a GRU's gates."""
         entry = self.by_storage.get(viewed.untyped_storage()._cdata)
         if entry is not None:
             entry.watch(view)

@@ -10,7 +10,7 @@ from torch import nn
 from ckpt_ft.errors import UserError
 
 from .handle import MARK, AppliedPolicy, made
-from .parameters import modules_in
+from .module_state import modules_in
 from .standin import StandIn
 
 

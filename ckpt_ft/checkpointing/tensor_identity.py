@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 # made for every tensor that is saved.
 View = tuple[Any, ...]
 _NOTHING = torch.empty(0)
+_set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -54,6 +55,22 @@ def flat(stored: torch.Tensor) -> torch.Tensor:
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without bytes that counts versions together with `tensor`: it tells of writes and keeps no memory."""
     return emptied(tensor.detach())
+
+
+def counts_with(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both share one version counter, so that a write through either is seen by the other.
+
+    Parts made by `unsafe_chunk`, `unsafe_split` or `_unsafe_view` share a storage and have a counter each. PyTorch has
+    no query for this; the counter is moved for a moment and the other one read (5 us).
+    """
+    version = version_of(tensor)
+    if version < 0 or version != version_of(other):
+        return False
+    _set_version((tensor,), (version + 1,))
+    try:
+        return other._version != version
+    finally:
+        _set_version((tensor,), (version,))
 
 
 def emptied(alias: Any) -> torch.Tensor:

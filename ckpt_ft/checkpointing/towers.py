@@ -15,7 +15,7 @@ none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,17 @@ class Part:
 
 def find_towers(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Tower]:
     """The towers of a model that has these blocks, in the order of `TOWERS`."""
-    inside = set(blocks.values())
-    senses = {path: _sense_of(model, path, inside) for path in blocks}
+    around = {model.get_submodule(path) for path in _around(blocks)}.union(blocks.values())
+    senses: dict[str, str] = {}  # of blocks by the path of the module that they are in
+    for path in blocks:
+        outside = path.rpartition(".")[0]
+        if outside not in senses:
+            senses[outside] = _sense_in(model, outside, around)
     found = []
     for name in TOWERS:
-        own = {path: block for path, block in blocks.items() if senses[path] == name}
+        own = {path: block for path, block in blocks.items() if senses[path.rpartition(".")[0]] == name}
         if own:
-            others = [path for path in blocks if path not in own]
+            others = _around(path for path in blocks if path not in own)
             roots = dict.fromkeys(_root(path, others) for path in own)
             found.append(Tower(name, {root: model.get_submodule(root) for root in roots}, own))
     return found
@@ -89,18 +93,25 @@ def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
     return Blocks(blocks, [stage for stage in found.stages if all(path in blocks for path in stage.blocks)])
 
 
-def _sense_of(model: nn.Module, path: str, blocks: set[nn.Module]) -> str:
-    """The tower that the block at `path` is of; "" for none."""
-    inside = model.get_submodule(path)
-    while path:
-        path = path.rpartition(".")[0]
+def _around(paths: Iterable[str]) -> set[str]:
+    """The paths of all modules that one of `paths` is in, "" for the model."""
+    return {path[:end] for path in paths for end in (0, *(i for i, letter in enumerate(path) if letter == "."))}
+
+
+def _sense_in(model: nn.Module, path: str, around: set[nn.Module]) -> str:
+    """The tower of the blocks directly in the module at `path`; "" for none.
+
+    around: the blocks and all modules that have blocks in them.
+    """
+    while True:
         module = model.get_submodule(path)
-        senses = _told(module) or set(_built(module, inside, blocks))
+        senses = _told(module) or set(_built(module, around))
         if senses:  # an embedding of relative positions is built as one of tokens is
             senses = _told(_model_around(model, path)) or senses
             return senses.pop() if len(senses) == 1 else ""
-        inside = module
-    return ""
+        if not path:
+            return ""
+        path = path.rpartition(".")[0]
 
 
 def _model_around(model: nn.Module, path: str) -> nn.Module:
@@ -110,14 +121,11 @@ def _model_around(model: nn.Module, path: str) -> nn.Module:
     return next((module for module in around if is_a(module, PRETRAINED)), around[0])
 
 
-def _root(path: str, others: list[str]) -> str:
-    """The outermost module around the block at `path` with none of the blocks `others` in it; "" for the model."""
+def _root(path: str, others: set[str]) -> str:
+    """The outermost module around the block at `path` that is none of `others`; "" for the model."""
     names = path.split(".")
-    for depth in range(len(names)):
-        root = ".".join(names[:depth])
-        if not any(other.startswith(f"{root}." if root else "") for other in others):
-            return root
-    return path
+    roots = (".".join(names[:depth]) for depth in range(len(names)))
+    return next((root for root in roots if root not in others), path)
 
 
 def _told(module: nn.Module) -> set[str]:
@@ -130,11 +138,11 @@ def _told(module: nn.Module) -> set[str]:
     return taken if len(taken) == 1 and taken != {"language"} else set()
 
 
-def _built(module: nn.Module, inside: nn.Module, blocks: set[nn.Module]) -> Iterator[str]:
-    """The senses of the layers in `module`, outside of its part `inside` and of others that have blocks."""
-    children = [child for child in module.children() if child is not inside and blocks.isdisjoint(child.modules())]
+def _built(module: nn.Module, around: set[nn.Module]) -> Iterator[str]:
+    """The senses of the layers in `module` that are not in `around` (modules with blocks in them)."""
+    children = [child for child in module.children() if child not in around]
     kinds = {"vision" for child in children if isinstance(child, (nn.Conv2d, nn.Conv3d))}
     kinds |= {"audio" for child in children if isinstance(child, nn.Conv1d)}
     yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # else of positions
     for child in children:
-        yield from _built(child, inside, blocks)
+        yield from _built(child, around)

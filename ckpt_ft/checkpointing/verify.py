@@ -23,7 +23,7 @@ weights see the order of rows, and the sample sees the order within a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointError
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError, WorkFailed, one_line
 
-from .tensor_identity import as_stored
+from .tensor_identity import as_stored, version_of
 
 _ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
 _SMALL = 4096  # words; a tensor of no more is weighted word by word
@@ -98,10 +99,11 @@ class Schedule:
 class Recorder:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
-    __slots__ = ("differing", "hashes", "kind", "layouts", "name", "notes", "operators", "verification")
+    __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
+        self.index = verification.recorders = verification.recorders + 1  # in the order of forward
         self.layouts: list[Layout] = []
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
@@ -136,14 +138,78 @@ class Recorder:
             self.differing.append((slot, before.to(hashed.device, non_blocking=True) != hashed))
             self.verification.compared(self)
 
-    def absent(self, slot: int) -> None:
-        """Raise because nothing was put back for `slot`."""
-        raise self.verification.error([(self, [slot])], "absent: the second run did not save it")
+    def failed(self, slot: int, differs: str) -> VerificationError:
+        """The error for what cannot even be compared: a tensor that is absent, or random state that has moved."""
+        return self.verification.error([(self, [slot])], differs)
 
     def note(self, what: str) -> None:
         """Add what the engine saw change between forward and backward; it is shown if a value differs."""
         if what not in self.notes:
             self.notes.append(what)
+
+
+class SavedTensorProof:
+    """Saved-tensor hooks inside of a checkpoint's own, for one call of a region that it runs twice.
+
+    Only the innermost pair of hooks is called, so these hand on to the checkpoint's. What the second run saves is
+    compared when it is saved; that nothing wrote into it afterwards is seen when backward asks for it, as in plain
+    autograd, whose own check is off under hooks.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.slots: list[int] = []
+        self.versions: dict[int, int] = {}
+        self.next = 0
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def enter_first_run(self) -> None:
+        """Fingerprint what is saved from here on, until `exit`."""
+        outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: torch.Tensor) -> tuple[int, Any]:
+            slot = self.recorder.saved(tensor)
+            self.slots.append(slot)
+            return slot, outer_pack(tensor)
+
+        def unpack(packed: tuple[int, Any]) -> torch.Tensor:
+            slot, inner = packed
+            try:
+                tensor: torch.Tensor = outer_unpack(inner)
+            except CheckpointError as error:
+                raise self.recorder.failed(
+                    slot, f"the second run saved other tensors ({one_line(error, 200)})"
+                ) from error
+            if self.versions.get(slot, version := version_of(tensor)) != version:
+                raise self.recorder.failed(slot, "it was written in place after it was saved for backward")
+            return tensor
+
+        self._enter(pack, unpack)
+
+    def enter_second_run(self) -> None:
+        """Compare what is saved from here on, in the order of the first run, until `exit`."""
+        outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.next = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if self.next < len(self.slots):
+                slot = self.slots[self.next]
+                self.next += 1
+                self.recorder.restored(slot, tensor)
+                self.versions[slot] = version_of(tensor)
+            return outer_pack(tensor)
+
+        self._enter(pack, outer_unpack)
+
+    def _enter(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self.hooks.__enter__()
+
+    def exit(self) -> None:
+        """Take the hooks off."""
+        if self.hooks is not None:
+            self.hooks.__exit__()
+            self.hooks = None
 
 
 class Verification:
@@ -154,11 +220,15 @@ class Verification:
 
     def __init__(self, schedule: Schedule, policy: str) -> None:
         self.schedule, self.policy = schedule, policy
-        self.steps = 0  # of the whole model
+        self.steps = self.recorders = 0  # so far
         self.active = False  # whether a verified forward of the whole model is running
         self.inside = False  # whether any forward of the whole model is running
         self._order: list[Recorder] = []  # of those compared in the backward that runs
         self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Verification:
+        memo[id(self)] = copied = self if self is NEVER else Verification(self.schedule, self.policy)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {"schedule": self.schedule, "policy": self.policy}
@@ -224,8 +294,9 @@ class Verification:
             raise self.error(list(wrong.items()), "values")
 
     def error(self, wrong: list[tuple[Recorder, list[int]]], differs: str) -> VerificationError:
-        """The error for recorders with the slots in them that differ; backward meets the last region first."""
-        recorder, slots = wrong[-1]
+        """The error for recorders with the slots in them that differ; it shows the first in the order of forward."""
+        wrong = sorted(wrong, key=lambda found: found[0].index)
+        recorder, slots = wrong[0]
         slot = min(slots)
         layout, operator = recorder.layouts[slot], recorder.operators[slot]
         what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
@@ -237,7 +308,7 @@ class Verification:
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(wrong)} "
             f"region{'s' if len(wrong) > 1 else ''})",
         ]
-        notes = [note for one, _ in reversed(wrong) for note in one.notes]
+        notes = [note for one, _ in wrong for note in one.notes]
         if notes:
             lines.append("  seen: " + "; ".join(dict.fromkeys(notes)))
         lines += [
@@ -250,14 +321,17 @@ class Verification:
         return VerificationError("\n".join(lines), recorder.name, operator, differs)
 
 
+NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has installed
+
+
 def fingerprint(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor | None]:
     """The layout of `tensor` and a hash of its bits, an int64 scalar on its device; None if it has no bits (meta)."""
-    layout: list[Any] = [type(tensor)]
+    layout: list[Any] = [torch.Tensor if type(tensor) is nn.Parameter else type(tensor)]
     total: torch.Tensor | None = None
     with _quietly():
         for part in _parts(tensor):
             layout.append((part.dtype, tuple(part.shape), _strides(part)))
-            if part.device.type == "meta" or isinstance(part, FakeTensor):
+            if part.device.type == "meta" or isinstance(part, FakeTensor) or _is_freed(part):
                 continue
             hashed = _hash(part)
             total = hashed if total is None else total * 0x9E3779B97F4A7C1 + hashed
@@ -311,6 +385,11 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.values()
     else:  # an opaque layout (MKL-DNN's)
         yield tensor.to_dense()
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a sharding engine has freed its memory."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

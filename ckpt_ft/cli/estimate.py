@@ -1,44 +1,175 @@
-"""Estimate: what `ckpt-ft estimate` answers, printed, as JSON or on a page."""
+"""`ckpt-ft estimate` and `ckpt-ft report`: what one training step costs, and what a run has cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ckpt_ft.export.holders import Holder
-from ckpt_ft.planning.results import Suggestions
-from ckpt_ft.reading import Bytes, Count, Seconds, read_json
+import typer
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import holders_table
+from ckpt_ft.files import check_writable
+from ckpt_ft.memory.gpus import GPU, asked_gpu
+from ckpt_ft.planning.estimate import Estimate, traced_estimate
+from ckpt_ft.spec.flags import words_of
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.tables import Table, print_table
+from ckpt_ft.units import format_bytes
+
+from .answer_cache import AnswerCache, question_of
+from .console import progress, stdout
+from .params import ONE_LAUNCH, AsJson, Html, takes_spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.planning.results import Suggestions
+
+Snapshot = Annotated[str, typer.Option("--snapshot", help="write the step for pytorch.org/memory_viz here (a pickle)")]
+Perfetto = Annotated[str, typer.Option("--perfetto", help="write the step for ui.perfetto.dev here (JSON)")]
+
+
+@takes_spec(*ONE_LAUNCH)
+def estimate(
+    spec: TrainingSpec, html: Html = "", snapshot: Snapshot = "", perfetto: Perfetto = "", as_json: AsJson = False
+) -> None:
+    """Predict peak memory and time of one training step, without a GPU and without weights.
+
+    If the step does not fit, the command lists changes that would make it fit, each with its time cost.
+    """
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    files = StepFiles(gpu, html, snapshot, perfetto)
+    cache = AnswerCache("estimate", {**question_of(spec), "gpu": gpu}, Estimate.from_json)
+    found = None if files.any else cache.get()
+    if found is None:
+        with progress() as say:
+            found, trace = traced_estimate(spec, say)
+            files.write(found, trace)
+        cache.put(json.dumps(asdict(found)))
+    if as_json:
+        print(json.dumps({**asdict(found), "headroom": found.headroom}, indent=2))
+    else:
+        print_estimate(found, plan_command(spec))
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="memory_report.json, or the directory that holds it")], html: Html = ""
+) -> None:
+    """Print a memory report that a recipe wrote."""
+    from ckpt_ft.memory.measure.report import MemoryReport
+
+    file = path / "memory_report.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path}: no memory_report.json here; recipes write it to their --output_dir")
+    if html:
+        check_writable(html, "--html")
+    found = MemoryReport.from_json(file)
+    found.print()
+    if html:
+        found.to_html(html)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(estimate)
+    app.command()(report)
+
+
+def plan_command(spec: TrainingSpec) -> str:
+    """The `ckpt-ft plan` that asks the same of every policy and batch size."""
+    return shlex.join(["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))])
+
+
+def print_estimate(result: Estimate, plan: str) -> None:
+    """Print the figures of an estimate; `plan` is the command that offers more choice."""
+    console = stdout()
+    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
+    launched = f", {result.launch}: this is each GPU" if result.launch else ""
+    said = f"{result.model}: policy {result.policy}, batch {result.batch_size}, {shape}, on {result.device}{launched}"
+    console.print(said, markup=False)
+    print_table(Table("", ("predicted", ""), list(_figures(result))), console)
+    print_table(holders_table(result.holders, result.peak_allocated), console)
+    if result.headroom is not None and result.capacity is not None:
+        room = format_bytes(abs(result.headroom))
+        verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
+        console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
+    if result.answer is not None:
+        _print_suggestions(result.answer, plan, console)
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _print_suggestions(answer: Suggestions, plan: str, console: Console) -> None:
+    """What would fit, and the command that looks at more."""
+    if answer.ways:
+        rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]
+        print_table(Table("Would fit", ("with", "peak reserved", "time a sample"), rows), console)
+        console.print(f"the first of these: {answer.ways[0].command}", markup=False, soft_wrap=True)
+    else:
+        console.print(
+            f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}; several GPUs share a "
+            "model with --launch fsdp2 --processes 2"
+        )
+    console.print(f"more to choose from: {plan}", markup=False, soft_wrap=True)
+
+
+def _figures(result: Estimate) -> Iterator[tuple[str, str]]:
+    for phase, nbytes in result.peaks.items():
+        yield f"peak allocated, {phase}", format_bytes(nbytes)
+    yield "peak allocated", format_bytes(result.peak_allocated)
+    for category, nbytes in result.at_peak.items():
+        if nbytes:
+            yield f"  of it {category}", format_bytes(nbytes)
+    yield "peak reserved", format_bytes(result.peak_reserved)
+    if result.context:
+        yield f"CUDA context{' and NCCL' if result.launch else ''}", format_bytes(result.context)
+    if result.seconds is not None:
+        yield "seconds per step", f"{result.seconds:.3f}"
+        for part, seconds in result.seconds_parts.items():
+            yield f"  of it {part}", f"{seconds:.3f}"
+        yield "  bound by", result.bound
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What `ckpt-ft estimate` answers; bytes and seconds, all predicted."""
+class StepFiles:
+    """The files that an estimate writes; "" for one that it does not.
 
-    model: str
-    policy: str
-    device: str
-    batch_size: Count
-    accumulation: Count
-    shape: dict[str, int]
-    peak_allocated: Bytes
-    peak_reserved: Bytes
-    peaks: dict[str, Bytes]
-    at_peak: dict[str, Bytes]
-    holders: list[Holder]
-    seconds: Seconds | None
-    seconds_parts: dict[str, float]  # by what they go to
-    bound: str  # what the step could not be faster than
-    capacity: Bytes | None
-    context: Bytes
-    notes: list[str]
-    launch: str = ""
-    answer: Suggestions | None = None  # where it does not fit
+    Raises:
+        UserError: a file that cannot be written or is asked for twice, or a CPU's step for Perfetto.
+    """
+
+    gpu: GPU | None
+    html: str
+    snapshot: str
+    perfetto: str
+
+    def __post_init__(self) -> None:
+        if self.perfetto and self.gpu is None:
+            raise UserError(f"--perfetto {self.perfetto}: a CPU's speed is not modelled; give a GPU by --device")
+        named = {flag: getattr(self, flag) for flag in ("html", "snapshot", "perfetto") if getattr(self, flag)}
+        for flag, file in named.items():
+            check_writable(file, f"--{flag}")
+        if len({Path(file).resolve() for file in named.values()}) < len(named):
+            raise UserError(f"--{' and --'.join(named)}: each needs a file of its own")
 
     @property
-    def headroom(self) -> int | None:
-        """Bytes left on the device; negative where the step does not fit. None without a capacity."""
-        return None if self.capacity is None else self.capacity - self.context - self.peak_reserved
+    def any(self) -> bool:
+        """Whether there is one."""
+        return bool(self.html or self.snapshot or self.perfetto)
 
-    @classmethod
-    def from_json(cls, text: bytes, source: str) -> Estimate:
-        """The estimate that was kept as JSON; raises UserError for what is none."""
-        return read_json(cls, text, source, "an estimate")
+    def write(self, result: Estimate, trace: StepTrace) -> None:
+        """Write those that were asked for."""
+        if self.html:
+            from ckpt_ft.export.step_page import estimate_page
+
+            estimate_page(result, trace).write(self.html)
+        if self.snapshot:
+            trace.to_snapshot(self.snapshot)
+        if self.perfetto:
+            trace.to_perfetto(self.perfetto)

@@ -12,58 +12,53 @@ import typer
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.memory.gpus import GPU, asked_gpu
+from ckpt_ft.spec.command import training_command
 from ckpt_ft.spec.launch_file import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import print_table
 from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
 
-from .asked import takes
+from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
-from .how_to_run import command
-from .kept import Kept, asked_of
-from .options import ONE_LAUNCH, AsJson, Model, PolicyOption, memory, parse_policy
+from .params import ONE_LAUNCH, AsJson, takes_spec
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
     from ckpt_ft.training.vision_language.models import DatasetRows
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.sample_sizes import Lengths
 
-Budget = Annotated[str, typer.Option("--budget", help="memory that the process may take, e.g. 24GiB; all by default")]
 Margin = Annotated[
-    str, typer.Option("--margin", help="kept free beside the CUDA context; 2 % of the budget by default")
+    str, typer.Option("--margin", help="memory kept free beside the CUDA context; default: 2 % of the budget")
 ]
 MaxBatchSize = Annotated[
-    int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is looked at")
+    int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is considered")
 ]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan of a model and its settings depends on beside them; `plan` says what each is."""
+class PlanRequest:
+    """What a plan depends on beside the spec; `planning.plan.plan` says what each means."""
 
     gpu: GPU | None
-    budget: int | None
     batch_size: int | None
     max_batch_size: int
     target: str
     margin: str | None
 
 
-@takes()
+@takes_spec("policy")
 def plan(
-    model: Model,
-    budget: Budget = "",
-    batch_size: Annotated[str, typer.Option("--batch-size", help="a number, or auto for all of them")] = "auto",
+    spec: TrainingSpec,
+    batch_size: Annotated[
+        str | None, typer.Option("--batch-size", help="a number, or auto for all of them [default: auto]")
+    ] = None,
     target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
     dataset: Annotated[
         str, typer.Option("--dataset", help="rows that decide the lengths, up to --seq-length: Hub id or local file")
     ] = "",
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
-    *,
-    gpu: GPU | None,
-    spec: TrainingSpec,
     jobs: Annotated[
         int, typer.Option("--jobs", min=0, max=256, help="processes to trace on; 0 for as many as there are cores")
     ] = 0,
@@ -90,47 +85,43 @@ def plan(
     for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
-    asked = Asked(gpu, memory("--budget", budget), _batch(batch_size), max_batch_size, target, margin or None)
-    images = _images(dataset, model, spec) if dataset else None
-    lengths = images.lengths if images else _lengths(dataset, model, spec.data.tokens) if dataset else None
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    request = PlanRequest(gpu, _batch(batch_size), max_batch_size, target, margin or None)
+    images = _images(dataset, spec) if dataset else None
+    lengths = images.lengths if images else _lengths(dataset, spec) if dataset else None
     question = {
-        **asked_of(model, spec),
-        **vars(asked),
+        **question_of(spec),
+        **vars(request),
         "lengths": vars(lengths) if lengths else None,
         "pixels": images.pixels if images else None,
     }
-    kept = Kept("plan", question, Plan.from_json)
-    found = None if fresh or html else kept.get()
+    cache = AnswerCache("plan", question, Plan.from_json)
+    found = None if fresh or html else cache.get()
     if found is None:
         try:
-            found = _make(model, spec, asked, jobs, lengths, images, html)
+            found = _make(spec, request, jobs, lengths, images, html)
         except Stopped as stop:
             if stop.plan is not None:
                 _show(stop.plan, as_json)
             print(stop, file=sys.stderr)
             raise typer.Exit(128 + stop.number) from stop
-        kept.put(found.to_json())
+        cache.put(found.to_json())
     _show(found, as_json)
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
-        print(command(found, spec, dataset, write_launch))
+        print(_command(found, spec, dataset, write_launch))
     if output:
         write(output, found.to_json())
     if plot:
         found.plot(plot)
 
 
-@takes(ONE_LAUNCH)
+@takes_spec(*ONE_LAUNCH, "batch_size")
 def max_batch(
-    model: Model,
-    policy: PolicyOption = "none",
-    budget: Budget = "",
+    spec: TrainingSpec,
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
-    *,
-    gpu: GPU | None,
-    spec: TrainingSpec,
     as_json: AsJson = False,
 ) -> None:
     """Predict the largest batch that fits under a policy, without a GPU and without weights.
@@ -140,28 +131,29 @@ def max_batch(
     from ckpt_ft.planning.batch_size import predict_max_batch_size
     from ckpt_ft.workloads.load import load
 
-    parse_policy(policy)
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    name = spec.model.name
     with progress() as say:
-        say(f"building {model} from its config")
-        workload = load(spec.edit(model=model), gpu or "cpu")
+        say(f"building {name} from its config")
+        workload = load(spec, gpu or "cpu")
         found = predict_max_batch_size(
             workload,
-            policy,
-            memory("--budget", budget),
+            spec.policy,
+            spec.host.budget,
             max_batch_size=max_batch_size,
             margin=margin or None,
             report=say,
         )
     device = gpu.name if gpu else "cpu"
     if as_json:
-        answer = {"model": model, "policy": policy, "device": device, "batch": found.batch, "needed": found.needed}
+        answer = {"model": name, "policy": spec.policy, "device": device, "batch": found.batch, "needed": found.needed}
         print(json.dumps({**answer, "last": found.last, "retries": found.retries, **vars(found.room)}))
     elif found.batch:
-        print(f"{model} under '{policy}' on {device}: {found}")
+        print(f"{name} under '{spec.policy}' on {device}: {found}")
     if not found.batch:
         price = f"; {found.price}" if found.last else ""
         raise WorkFailed(
-            f"{model} under '{policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}; the "
+            f"{name} under '{spec.policy}' on {device}: not one sample fits in {format_bytes(found.room.budget)}; the "
             f"smallest budget that would do is {format_at_least(found.needed)}{price}; `ckpt-ft plan` looks for a "
             "policy that needs less"
         )
@@ -173,75 +165,84 @@ def register(app: typer.Typer) -> None:
     app.command()(max_batch)
 
 
-def _batch(text: str) -> int | None:
-    if text == "auto":
+def _batch(text: str | int | None) -> int | None:
+    if text in (None, "auto"):
         return None
-    number = whole_number(text)
+    number = whole_number(str(text))
     if not number:
         raise UserError(f"--batch-size {text}: give a whole number of at least 1, or auto")
     return number
 
 
-def _lengths(dataset: str, model: str, seq_length: int) -> Lengths:
+def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> str:
+    """The command that trains as the plan's pick says."""
+    from ckpt_ft.workloads.recipes import recipe_for
+
+    best = plan.best
+    changes = {"batch_size": best.batch, "accumulation": best.accumulation, "launch": best.launch}
+    picked = spec.edit(policy=best.policy, **changes)
+    return training_command(picked, recipe_for(picked, dataset), dataset, config_file)
+
+
+def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
     from ckpt_ft.training.text.encode import dataset_lengths
 
     with progress() as say:
         say(f"reading {dataset}")
-        return dataset_lengths(dataset, model, seq_length)
+        return dataset_lengths(dataset, spec.model.name, spec.data.tokens)
 
 
-def _images(dataset: str, model: str, spec: TrainingSpec) -> DatasetRows | None:
+def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
     """The dataset's rows where they have images and the model sees them."""
     from ckpt_ft.workloads.model_config import read_config
 
-    if "vision_config" not in read_config(model):
+    if "vision_config" not in read_config(spec.model.name):
         return None
     from ckpt_ft.training.vision_language.models import rows_with_images
 
     with progress() as say:
         say(f"looking through the images of {dataset}")
-        return rows_with_images(dataset, model, spec.data.tokens, spec.data.max_pixels, spec.data.longest_side)
+        sizes = spec.data.tokens, spec.data.max_pixels, spec.data.longest_side
+        return rows_with_images(dataset, spec.model.name, *sizes)
 
 
 def _make(
-    model: str,
     spec: TrainingSpec,
-    asked: Asked,
+    request: PlanRequest,
     jobs: int,
     lengths: Lengths | None,
     images: DatasetRows | None,
     html: str,
 ) -> Plan:
+    from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
     from ckpt_ft.planning.budget_sweep import budget_sweep
-    from ckpt_ft.planning.choice_view import write_budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
 
     launch = spec.launch.launches[0] if spec.launch.launches else spec.launch.launch
-    memory_budget(asked.budget, asked.gpu, asked.margin, launch)  # a bad budget is said before anything is built
+    budget = spec.host.budget
+    memory_budget(budget, request.gpu, request.margin, launch)  # a bad budget is reported before anything is built
     with progress() as say:
-        say(f"building {model} from its config")
-        workload = load(spec.edit(model=model), asked.gpu or "cpu", lengths, images.batches if images else None)
+        say(f"building {spec.model.name} from its config")
+        workload = load(spec, request.gpu or "cpu", lengths, images.batches if images else None)
         given: dict[str, Any] = {
-            "batch_size": asked.batch_size,
-            "max_batch_size": asked.max_batch_size,
-            "target": asked.target,
-            "margin": asked.margin,
+            "batch_size": request.batch_size,
+            "max_batch_size": request.max_batch_size,
+            "target": request.target,
+            "margin": request.margin,
             "jobs": jobs,
             "report": say,
         }
         if html and not spec.launch.launches:
-            sweep = budget_sweep(workload, asked.budget, **given)
+            sweep = budget_sweep(workload, budget, **given)
             found = sweep.plan
         else:
-            found = make_plan(workload, asked.budget, **given, launches=spec.launch.launches)
+            found = make_plan(workload, budget, **given, launches=spec.launch.launches)
             if not html:
                 return found
-            sweep = budget_sweep(
-                replace(workload, launch=found.best.launch), asked.budget, **given
-            )  # within the pick's
-    write_budget_sweep(sweep, html)
+            sweep = budget_sweep(replace(workload, launch=found.best.launch), budget, **given)  # within the pick's
+    plan_page(sweep).write(html)
     return found
 
 

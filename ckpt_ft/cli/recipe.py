@@ -1,16 +1,19 @@
-"""`ckpt-ft recipe`: run a recipe of the installed package, or say where its script lies."""
+"""`ckpt-ft recipe` runs a recipe of the installed package; `merge` and `kohya` convert what it has trained."""
 
 from __future__ import annotations
 
 import gc
 import runpy
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckpt_ft.errors import UserError, meant
+
+from .console import progress
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -24,6 +27,9 @@ def recipe(
 
     On several processes: accelerate launch -q "$(ckpt-ft recipe --path llm)" ...
     """
+    if name in ("-h", "--help"):
+        print(f"{context.get_help()}\n\nRecipes: {', '.join(_recipes())}")
+        return
     script = find_recipe(name)
     if path:
         print(script)
@@ -39,15 +45,57 @@ def find_recipe(name: str) -> Path:
     Raises:
         UserError: there is no such recipe.
     """
-    folder = next((place for place in (PACKAGE / "recipes", PACKAGE.parent / "recipes") if place.is_dir()), None)
-    known = {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
+    known = _recipes()
     if name not in known:
         raise UserError(f"no recipe '{name}'{meant(name, known)} ({', '.join(known)})")
     return known[name]
 
 
+def _recipes() -> dict[str, Path]:
+    folder = next((place for place in (PACKAGE / "recipes", PACKAGE.parent / "recipes") if place.is_dir()), None)
+    return {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
+
+
+class Precision(str, Enum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def merge(
+    adapter: Annotated[str, typer.Argument(help="a LoRA run's output_dir")],
+    output: Annotated[str, typer.Option("--output", help="directory for the merged model")],
+    base: Annotated[
+        str, typer.Option("--base", help="Hub id or directory; by default the one that the adapter names")
+    ] = "",
+    dtype: Annotated[
+        Precision, typer.Option("--dtype", help="of the merged weights; auto keeps the base's")
+    ] = Precision.auto,
+) -> None:
+    """Merge a trained adapter into its base model: full weights that load without peft."""
+    from ckpt_ft.training.merge import merge as merge_adapter
+
+    with progress() as say:
+        say(f"merging {adapter}")
+        merged = merge_adapter(adapter, output, base, dtype.value)
+    print(f"merged: {merged}")
+
+
+def kohya(
+    adapter: Annotated[str, typer.Argument(help="a U-Net's LoRA run's output_dir, or its file")],
+    output: Annotated[str, typer.Option("--output", help="file to write, NAME.safetensors")],
+) -> None:
+    """Write a U-Net's LoRA under kohya's names, for AUTOMATIC1111, ComfyUI, InvokeAI and others."""
+    from ckpt_ft.training.kohya import to_kohya
+
+    print(f"written: {to_kohya(adapter, output)}")
+
+
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    # what stands behind the name is the recipe's, its --help included
+    """Add the commands of this module to `app`."""
+    # What follows the recipe's name is the recipe's own, its --help included.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(context_settings=settings)(recipe)
+    app.command()(merge)
+    app.command()(kohya)

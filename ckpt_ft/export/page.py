@@ -1,8 +1,8 @@
-"""One HTML file that holds all it needs: what it shows as JSON, and the style and script that draw it.
+"""An HTML page as one self-contained file: its data as JSON, and the style and scripts that draw it.
 
-It opens from disk, asks no network for anything (its own policy forbids it) and knows nothing of memory: views are
-handed in as figures. Plain SVG and one canvas draw them: a library for charts would be larger than all of the rest,
-and none draws ten thousand allocations one by one.
+The page opens from disk, and its content security policy allows no network access. The scripts in assets/ draw with
+SVG and one canvas: a chart library would be larger than the rest of the page, and none draws ten thousand allocations
+one by one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from typing import Any
 
 from ckpt_ft.files import write
 
-from .colours import CATEGORY_COLOURS
+from .timeline import CATEGORY_COLOURS
 
-SCRIPTS = (
-    "base", "step", "stretch", "paint", "chart", "minimap", "gestures", "icicle", "table", "step_view",
-    "choice", "choice_chart", "compare", "run", "timeline", "main",
-)  # fmt: skip
+SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "plan", "report", "main")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure at the head of a page."""
+    """A figure at the top of a page."""
 
     label: str
     value: str
@@ -36,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page. `kind` is a view's name in assets/main.js, `data` the dataclass or list that it draws."""
+    """A section of a page: `kind` names a view in assets/main.js, `data` is the dataclass or list that it draws."""
 
     kind: str
     title: str
@@ -45,7 +42,7 @@ class Section:
 
 @dataclass
 class Page:
-    """What a page shows. `made`: with what, for its foot."""
+    """The content of a page. `made`: what made it, for the footer."""
 
     title: str
     subtitle: str
@@ -53,7 +50,7 @@ class Page:
     made: str = ""
 
     def html(self) -> str:
-        """The page as a text."""
+        """The page as text."""
         document = json.dumps(vars(self), default=asdict, separators=(",", ":"), ensure_ascii=False)
         parts = {
             "title": html.escape(self.title),
@@ -64,7 +61,7 @@ class Page:
         return Template(_asset("page.html")).substitute(parts)
 
     def write(self, path: str | Path) -> Path:
-        """Write the page to `path`, whole or not at all."""
+        """Write the page to `path`, completely or not at all."""
         return write(path, self.html())
 
 
@@ -78,5 +75,5 @@ def _categories() -> str:
 
 
 def _inside_script(text: str) -> str:
-    """JSON that ends no <script> and opens no comment, whatever texts it holds."""
+    """JSON in which no text can end the <script> element or open a comment."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -19,15 +19,13 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.files import write
 from ckpt_ft.units import GIB, MIB, format_bytes
 
-from .colours import CATEGORY_COLOURS
+from .timeline import CATEGORY_COLOURS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ckpt_ft.planning.candidate import Candidate
-
-    from .timeline import Timeline
 
 # The positions that are tried for a label: distances from its point in points, and directions.
 _AWAY = (9, 22, 36, 52, 70)
@@ -54,7 +52,7 @@ def draw_step(path: str | Path, timeline: Timeline, title: str = "") -> Path:
             colour = CATEGORY_COLOURS[category][0]
             axes.fill_between(moments, below, above, label=category, color=colour, step="post", linewidth=0)
     axes.set(ylabel=f"{name} allocated ({timeline.source})", xlabel="allocations and frees of one step, in order")
-    axes.set_xlim(moments[0], moments[-1])
+    axes.set_xlim(moments[0], max(moments[-1], moments[0] + 1))
     axes.set_ylim(0, peak / unit * 1.3)
     axes.set_title(title, loc="left", fontsize=11)
     for phase, at, end in timeline.phases():

@@ -1,4 +1,4 @@
-"""The page of a step: every allocation of it, drawn by the scripts in assets/.
+"""The page of a step, of a trace or an estimate: every allocation, drawn by the scripts in assets/.
 
 The page gets columns of whole numbers. One allocation takes a few bytes, so a step of 20,000 events takes some hundred
 KB and nothing is left out.
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .colours import CATEGORY_COLOURS
+from ckpt_ft.units import format_bytes, format_number
+
 from .holders import merge_layer_numbers, short_op
-from .page import Page, Section
+from .page import Figure, Page, Section
+from .timeline import CATEGORY_COLOURS
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.planning.estimate import Estimate
 
 STEP_TITLE = "Memory over the step"
 
@@ -98,6 +101,41 @@ def step_page(trace: StepTrace, title: str = "", limit: int | None = None) -> Pa
     """The page of `StepTrace.to_html`."""
     view = StepView.from_trace(trace, title or f"a step on {trace.device}", limit)
     return Page(view.name, f"{trace.source}, {trace.device}", [Section("step", STEP_TITLE, view)])
+
+
+def estimate_page(result: Estimate, trace: StepTrace) -> Page:
+    """The page of `estimate --html`."""
+    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
+    launched = f", {result.launch}: this is each GPU" if result.launch else ""
+    limit = None if result.capacity is None else result.capacity - result.context
+    view = StepView.from_trace(trace, result.model, limit)
+    return Page(
+        f"{result.model} under {result.policy}",
+        f"predicted for {result.device}: batch {result.batch_size}, {shape}{launched}",
+        [Section("figures", "", _estimate_figures(result)), Section("step", STEP_TITLE, view)],
+        " ".join(f"{note}." for note in result.notes),
+    )
+
+
+def _estimate_figures(result: Estimate) -> list[Figure]:
+    phase = max(result.peaks, key=result.peaks.__getitem__)
+    found = [Figure("peak allocated", format_bytes(result.peak_allocated), f"in {phase}")]
+    if result.device != "cpu":
+        context = f"plus {format_bytes(result.context)} of CUDA context"
+        found.append(Figure("peak reserved", format_bytes(result.peak_reserved), context))
+    if result.headroom is not None and result.capacity is not None:
+        fits = result.headroom >= 0
+        room = format_bytes(abs(result.headroom))
+        found.append(
+            Figure(
+                "fits" if fits else "does not fit",
+                f"{room} {'to spare' if fits else 'too much'}",
+                f"of {format_bytes(result.capacity)}",
+            )
+        )
+    if result.seconds is not None:
+        found.append(Figure("seconds a step", format_number(result.seconds), f"bound by {result.bound}"))
+    return found
 
 
 class _Texts(dict[str, int]):

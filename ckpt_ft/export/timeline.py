@@ -14,12 +14,23 @@ from typing import TYPE_CHECKING
 
 from ckpt_ft.units import format_bytes
 
-from .colours import CATEGORY_COLOURS
 from .holders import Holder, holder_line
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
 
+# The colour of each category on a light background and on a dark one, in the order of the stack: cool colours for
+# resident memory, warm ones for what a step adds. Okabe and Ito's palette, which is safe for colour-blind readers.
+CATEGORY_COLOURS = {
+    "parameters": ("#0072b2", "#2f8fd0"),
+    "buffers": ("#003d66", "#6d8fb0"),
+    "gradients": ("#009e73", "#26b58c"),
+    "optimizer": ("#56b4e9", "#7cc7f0"),
+    "activations": ("#e69f00", "#eab040"),
+    "temporary": ("#d55e00", "#e27a35"),
+    "communication": ("#cc79a7", "#d795ba"),
+    "workspace": ("#999999", "#8d949c"),
+}
 POINTS = 1500
 _TOP, _LEFT, _RIGHT, _BOTTOM = 22, 70, 10, 8  # margins of the SVG
 _DASHED = "stroke='currentColor' stroke-dasharray='3 4' stroke-opacity='.6'"
@@ -32,6 +43,9 @@ class Timeline:
     moments: numbers of the allocation events, rising; series: category -> bytes at each moment.
     marks: (event, phase that begins there). peak: the event of the peak. holders: the largest holders at the peak.
     source: "measured" or "predicted".
+
+    Raises:
+        ValueError: there are no moments, or a series is not one of a known category with as many values.
     """
 
     moments: list[int]
@@ -41,16 +55,23 @@ class Timeline:
     holders: list[Holder]
     source: str
 
+    def __post_init__(self) -> None:
+        if not self.moments or sorted(self.moments) != self.moments:
+            raise ValueError("the moments of a timeline are rising numbers")
+        for name, values in self.series.items():
+            if name not in CATEGORY_COLOURS or len(values) != len(self.moments):
+                raise ValueError(f"'{name}' is no category with {len(self.moments)} values")
+
     @classmethod
     def from_trace(cls, trace: StepTrace, points: int = POINTS) -> Timeline:
         """The measured step of `trace` at no more than `points` moments."""
-        rows = trace.timeline()
+        rows = trace.timeline() or [{}]  # a trace without events
         first = max(trace.start - 1, 0)  # the event after which rows[0] holds
         totals = [sum(row.values()) for row in rows]
         stretch = -(-len(rows) // points) or 1
         begins = range(0, len(rows), stretch)
         moments = [max(range(at, min(at + stretch, len(rows))), key=totals.__getitem__) for at in begins]
-        used = [name for name in CATEGORY_COLOURS if any(rows[at][name] for at in moments)]
+        used = [name for name in CATEGORY_COLOURS if any(rows[at].get(name) for at in moments)]
         series = {name: [rows[at][name] for at in moments] for name in used}
         marks = [(max(at - first, 0), name) for at, name in trace.phase_marks]
         return cls(moments, series, marks, trace.peak_at - first, trace.grouped_holders(), trace.source)
@@ -73,7 +94,7 @@ class Timeline:
     def phases(self) -> Iterator[tuple[str, int, int]]:
         """Each phase with the moments at which it begins and ends."""
         ends = [at for at, _ in self.marks[1:]] + [max(self.moments[-1], 1)]
-        for (at, phase), end in zip(self.marks, ends, strict=True):
+        for (at, phase), end in zip(self.marks, ends, strict=False):
             yield phase, at, end
 
     def svg(self, width: int = 760, height: int = 240) -> str:
@@ -104,7 +125,7 @@ class Timeline:
             f"<span style='margin-right:12px'><span style='color:{_fill(name)}'>■</span> {name}</span>"
             for name in self.series
         )
-        label = f"Memory over the step, {self.source}: peak {format_bytes(high)}"
+        label = html.escape(f"Memory over the step, {self.source}: peak {format_bytes(high)}")
         size = f"viewBox='0 0 {width} {height}' width='{width}' style='max-width:100%'"
         axis = f"data-left='{_LEFT}' data-right='{width - _RIGHT}'"  # where the pointer finds the moments
         picture = f"<svg {size} {axis} role='img' aria-label='{label}'>{''.join(parts)}</svg>"

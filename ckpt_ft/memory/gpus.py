@@ -1,26 +1,28 @@
-"""The GPUs that a step can be sized for, and the one at hand.
+"""The GPUs that a step can be predicted for, and the one in this machine.
 
 Sources, by field:
 - arch, sms, bandwidth and the rates: NVIDIA's datasheet or architecture whitepaper of the card, dense (no sparsity),
   half precision with fp32 accumulation. B200's bandwidth is what its bus and clock give (pytorch/ao#4002).
 - memory: "GPU 0 has a total capacity of ..." in PyTorch's out-of-memory messages, as quoted in public issue trackers:
-  what the driver leaves of the board's memory. It differs by up to 1 % between drivers.
-- context: the same messages' "memory in use" less what PyTorch allocated and reserved: CUDA context, loaded kernels,
-  library handles. For v100, h100 and rtx-4090 no clean message was found: a card of the same size is taken.
-- efficiency: shares of the datasheet's rates that large kernels reach, of three kinds.
-  fp32 matmuls: T4, V100, L4, A100 and H100 by 3,000 single ones (github.com/sitar-lab/NeuSight, its test set;
-  `python benchmarks/kernels.py`); the others by github.com/zzc0721/torch-performance-test-data.
-  bf16 matmuls (fp16 before Ampere): the latter, at most 1 (GeForce cards boost past their datasheet); A100, H100 and
-  B200 agree with the table of maximum achievable matmul FLOPS in github.com/stas00/ml-engineering. A T4 under
-  half-precision load is held at 24 TFLOP/s by its 70 W power cap (forums.developer.nvidia.com/t/264462).
-  H100 PCIe and NVL, H20, the workstation cards, B300 and GB200 have those of the nearest card that was measured, the
-  RTX 20 ones 0.75 and 0.8; AMD's are from that table, MI250's for one of its two dies, each a device of its own.
-  Memory: T4, V100, L4 and A100 by 3,400 single elementwise kernels of the same test set; L40 and L40S as L4, whose
-  GDDR6 with ECC they have; RTX 4090 0.91 and A100 0.89 by github.com/xytpai/nvbench, the others taken to be alike.
-- l2: the datasheets; 70 % of it on A100, H100 and B200, whose two halves keep copies of each other's data (layer
-  norms over rows of 2,048 to 4,096 in that set: where their second read comes from memory).
-- sustained: what is left after a second of load. T4 and L4 by the fp32 matmuls of that set whose repeated calls ran
-  for longer (0.47 of the datasheet against 0.52 to 0.55 of short ones, 0.29 against 0.32); L40 and L40S as L4.
+  the part of the board's memory that the driver leaves. It differs by up to 1 % between drivers.
+- context: "memory in use" of the same messages minus the memory that PyTorch allocated and reserved: CUDA context,
+  loaded kernels, library handles. No clean message was found for v100, h100 and rtx-4090, which have the value of a
+  card of the same size.
+- efficiency: the shares of the datasheet's rates that large kernels reach, of three kinds.
+  fp32 matmuls: T4, V100, L4, A100 and H100 from 3,000 single ones (the test set of github.com/sitar-lab/NeuSight;
+  `python benchmarks/kernels.py`); the others from github.com/zzc0721/torch-performance-test-data.
+  bf16 matmuls (fp16 before Ampere): the latter, limited to 1 (GeForce cards boost past their datasheet); A100, H100
+  and B200 agree with the table of maximum achievable matmul FLOPS in github.com/stas00/ml-engineering. Its 70 W power
+  cap holds a T4 at 24 TFLOP/s under half-precision load (forums.developer.nvidia.com/t/264462). H100 PCIe and NVL,
+  H20, the workstation cards, B300 and GB200 have the shares of the nearest measured card, the RTX 20 cards 0.75 and
+  0.8. AMD's are from that table; MI250's are for one of its two dies, each of which is a device.
+  Memory: T4, V100, L4 and A100 from 3,400 single elementwise kernels of the same test set; L40 and L40S like L4, which
+  has the same GDDR6 with ECC; RTX 4090 0.91 and A100 0.89 from github.com/xytpai/nvbench; the others are assumed to be
+  similar.
+- l2: the datasheets; 70 % of it on A100, H100 and B200, whose two halves keep copies of each other's data (from layer
+  norms over rows of 2,048 to 4,096 in that set, whose second read comes from memory).
+- sustained: the share that is left after a second of load. T4 and L4 from the fp32 matmuls of that set whose repeated
+  calls ran longer (0.47 of the datasheet instead of 0.52 to 0.55, 0.29 instead of 0.32); L40 and L40S like L4.
 - cards that differ from one of these in size only are in gpu_variants.py.
 """
 
@@ -41,13 +43,13 @@ from .gpu_variants import GPU_VARIANTS, LAPTOP_NOTE
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU. Bytes, bytes per second and FLOP/s; a rate of 0 means the card has no such units."""
+    """One GPU. Units are bytes, bytes per second and FLOP/s; a rate of 0 means that the card has no such units."""
 
     name: str
     arch: tuple[int, int]  # compute capability: (7, 5) is sm_75
     sms: int
     memory: int  # bytes that CUDA reports as the device's total
-    context: int  # bytes of it that a training process takes outside the caching allocator
+    context: int  # bytes of `memory` that a training process uses outside the caching allocator
     bandwidth: float
     fp32: float
     tf32: float
@@ -57,9 +59,9 @@ class GPU:
     efficiency_fp32: float = 0.75  # share of `fp32` that large matmuls reach
     efficiency: float = 0.8  # share of the tensor cores' rates that large matmuls reach
     bandwidth_efficiency: float = 0.89  # share of `bandwidth` that elementwise kernels reach
-    note: str = ""  # what an estimate for it takes for granted, as a sentence
+    note: str = ""  # an assumption of every estimate for this card, as a sentence
     l2: int = 0  # bytes of its L2 cache; 0 for none
-    sustained: float = 1.0  # share of the arithmetic rates that is left after seconds of load
+    sustained: float = 1.0  # share of the arithmetic rates that is left after a second of load
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", tuple(self.arch))  # JSON knows only lists
@@ -71,17 +73,17 @@ class GPU:
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second between host and card: an x16 slot of the PCIe generation of its compute capability.
+        """Bytes per second between host and card: an x16 slot of the PCIe generation of its compute capability.
 
-        3.0, 4.0 and 5.0 move 15.75, 31.5 and 63 GB/s by the specification; 80 % of it is an assumption.
+        PCIe 3.0, 4.0 and 5.0 specify 15.75, 31.5 and 63 GB/s; that 80 % are reached is an assumption.
         """
         major = self.arch[0]
         return 0.8 * (15.75e9 if major < 8 else 31.5e9 if major == 8 else 63e9)
 
     @property
     def clock(self) -> float:
-        """Cycles a second of an SM under load: its boost clock, by its fp32 rate, less what its power cap takes."""
-        # What fp32 matmuls reach of the rate where nothing holds them back: V100, A100; H100; RTX 3090, 4090.
+        """Cycles per second of an SM under load: the boost clock from the fp32 rate, reduced by the power cap."""
+        # The share of the rate that fp32 matmuls reach without a power cap: V100, A100; H100; RTX 3090, 4090.
         reached = 0.92 if self.lanes == 64 else 0.82 if self.arch[0] in (9, 10) else 0.68
         return self.fp32 / (2 * self.lanes * self.sms) * min(self.efficiency_fp32 / reached, 1.0) * self.sustained
 
@@ -92,7 +94,7 @@ class GPU:
 
     @property
     def threads(self) -> int:
-        """Threads that an SM holds at once (CUDA C++ programming guide, technical specifications)."""
+        """Resident threads of an SM (CUDA C++ programming guide, technical specifications)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.arch, 2048)
 
     def has_tensor_cores(self, dtype: str, tf32: bool = False) -> bool:
@@ -100,14 +102,14 @@ class GPU:
         return bool(self._tensor_rate(dtype, tf32))
 
     def _tensor_rate(self, dtype: str, tf32: bool) -> float:
-        whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # of int8: at least twice half precision's
+        whole = 2 * self.fp16 if self.arch >= (7, 5) else 0.0  # int8: at least twice the rate of half precision
         rates = {"float16": self.fp16, "bfloat16": self.bf16, "float32": self.tf32 if tf32 else 0.0, "int8": whole}
         return self.fp8 if dtype.startswith("float8") else rates.get(dtype, 0.0)
 
     def matmul_rate(self, dtype: str, tf32: bool = False) -> float:
         """FLOP/s that large matmuls of `dtype` ("float16", ...) reach; `tf32`: fp32 operands may be rounded to TF32.
 
-        What has no tensor cores on this card runs at fp32's rate, as cuBLAS emulates bf16 on older ones.
+        A dtype without tensor cores on this card runs at the rate of fp32: cuBLAS emulates bf16 on older cards.
         """
         return self._tensor_rate(dtype, tf32) * self.efficiency or self.fp32 * self.efficiency_fp32
 
@@ -126,7 +128,7 @@ def _gpu(
     sustained: float = 1.0,
     note: str = "",
 ) -> GPU:
-    """A row of the table below: GiB, GB/s, TFLOP/s and MiB in, bytes and FLOP/s out."""
+    """A GPU from a row of the table below, which is in GiB, GB/s, TFLOP/s and MiB."""
     fp32, tf32, fp16, bf16, fp8 = (rate * 1e12 for rate in rates)
     total, outside, l2_bytes = round(memory * GIB), round(context * GIB), round(l2 * MIB)
     measured = *efficiency, bandwidth_efficiency, note, l2_bytes, sustained
@@ -134,7 +136,7 @@ def _gpu(
 
 
 def _variant(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp32: float) -> GPU:
-    """A card of the generation of `like`; units as in `_gpu`."""
+    """A card of the generation of `like`, with the units of `_gpu`."""
     share = fp32 * 1e12 / like.fp32
     rates = {rate: getattr(like, rate) * share for rate in ("fp32", "tf32", "fp16", "bf16", "fp8")}
     note = LAPTOP_NOTE if name.endswith("-laptop") else ""
@@ -143,7 +145,7 @@ def _variant(name: str, like: GPU, sms: int, memory: float, bandwidth: float, fp
     return replace(like, **own, **rates, l2=round(like.l2 * sms / like.sms))  # type: ignore[arg-type]
 
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA's, on Tegra, under WSL; AMD's
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA, Tegra, WSL, AMD
 _AMD = (
     "an AMD card's kernels are not known: scratch and workspaces are those of CUDA's libraries, the context is an "
     "H100's, collectives need a rate of their own; what PyTorch itself allocates is the same on both"
@@ -191,8 +193,8 @@ GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in (
 GPUS |= {row[0]: _variant(row[0], GPUS[row[1]], *row[2:]) for row in GPU_VARIANTS}
 
 
-# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Of its rates
-# its owners saw 0.6 with large matmuls in bf16 and 0.92 of the memory's with pointwise kernels (pytorch/ao of 2024,
+# The H100 of Meta's training clusters (pytorch/torchtitan, docs: "H100 95.0 GiB HBM2e 2.4 TB/s 500 W"). Large matmuls
+# in bf16 reach 0.6 of its rate and pointwise kernels 0.92 of its bandwidth (pytorch/ao of 2024,
 # float8/roofline_utils.py; later versions have 0.78).
 GPUS["h100-500w"] = replace(
     GPUS["h100"],
@@ -228,7 +230,7 @@ _ALIASES = {
 
 
 def _plain(name: str) -> str:
-    """`name` without maker, form factor and punctuation: "NVIDIA A100-SXM4-40GB" is "a10040gb"."""
+    """`name` without vendor, form factor and punctuation: "NVIDIA A100-SXM4-40GB" is "a10040gb"."""
     words = r"nvidia|amd|instinct|tesla|geforce|sxm\d?|hbm\d?e?|laptop gpu$|ada generation|blackwell.*|[^a-z0-9]"
     kept = {"laptop gpu": "laptop", "ada generation": "ada"}
     plain = re.sub(words, lambda match: kept.get(match[0], ""), name.lower())
@@ -236,7 +238,7 @@ def _plain(name: str) -> str:
 
 
 def _names() -> dict[str, str]:
-    """Plain names of all cards, with and without rtx in front."""
+    """The plain names of all cards, with and without the prefix "rtx"."""
     plain = {_plain(name): name for name in GPUS}
     bare = {name.removeprefix("rtx"): card for name, card in plain.items()}
     work = {f"rtx{name}": card for name, card in plain.items() if re.fullmatch(r"a\d{4}", name)}
@@ -244,17 +246,17 @@ def _names() -> dict[str, str]:
 
 
 def gpu_of(device: str | GPU) -> GPU | None:
-    """The GPU that a step runs on: by name, or as given; None for "cpu"."""
+    """The GPU of `device`, which is a name or a GPU; None for "cpu"."""
     if isinstance(device, GPU):
         return device
     return None if device == "cpu" else find_gpu(device)
 
 
 def find_gpu(name: str) -> GPU:
-    """The GPU called `name`: any case and punctuation, with or without its maker; "a100" means the smaller one.
+    """The GPU called `name`, in any case and punctuation, with or without the vendor; "a100" is the smaller one.
 
     Raises:
-        UserError: no such GPU; names the closest and all of them.
+        UserError: there is no such GPU; the message names similar ones.
     """
     known = _names()
     plain = _plain(name)
@@ -262,7 +264,8 @@ def find_gpu(name: str) -> GPU:
         return GPUS[known[plain]]
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(plain, known, n=3, cutoff=0.7))
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; of another, the memory and a card like it)")
+    other = "for another card, give its capacity and the name of a similar one"
+    raise UserError(f"no GPU '{name}'{hint} (`ckpt-ft gpus` lists them; {other})")
 
 
 def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU | None:
@@ -294,12 +297,12 @@ def asked_gpu(device: str = "", gpu_memory: str = "", gpu_like: str = "") -> GPU
 
 
 def current_gpu(index: int | None = None) -> GPU | None:
-    """The CUDA device at hand (or device `index`) with the memory and SM count that it reports; None without one.
+    """The current CUDA device (or device `index`) with the memory and SM count that it reports; None without one.
 
-    A card outside the table is the table's most similar one, its rates and bandwidth scaled by SM count: an estimate.
+    A card outside the table has the rates and bandwidth of the most similar one, scaled by SM count: an estimate.
     """
     if "torch" not in sys.modules and sys.platform == "linux" and not any(map(os.path.exists, _DRIVERS)):
-        return None  # known without torch, which takes a second to import
+        return None  # needs no torch, which takes a second to import
     import torch
 
     if not torch.cuda.is_available():
@@ -308,7 +311,7 @@ def current_gpu(index: int | None = None) -> GPU | None:
 
 
 def match_device(properties: object) -> GPU:
-    """The GPU that CUDA device `properties` (torch.cuda.get_device_properties) describe."""
+    """The GPU with these properties (torch.cuda.get_device_properties)."""
     name, arch = properties.name, (properties.major, properties.minor)  # type: ignore[attr-defined]
     sms, memory = properties.multi_processor_count, properties.total_memory  # type: ignore[attr-defined]
     words = set(re.split(r"[^a-z0-9]+", name.lower()))

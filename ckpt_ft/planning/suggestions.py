@@ -1,10 +1,15 @@
-"""What would make a step fit that does not: the changes that cost least come first, each traced, with its price.
+"""What lowers the memory of a step: suggestions for a step that does not fit, fixes for a plan's pick.
 
-1. Another policy at the batch size asked for.
-2. Where none of them fits: a smaller batch under the leanest of them, with the accumulation that keeps the effective
-   one.
-3. Where not one sample fits: settings that hold less, one after another until one fits: 8-bit optimizer states, half
-   and a quarter of the tokens, LoRA, LoRA on 4-bit weights.
+`suggest` looks for changes under which a step fits, the ones that cost least first, and traces each of them:
+
+1. Another policy at the same batch size.
+2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
+3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
+   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights.
+
+A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
+
+`advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
 """
 
 from __future__ import annotations
@@ -17,10 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.command import command_for
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 from .batch_size import largest_in_room
@@ -31,9 +39,127 @@ from .results import Fix, Suggestion, Suggestions
 from .search import blocks_of, with_term
 from .tracing import Traced, Tracer, trace_policies
 
+Load = Callable[[TrainingSpec], Workload]
+
+LORA_R = 16
+_POLICIES = ("none", "pointwise", "full")
+_SHOWN = 3
+_SHORTEST = 128  # tokens: a shorter sequence is no suggestion
+
+
+def suggest(
+    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
+) -> Suggestions:
+    """Changes under which the step of `spec` fits `room`, the quickest first.
+
+    Args:
+        load: builds the workload of a spec.
+        policy, batch: of the step that does not fit.
+        asked: the trace of that step.
+    """
+    spec = spec.edit(policy=policy, batch_size=batch)
+    workload = load(spec)
+    tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
+    misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
+    others = dict(_policies(workload, policy, batch))
+    fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
+    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
+    # Traced again, each alone: a shared session shifts the bytes reserved.
+    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
+    ways = [misfit.suggestion(trace, {"policy": name}) for name, trace in alone.items() if room.holds(trace)]
+    if ways:
+        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
+    traced = {policy: asked, **others}
+    leanest = min(traced, key=lambda name: traced[name].peak_reserved)
+    if batch > 1:
+        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
+        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
+        if largest:
+            steps = -(-batch * spec.data.accumulation // largest)
+            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
+            return Suggestions(
+                [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
+            )
+    needed = min(trace.peak_reserved for trace in traced.values())
+    for changes in _leaner(spec, workload, tokens):
+        changes = {"policy": leanest, "batch_size": 1, **changes}
+        leaner = _traced_edit(load, spec, changes)
+        if leaner is None:
+            continue
+        if room.holds(leaner):
+            return Suggestions([misfit.suggestion(leaner, changes)], 0)
+        needed = min(needed, leaner.peak_reserved)
+    return Suggestions([], room.context + room.margin + needed)
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """The step that does not fit: its spec, kind of model, tokens of a sequence, and seconds per sample."""
+
+    spec: TrainingSpec
+    kind: str
+    tokens: int
+    seconds: float
+
+    def suggestion(self, trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
+        """The suggestion of `changes`, under which the step has this trace."""
+        changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
+        edit, edited = Edit(changes), self.spec.edit(**changes)
+        shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
+        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
+        slower = round(each / self.seconds - 1, 4)
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command_for(edited, self.kind))
+
+
+def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
+    """The traces of policies other than `policy` that suit the model."""
+    plain = [name for name in _POLICIES if name != policy]
+    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
+    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
+    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
+        if isinstance(trace, StepTrace):
+            yield name, trace
+
+
+def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
+    (trace,) = trace_policies(workload, [policy], workload.step(batch))
+    assert isinstance(trace, StepTrace), "the policy suits the model"
+    return trace
+
+
+def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> StepTrace | None:
+    """The trace of the edited spec's step; None if the edited spec is refused by its own checks, its model or PEFT."""
+    try:
+        edited = spec.edit(**changes)
+        workload = load(edited)
+        (trace,) = trace_policies(workload, [edited.policy], workload.step(edited.data.batch_size))
+    except UserError:
+        return None
+    return trace if isinstance(trace, StepTrace) else None
+
+
+def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dict[str, Any]]:
+    """Changes that lower the memory of `spec`; the first ones change the training least."""
+    if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
+        yield {"optimizer": "adamw_8bit"}
+    for part in (2, 4):
+        if spec.data.images:
+            wide, high = (max(side // part, 1) for side in spec.data.image_size)
+            yield {"image_size": (wide, high)}
+        elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
+            yield {"seq_length": tokens // part}
+    lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
+    half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
+    if lora:
+        yield {**lora}
+    if half and not spec.quantisation.bits:
+        yield {**lora, **half}
+    if spec.quantisation.bits != 4:
+        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}
+
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
-    """What to say when nothing fits: by how much, and the smallest budget that would do."""
+    """The error message if nothing fits: by how much, and the smallest budget that works."""
     room, at = estimates.room, estimates.batch or 1
     if not estimates.anchors:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
@@ -55,121 +181,15 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     )
 
 
-Load = Callable[[TrainingSpec], Workload]
-
-LORA_R = 16
-_POLICIES = ("none", "pointwise", "full")
-_SHOWN = 3
-_SHORTEST = 128  # tokens: a shorter sequence is no answer
-
-
-def suggest(
-    load: Load, spec: TrainingSpec, policy: str, batch: int, asked: StepTrace, room: MemoryBudget
-) -> Suggestions:
-    """What would fit `room` in place of `asked`, the trace of `policy` at `batch` under `spec`, which does not.
-
-    load: makes the workload of a model under any settings.
-    """
-    workload = load(spec)
-    if "seq_length" in workload.shape and not spec.data.images:  # the model's own limit, where none was asked for
-        spec = spec.edit(seq_length=workload.shape["seq_length"])
-    question = _Misfit(policy, batch, spec, seconds(asked) / (batch * spec.data.accumulation))
-    traced = dict(_policies(workload, policy, batch))
-    fitting = {name: trace for name, trace in traced.items() if trace.peak_reserved <= room.limit}
-    quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
-    # Traced again alone: a shared session shifts the bytes reserved.
-    alone = {name: _trace_alone(workload, name, batch) for name in quickest}
-    ways = [question.way(trace, name) for name, trace in alone.items() if trace.peak_reserved <= room.limit]
-    if ways:
-        return Suggestions(sorted(ways, key=lambda way: way.slower), 0)
-    leanest = min(traced, key=lambda name: traced[name].peak_reserved, default=policy)
-    if batch > 1:
-        several = replace(workload, accumulation=max(spec.data.accumulation, 2))
-        _, largest, _ = largest_in_room(several, leanest, room, batch - 1)
-        if largest:
-            steps = -(-batch * spec.data.accumulation // largest)
-            trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
-            return Suggestions(
-                [question.way(trace, leanest, largest, f"--accumulation {steps}", samples=largest * steps)], 0
-            )
-    needed = asked.peak_reserved
-    for change, leaner in _leaner(spec, workload):
-        trace = _trace_alone(load(leaner), leanest, 1)
-        if trace.peak_reserved <= room.limit:
-            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
-            return Suggestions([question.way(trace, leanest, 1, change, samples=samples)], 0)
-        needed = min(needed, trace.peak_reserved)
-    return Suggestions([], room.context + room.margin + needed)
-
-
-@dataclass(frozen=True)
-class _Misfit:
-    """The step that does not fit; `seconds`: of one of its samples."""
-
-    policy: str
-    batch: int
-    spec: TrainingSpec
-    seconds: float
-
-    def way(
-        self, trace: StepTrace, policy: str, batch: int | None = None, change: str = "", *, samples: float = 0
-    ) -> Suggestion:
-        """`trace` as a way out. samples: that its step makes, as long as those asked for; 0 for as many."""
-        options = [
-            f"--policy {policy}" if policy != self.policy else "",
-            f"--batch-size {batch}" if batch not in (None, self.batch) else "",
-            change,
-        ]
-        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
-        said = " ".join(option for option in options if option)
-        return Suggestion(said, trace.peak_reserved, round(each / self.seconds - 1, 4))
-
-
-def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
-    """The traces of policies beside `policy`, those of which the model has."""
-    plain = [name for name in _POLICIES if name != policy]
-    headed = [with_term(name, "head") for name in dict.fromkeys((policy, *_POLICIES)) if "head" not in name]
-    names = [name for name in dict.fromkeys((*plain, *headed)) if name != policy]
-    for name, trace in zip(names, trace_policies(workload, names, workload.step(batch)), strict=True):
-        if isinstance(trace, StepTrace):
-            yield name, trace
-
-
-def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
-    (trace,) = trace_policies(workload, [policy], workload.step(batch))
-    assert isinstance(trace, StepTrace), "the policy suits the model"
-    return trace
-
-
-def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[tuple[str, TrainingSpec]]:
-    """Leaner and leaner settings, each with the options that say it."""
-    if spec.optimizer.name.startswith("adamw") and spec.optimizer.name != "adamw_8bit" and not spec.adapter.lora_r:
-        yield "--optimizer adamw_8bit", spec.edit(optimizer="adamw_8bit")
-    for part in (2, 4):
-        tokens = spec.data.tokens // part
-        if spec.data.images:
-            wide, high = (max(side // part, 1) for side in spec.data.image_size)
-            yield f"--image-size {wide}x{high}", spec.edit(image_size=(wide, high))
-        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
-            yield f"--seq-length {tokens}", spec.edit(seq_length=tokens)
-    rank = spec.adapter.lora_r or LORA_R
-    if not spec.adapter.lora_r:
-        yield f"--lora {rank}", spec.edit(lora_r=rank)
-    if not spec.quantisation.load_in_4bit:
-        half = "bfloat16" if spec.precision.dtype == "float32" else spec.precision.dtype
-        change = f"--lora {rank} --load-in-4bit --dtype {half}"
-        yield change, spec.edit(lora_r=rank, load_in_4bit=True, dtype=half)
-
-
-_WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
-_FASTER = 0.05  # or of the seconds
-_NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
+_WORTH = 0.01  # share of the bytes reserved; smaller savings are not listed
+_FASTER = 0.05  # share of the seconds
+_NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
 
 
 def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """The fixes that save at least 1 % of `candidate`'s bytes or 5 % of its time, largest saving first.
+    """Changes that save at least 1 % of `candidate`'s bytes or 5 % of its time, the largest saving first.
 
-    fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
+    fixed_batch: whether the batch size was given; only then are smaller micro-batches a fix.
     """
     per_sample = seconds(trace) / candidate.batch
 
@@ -199,7 +219,7 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
 
 
 def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
-    """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
+    """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
     batch = candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
@@ -227,7 +247,7 @@ def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
 
 @contextmanager
 def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
+    """The fused optimizer in place of the foreach one, if the temporaries of that one are part of the peak."""
     make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
@@ -245,7 +265,7 @@ def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
+    """Scaled dot product attention in place of eager attention, whose scores grow with the square of the length."""
     able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
@@ -260,7 +280,7 @@ def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """No KV cache in training: it keeps every key and value alive through backward."""
+    """No KV cache in training, where it keeps every key and value alive through backward."""
     configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
     if not configs:
         yield None
@@ -280,9 +300,9 @@ _CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
 
 
 def without_kept(trace: StepTrace) -> StepTrace | None:
-    """`trace` had the loop dropped, when forward ended, what it keeps of forward beyond the end of backward.
+    """`trace` as if the loop had dropped at the end of forward what it now keeps until after backward.
 
-    None where it keeps nothing of size.
+    None if it keeps nothing.
     """
     begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
     if begins is None:

@@ -7,16 +7,20 @@ then, so that `ckpt-ft --help` can read the declarations without it.
 
 from __future__ import annotations
 
+import sys
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import field as dataclass_field
 from functools import lru_cache
 from typing import Any, Literal, Union
 
 from ckpt_ft.errors import UserError, meant, one_line
+from ckpt_ft.units import GIB, KIB, MIB, is_bare, parse_budget
 
 _META = "setting"
+_UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "": 1}
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,14 @@ class Setting:
         rule: what is allowed, for error messages about numbers.
         key: the name of the field in `TrainingSpec.of` and `edit`; the attribute's name if empty.
         flag: the name of its flag on the command line, with underscores; None for a field without one.
+        typed: what our command line calls that flag, if not by its name.
         also: other names of that flag on our command line.
         read: makes the value of a flag's text; None where the type does it.
         write: makes the flag's text of the value, the opposite of `read`.
         flag_type: of the flag's value, if it differs from the field's.
         default_text: the default as `--help` shows it.
         switches: flags without a value that set this field, too.
+        implies: other fields that the flag sets where they are not given.
     """
 
     help: str
@@ -59,17 +65,19 @@ class Setting:
     rule: str = ""
     key: str = ""
     flag: str | None = ""
+    typed: str = ""
     also: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = None
     write: Callable[[Any], str] = str
     flag_type: type | None = None
     default_text: str = ""
     switches: tuple[Switch, ...] = ()
+    implies: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field with its `Setting`; `more` are that class's other attributes."""
-    return field(default=default, metadata={_META: Setting(help, **more)})
+    return dataclass_field(default=default, metadata={_META: Setting(help, **more)})
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,30 @@ def size_of_text(text: str) -> tuple[int, int]:
     if not (len(sides) in (1, 2) and all(side.strip().isdecimal() for side in sides)):
         raise UserError(f"--image-size {text}: give width and height in pixels, 640x480 for example")
     return int(sides[0]), int(sides[-1])
+
+
+def bytes_of_text(flag: str) -> Callable[[str], int]:
+    """A reader of an amount of memory, for the flag `flag`. A bare number is GiB, which a note on stderr says."""
+
+    as_text = memory_text(flag)
+    return lambda text: parse_budget(as_text(text))
+
+
+def memory_text(flag: str) -> Callable[[str], str]:
+    """A reader that leaves an amount of memory as text, with a note where it is a bare number."""
+
+    def read(text: str) -> str:
+        if is_bare(text):
+            print(f"note: {flag} {text} is taken as {text} GiB", file=sys.stderr)
+        return text
+
+    return read
+
+
+def text_of_bytes(nbytes: int) -> str:
+    """An amount of memory in the largest unit of which it is a whole number: 24GiB, 150MiB."""
+    unit, size = next((unit, size) for unit, size in _UNITS.items() if nbytes % size == 0)
+    return f"{nbytes // size}{unit}"
 
 
 def text_of_size(size: tuple[int, int]) -> str:

@@ -34,7 +34,7 @@ class Launch:
         find_unused_parameters: whether DDP looks for parameters that a step leaves out, as Trainer has it by default:
             it copies each output of the model then.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
-        link: bytes a second that a rank sends in a large collective; None for what the card usually has (links.py).
+        link: bytes a second that a rank sends in a large collective; None for the card's usual rate (collectives.py).
         zero: DeepSpeed's bucket sizes and thresholds.
         rank: of the processes, the one that is traced; 0 has the most of what does not divide evenly. DeepSpeed's is
             always the last one.

@@ -22,15 +22,17 @@ from .fields import (
     Declared,
     Part,
     Switch,
+    bytes_of_text,
     declared_in,
+    memory_text,
     names_of_text,
     setting,
     size_of_text,
+    text_of_bytes,
     text_of_names,
     text_of_size,
 )
 from .launch import Launch
-from .peft_file import read_peft
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are slips of the hand, and overflow what counts bytes
 MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
@@ -113,6 +115,7 @@ class DataSpec(Part):
         read=size_of_text,
         write=text_of_size,
         default_text="1024x1024",
+        implies={"images": 1},
     )
     max_pixels: Annotated[int, Ge(0)] = setting(
         0,
@@ -166,7 +169,7 @@ class AdapterSpec(Part):
         "LoRA rank; 0 trains all weights",
         label="LoRA rank",
         rule="it is at least 1 (0 trains all weights)",
-        flag="lora",
+        typed="lora",
         also=("lora_r",),
         switches=(Switch("use_peft", LORA_R, f"LoRA, of rank {LORA_R} unless --lora gives another", weak=True),),
     )
@@ -185,12 +188,9 @@ class AdapterSpec(Part):
         default_text="0.05 as in the recipes, and 0 in diffusion models",
     )
     use_dora: bool = setting(False, "DoRA in place of LoRA", flag="dora")
-    peft: Mapping[str, Any] | None = setting(
-        None,
-        "a configuration of PEFT, as adapter_config.json has it, or the directory with that file",
-        flag="peft_config",
-        flag_type=str,
-        read=lambda path: read_peft(path, f"--peft-config {path}"),
+    peft: Mapping[str, Any] | None = setting(None, "a configuration of PEFT, as adapter_config.json has it", flag=None)
+    peft_config: str = setting(
+        "", "an adapter_config.json of any kind of PEFT, or the directory with that file: what `peft` was read from"
     )
     train_text_encoder: bool = setting(False, "with LoRA: adapters on a U-Net's text encoders, too")
 
@@ -257,6 +257,7 @@ class OptimizerSpec(Part):
         "clip gradients to this norm; 0 for no clipping",
         label="gradients clipped to",
         rule="a norm, or 0 for no clipping",
+        write="{:g}".format,
     )
     ema: bool = setting(False, "a moving average of the trained weights, in float32 on the device")
 
@@ -278,6 +279,7 @@ class LaunchSpec(Part):
 
     launch: Launch | None = setting(None, "several processes; None for one", flag=None)
     launches: tuple[Launch, ...] = setting((), "launches that a plan chooses from", flag=None)
+    asked: tuple[str, ...] = setting((), "the flags that asked for it, for the commands that are printed", flag=None)
 
 
 @dataclass(frozen=True)
@@ -289,10 +291,17 @@ class HostSpec(Part):
     """
 
     device: str = setting("", "a GPU by name, or cpu; default: the GPU at hand, or a100-80gb")
-    gpu_memory: str = setting("", "memory of a GPU that is in no table, with --gpu-like")
+    gpu_memory: str = setting(
+        "", "memory of a GPU that is in no table, with --gpu-like", read=memory_text("--gpu-memory")
+    )
     gpu_like: str = setting("", "a GPU that is as fast as that one")
     budget: Annotated[int, Interval(ge=0, le=2**62)] | None = setting(
-        None, "bytes of memory that the process may take", flag=None
+        None,
+        "memory that the process may take, e.g. 24GiB; default: all of the device's",
+        also=("budget", "capacity"),
+        flag_type=str,
+        read=bytes_of_text("--budget"),
+        write=text_of_bytes,
     )
     alloc_conf: str = setting("", "options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 

@@ -31,7 +31,7 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.workload import Loss, Workload
 
 from .arguments import ACArguments

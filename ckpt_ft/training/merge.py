@@ -16,7 +16,6 @@ from ckpt_ft.files import make_directory
 from ckpt_ft.reading import library_reads
 from ckpt_ft.spec.peft_file import NAME
 
-from .diffusion.parts import in_dtype
 from .run.resume import PIPELINE_LORA
 
 logger = logging.getLogger(__name__)
@@ -194,4 +193,8 @@ def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
 def _pipeline(base: str, dtype: str) -> Any:
     from diffusers import DiffusionPipeline
 
-    return DiffusionPipeline.from_pretrained(base, **({} if dtype == "auto" else in_dtype(getattr(torch, dtype))))
+    from .diffusion.encoders import dtype_argument
+
+    return DiffusionPipeline.from_pretrained(
+        base, **({} if dtype == "auto" else dtype_argument(getattr(torch, dtype)))
+    )

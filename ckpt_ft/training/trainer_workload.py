@@ -16,10 +16,9 @@ from transformers import Trainer
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.sharded import shard_again
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.workloads.dtypes import MIXED_PRECISION
-from ckpt_ft.workloads.lengths import Lengths
-from ckpt_ft.workloads.losses import own_loss
-from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload
+from ckpt_ft.workloads.batches import own_loss
+from ckpt_ft.workloads.sample_sizes import Lengths
+from ckpt_ft.workloads.workload import MIXED_PRECISION, Batch, Forward, Loss, Workload
 
 from .launched import precision_of
 from .text.data import have_lengths, row_lengths

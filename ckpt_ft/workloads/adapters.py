@@ -2,23 +2,149 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt_ft.checkpointing.blocks import find_blocks
+from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
-from ckpt_ft.spec.defaults import LORA_DROPOUT
+from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
 
-from .dtypes import DTYPES
-from .trained_towers import TrainedTowers
-from .valueless import Valueless
+from .workload import DTYPES
+
+aten = torch.ops.aten
+
+
+class Valueless(TorchDispatchMode):
+    """While it is on, ops on meta tensors that need values get the ones named above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set: dict[int, tuple[Tensor, int]] = {}  # storage of a mask -> it, and how many are set
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not first.is_meta:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return True if first.dtype is torch.bool else 1.0 if first.dtype.is_floating_point else 1
+        if func is aten._to_copy.default:
+            kwargs.pop("device", None)  # there is nothing to copy to another
+        if func is aten.bincount.default:
+            return first.new_empty(max(kwargs.get("minlength", 0), 1))
+        if func is aten.nonzero.default:
+            return self._nonzero(first)
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            args = (first, self._positions(args[1]), *args[2:])
+        out = func(*args, **kwargs)
+        if func in (aten.scatter_.src, aten.scatter_.value) and first.dtype is torch.bool:
+            self._set[first.untyped_storage()._cdata] = (first, args[2].numel())
+        elif func is aten.eq.Scalar and first.untyped_storage()._cdata in self._set:
+            self._set[out.untyped_storage()._cdata] = (out, self._count(first))
+        return out
+
+    def _count(self, mask: Tensor) -> int:
+        return self._set.get(mask.untyped_storage()._cdata, (mask, mask.numel()))[1]
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        """(set elements, axes)"""
+        return torch.empty(self._count(mask), mask.ndim, dtype=torch.long, device="meta")
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Masks among `indices` as the positions that they set, an index for each axis."""
+        found: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                found.append(index)
+            else:
+                found += self._nonzero(index).unbind(1)
+        return found
+
+
+class TrainedTowers:
+    """The towers of `model` that `choice`, one of `TRAINED_TOWERS`, names.
+
+    Raises:
+        UserError: the model has no such tower.
+    """
+
+    def __init__(self, model: Any, choice: str) -> None:
+        self.model = model
+        self._all = {tower.name: tower for tower in find_towers(model, find_blocks(model).blocks)}
+        missing = [name for name in TRAINED_TOWERS[choice] if name not in self._all]
+        if missing:
+            raise UserError(
+                f"train towers {choice}: {type(model).__name__} has no {missing[0]} tower"
+                f"{'; it has ' + ', '.join(self._all) if self._all else ''}"
+            )
+        self.towers = [self._all[name] for name in TRAINED_TOWERS[choice]]
+
+    def freeze_others(self) -> None:
+        """Train their weights, and what lies between the towers, but no other tower's."""
+        for tower in self._all.values():
+            if tower not in self.towers:
+                ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+                beside = ends if tower.name == "language" else []
+                for module in [*tower.modules.values(), *(end for end in beside if end is not None)]:
+                    module.requires_grad_(False)
+
+    def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> str:
+        """A pattern, as PEFT takes one, of what gets an adapter in them: every linear layer but the head, or what is
+        named as `asked` (`by` what, in errors). Where `asked` is a pattern, that, whatever towers it is of.
+
+        Raises:
+            UserError: nothing in them is.
+        """
+        linear = asked in (None, "all-linear", ["all-linear"])
+        if isinstance(asked, str) and not linear:
+            return asked
+        head = self.model.get_output_embeddings()
+        patterns = []
+        for tower in self.towers:
+            inside = [item for root in tower.modules.values() for item in root.named_modules()]
+            if linear:
+                names = _endings(inside, head)
+            else:
+                names = {end for end in asked or () if any(f".{name}".endswith(f".{end}") for name, _ in inside)}
+            if names:
+                patterns.append(_pattern(tower, names))
+        if not patterns:
+            where = " or ".join(tower.name for tower in self.towers)
+            raise UserError(f"{by} {' '.join(asked or ())}: no layer of that name is {where}'s")
+        return "|".join(patterns)
+
+
+def _endings(modules: list[tuple[str, nn.Module]], head: nn.Module | None) -> set[str]:
+    """What the paths of linear layers but the head end in, as short as no other module's path ends so: `q_proj`, and
+    of a layer without a name of its own `mlp.0`, since `0` would be a block as well."""
+    others = {end for name, module in modules if not isinstance(module, nn.Linear) for end in _ends(name)}
+    layers = [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
+    return {next((end for end in _ends(name) if end not in others), name) for name in layers}
+
+
+def _ends(path: str) -> list[str]:
+    """The path's last name, its last two, and so on."""
+    names = path.split(".")
+    return [".".join(names[first:]) for first in reversed(range(len(names)))]
+
+
+def _pattern(tower: Tower, names: set[str]) -> str:
+    """Of the modules in `tower` that end in one of `names`."""
+    roots = "|".join(re.escape(f"{root}.") if root else "" for root in tower.modules)
+    return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
+
 
 _FROM_DATA = ("corda", "loftq")  # LoRA's own sizes, with values that are computed from data or by other packages
 
@@ -86,14 +212,15 @@ def by_task(spec: TrainingSpec) -> bool:
 
 
 def refusals(spec: TrainingSpec) -> dict[type[Exception], str]:
-    """Errors with which a model's forward refuses what it is given, and what to say of each; "" where it is the batch.
+    """Errors with which a forward refuses its input, each with what to tell the user; "" if the batch is the cause.
 
-    Kinds of PEFT that work on the weight itself find its packed bits there.
+    A kind of adapter that computes with the weight itself fails on packed bits. Other kinds fail on what they were not
+    given (X-LoRA without adapters to mix).
     """
     refused = dict.fromkeys((AttributeError, TypeError, ValueError), "")
-    if spec.quantisation.bits and spec.adapter.peft is not None:
-        bits = 4 if spec.quantisation.load_in_4bit else 8
-        refused[RuntimeError] = f"{spec.adapter.peft.get('peft_type')} does not run over weights in {bits} bits"
+    if spec.adapter.peft is not None:
+        over = f" over weights in {spec.quantisation.bits} bits" if spec.quantisation.bits else ""
+        refused[RuntimeError] = f"{spec.adapter.peft.get('peft_type')} does not run{over}"
     return refused
 
 
@@ -121,11 +248,7 @@ def _show_weights(adapted: Any) -> None:
     for layer in adapted.modules():
         if not isinstance(getattr(layer, "base_layer", None), NF4Linear):
             continue
-        if hasattr(layer, "hira_A"):
-            from ckpt_ft.standins.hira import HiraOverNF4
-
-            layer.__class__ = HiraOverNF4
-        elif getattr(layer, "quantization_backend", layer) is None:  # SHiRA's
+        if getattr(layer, "quantization_backend", layer) is None:  # SHiRA's
             from peft.utils.quantization_utils import HqqBackend
 
             layer.quantization_backend = HqqBackend()
@@ -167,14 +290,6 @@ def _freeze(model: Any, part: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _check_mixed(adapters: Mapping[str, str]) -> None:
-    """X-LoRA's: PEFT loads them under their numbers, whatever they are called, and then looks for their names."""
-    if not adapters:
-        raise UserError("X-LoRA mixes adapters that there are: its 'adapters' names none of them")
-    if list(adapters) != [str(number) for number in range(len(adapters))]:
-        raise UserError(f"X-LoRA's adapters {', '.join(adapters)}: PEFT knows them by number: call them 0, 1, ...")
-
-
 def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool) -> Any:
     """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
     from peft import LoraConfig
@@ -182,8 +297,6 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
     if spec.adapter.peft is not None:
         asked = "the PEFT configuration"
         given = dict(spec.adapter.peft)
-        if given["peft_type"] == "XLORA":
-            _check_mixed(given.get("adapters") or {})
         if without_values and given.get("init_lora_weights") in _FROM_DATA:
             given["init_lora_weights"] = True
         config: Any = configuration(given, asked)

@@ -6,18 +6,53 @@ A batch is described by the `Field`s of one row. A class that no table below nam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 
-from . import losses
-from .dtypes import DTYPES
-from .workload import Batch, Loss
+from .workload import DTYPES, Batch, Forward, Loss
+
+POSITIVES = "positives"  # ids of what each row's text belongs to
+_SCALE = 20.0  # of sentence-transformers' MultipleNegativesRankingLoss
+
+
+def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss that a transformers model computes itself."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:
+    """The loss of CLIP and its kind, which it computes where it is asked to."""
+    return own_loss(model, {**batch, "return_loss": True})
+
+
+def of_pairs(model: Forward, batch: Batch) -> torch.Tensor:
+    """Each row's text must be nearest to its own positive: sentence-transformers' MultipleNegativesRankingLoss."""
+    rows = {name: value for name, value in batch.items() if name != POSITIVES}
+    anchors, positives = (
+        _embedded(model, {**rows, "input_ids": ids}) for ids in (batch["input_ids"], batch[POSITIVES])
+    )
+    scores = _SCALE * F.normalize(anchors, dim=1) @ F.normalize(positives, dim=1).T
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+
+
+def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
+    """(rows, width): the mean over each row's tokens, as sentence-transformers' Pooling takes it."""
+    tokens = model(**inputs).last_hidden_state
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    weights = mask.unsqueeze(-1).expand(tokens.shape).to(tokens.dtype)
+    mean: torch.Tensor = (tokens * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+    return mean
+
 
 _RATE = 16_000  # samples a second, of all models that take a waveform
 _FRAMES = 100  # of a spectrogram, a second
@@ -41,16 +76,16 @@ class Task:
     """What a table of transformers' auto classes is trained on.
 
     kind: for people. table: X of transformers' MODEL_XMAPPING_NAMES. fields: (model, settings) -> its inputs.
-    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. beside: fields that no
-    forward takes, the loss's own.
+    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. loss_fields: fields
+    that only the loss takes, not the forward.
     """
 
     kind: str
     table: str
     fields: Callable[[Any, TrainingSpec], Fields]
     sized: tuple[str, ...] = ("seq_length",)
-    loss: Loss = losses.own_loss
-    beside: frozenset[str] = frozenset()
+    loss: Loss = own_loss
+    loss_fields: frozenset[str] = frozenset()
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
@@ -123,7 +158,7 @@ def _image_and_text(model: Any, spec: TrainingSpec) -> Fields:
 def _pair(model: Any, spec: TrainingSpec) -> Fields:
     check_fields(model, {"input_ids"})
     ids = _text(model, spec)["input_ids"]
-    return {"input_ids": ids, losses.POSITIVES: ids}
+    return {"input_ids": ids, POSITIVES: ids}
 
 
 def _whole_text(model: Any, spec: TrainingSpec) -> Fields:
@@ -160,9 +195,9 @@ TASKS = (
     Task("audio classifier", "FOR_AUDIO_CLASSIFICATION_", _whole_sound, ("audio_seconds",)),
     Task(
         "image-text model", "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_", _image_and_text, ("resolution", "seq_length"),
-        losses.of_pairs_by_itself,
+        of_pairs_by_itself,
     ),
-    Task("embedding model", "", _pair, loss=losses.of_pairs, beside=frozenset({losses.POSITIVES})),
+    Task("embedding model", "", _pair, loss=of_pairs, loss_fields=frozenset({POSITIVES})),
 )  # fmt: skip
 
 
@@ -206,3 +241,74 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
         name: torch.zeros(samples, *field.shape, dtype=torch.long if field.top else floats)
         for name, field in fields.items()
     }
+
+
+# Types of models, and of the language models in them; a test holds packed rows of each against the rows alone. Left
+# out are those whose mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding window),
+# whose text looks at images through layers of its own (Llama 3.2 Vision, IDEFICS), or that carry a state along the
+# sequence (Qwen3.5, LFM2-VL).
+SEEING = {
+    "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_vl", "smolvlm",
+}  # fmt: skip
+READING = {
+    "cohere2", "gemma", "glm4v_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3",
+}  # fmt: skip
+
+
+def check_packing(model: Any) -> None:
+    """Raises UserError where packed rows with images might see one another."""
+    kind, text = model.config.model_type, model.config.get_text_config().model_type
+    if kind not in SEEING:
+        raise UserError(f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(SEEING))} do)")
+    if text not in READING:
+        raise UserError(f"packing: the {text} in this {kind} is not known to keep packed rows apart; leave it out")
+
+
+def in_one_sequence(model: Any) -> bool:
+    """Whether the rows of a whole batch are to be packed into one sequence: flash attention, no mask is made."""
+    return "flash" in (model.config.get_text_config()._attn_implementation or "")
+
+
+@dataclass(frozen=True)
+class ImagePositions:
+    """Positions by time, height and width, which some models (Qwen-VL) take of the tokens of an image.
+
+    kind, config: of the part of a model that knows them; its weights do not go to the processes that fetch batches.
+    """
+
+    kind: type[nn.Module]
+    config: Any
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ImagePositions | None:
+        """None where positions count tokens alone."""
+        knows = next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
+        return None if knows is None else cls(type(knows), knows.config)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """(4, sequences, tokens): the `position_ids` (sequences, tokens) of packed rows, from 0 in each, and these."""
+        along = batch["position_ids"]
+        lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
+        lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()
+        ids, kinds = (
+            pad_sequence(batch[name].flatten().split(lengths), batch_first=True)
+            for name in ("input_ids", "mm_token_type_ids")
+        )
+        there = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
+        bare: Any = self.kind.__new__(self.kind)  # without its layers
+        nn.Module.__init__(bare)
+        bare.config = self.config
+        found, _ = bare.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=batch.get("image_grid_thw"), attention_mask=there
+        )
+        return torch.cat([along[None], found[:, there].view(3, *along.shape)])
+
+
+def one_behind_another(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
+    """Sequences of one row of each batch. What is `along` the tokens goes on there; the rest are more images."""
+    batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
+    positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
+    batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()
+    return batch if image_positions is None else {**batch, "position_ids": image_positions.compute(batch)}

@@ -19,11 +19,10 @@ from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .adapters import notes_on
-from .dtypes import MIXED_PRECISION
-from .lengths import Lengths
 from .model_config import read_config
 from .optimizers import optimizer_maker
-from .workload import MakeBatch, Workload
+from .sample_sizes import Lengths
+from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 
 def load(
@@ -113,7 +112,7 @@ def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """Model, batches and loss of the kind of model that `config` describes."""
     if "_class_name" in config:
-        from .diffusion import diffusion_model
+        from .diffusion_models import diffusion_model
 
         return diffusion_model(name, config, spec)
     if "model_type" not in config:

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.errors import UserError, is_oom, one_line
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention
 
 from . import batches
 from .adapters import adapt, by_task, refusals
-from .dtypes import DTYPES
+from .batches import ImagePositions, check_packing, one_behind_another
 from .images import Pictured, pictured
 from .model_config import read_processor
-from .packing import ImagePositions, check_packing, one_behind_another
-from .workload import Batch, Forward, Loss, Workload
+from .workload import DTYPES, Batch, Forward, Loss, Workload
 
 _SECONDS = 10  # of audio, where none are asked for
 _FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}  # and who has them
@@ -46,7 +45,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
     fields = task.fields(built, spec)
-    batches.check_fields(built, fields.keys() - task.beside)
+    batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
         raise UserError(f"{spec.data.rows} rows: the batches of {name}, a {task.kind}, hold no text")
 
@@ -134,6 +133,8 @@ def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, ba
     except UserError:
         raise
     except tuple(refused) as error:
+        if is_oom(error) or "overflow" in str(error):  # the batch is too large for memory, which the trace says
+            raise
         said = next(said for kind, said in refused.items() if isinstance(error, kind))
         said = said or f"its forward refuses a batch of {', '.join(batch)}"
         raise UserError(f"{said}: {one_line(error, 200)}") from error
@@ -152,7 +153,7 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
     if task is None:
         kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
-    alone = task.beside and kind.main_input_name != "input_ids"  # a backbone of images or of sound
+    alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone of images or of sound
     if alone and batches.class_for(config["model_type"]) != named:
         return _class(name, {"model_type": config["model_type"]})
     return kind, task

@@ -6,25 +6,111 @@ with a loop of his own gives that instead (`Workload.of_loop`): what is derived 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.buckets import outputs_copied
+from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
 
-from .lengths import Lengths
-from .training_step import ALONE, Ranks, optimizer_step, update
+from .sample_sizes import Lengths
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.spec.launch import Launch
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Engine(Protocol):
+    """What of accelerate's Accelerator a training step needs."""
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Around each micro-batch."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of a micro-batch's loss, scaled where several make a step."""
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
+        """Clip gradients in place."""
+
+
+class _Alone:
+    """An Engine of one process."""
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+ALONE = _Alone()
+
+
+class Ranks(_Alone):
+    """An Engine of one of several processes: gradients are synchronised in the last micro-batch alone."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.left = micro_batches
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        self.left -= 1
+        return without_synchronisation(models[0]) if self.left else contextlib.nullcontext()
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: Any,
+    micro_batches: Iterable[Any],
+    compute_loss: Callable[[Any, Any], torch.Tensor],
+    *,
+    max_grad_norm: float = 0.0,
+    parameters: Sequence[torch.Tensor] | None = None,
+    engine: Engine = ALONE,
+) -> None:
+    """Forward and backward of each micro-batch, clipping, the optimizer, gradients dropped: in Trainer's order.
+
+    Args:
+        compute_loss: (model, micro-batch) -> scalar; whatever else it makes is dropped before backward.
+        parameters: those to clip; the model's by default.
+        engine: an Accelerator, or nothing for one process.
+    """
+    for batch in micro_batches:
+        with engine.accumulate(model):
+            loss = compute_loss(model, batch)
+            engine.backward(loss)
+    update(model, optimizer, max_grad_norm, parameters, engine)
+
+
+def update(
+    model: nn.Module,
+    optimizer: Any,
+    max_grad_norm: float,
+    parameters: Sequence[torch.Tensor] | None = None,
+    engine: Engine = ALONE,
+) -> None:
+    """What of it comes after the last backward."""
+    if max_grad_norm:
+        engine.clip_grad_norm_(model.parameters() if parameters is None else parameters, max_grad_norm)
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+
 
 Batch = dict[str, Any]
 Step = Callable[[nn.Module, Any], Any]  # (model, optimizer): one optimizer step
@@ -54,7 +140,7 @@ class Workload:
         accumulation: micro-batches of a step.
         prefetched: whether they are all fetched before the first runs, as Trainer does; else one at a time.
         max_grad_norm: gradients are clipped to it; 0 for no clipping.
-        beside: models on the device that are not trained: what encodes images and prompts in each step.
+        auxiliary_models: models on the device that are not trained: what encodes images and prompts in each step.
         lengths: of the rows, where they differ: the longest sets the peak, usual batches the speed.
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
         launch: on how many processes it runs; None for one. Everything else is what one process does.
@@ -72,7 +158,7 @@ class Workload:
     accumulation: int = 1
     prefetched: bool = True
     max_grad_norm: float = 0.0
-    beside: tuple[nn.Module, ...] = ()
+    auxiliary_models: tuple[nn.Module, ...] = ()
     lengths: Lengths | None = None
     loop: Callable[[int, int | None], Step] | None = None
     launch: Launch | None = None
@@ -132,7 +218,7 @@ class Workload:
 
         return step
 
-    def usual(self, samples: int) -> Step:
+    def typical_step(self, samples: int) -> Step:
         """The step on a batch as long as most are."""
         return self.step(samples, None if self.lengths is None else self.lengths.padded(samples))
 
@@ -145,7 +231,7 @@ class Workload:
 
     def trace(self, samples: int = 1) -> StepTrace:
         """The trace of `step(samples)` under the policy that stands on the model."""
-        return self.whole(self.trace_of([self.step(samples)] * 2))
+        return self.with_metadata(self.trace_of([self.step(samples)] * 2))
 
     def trace_of(self, steps: Sequence[Step], again: bool = False) -> StepTrace:
         """The trace of the workload's steps as they are launched, the last one measured.
@@ -163,7 +249,7 @@ class Workload:
                 device=self.device,
                 launch=self.launch,
                 alloc_conf=self.alloc_conf,
-                beside=self.beside,
+                beside=self.auxiliary_models,
                 update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
             )
         except ValueError as error:
@@ -175,7 +261,7 @@ class Workload:
                 raise
             raise UserError(f"no memory holds such a batch ({one_line(error, 200)}); give a smaller one") from error
 
-    def whole(self, trace: StepTrace) -> StepTrace:
+    def with_metadata(self, trace: StepTrace) -> StepTrace:
         """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""
         steps = self.accumulation if self.accumulation > self._recorded else 1
         return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])

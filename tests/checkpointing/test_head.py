@@ -488,3 +488,42 @@ def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -
     assert _hooked(layer) == ""
     layer.register_forward_hook(lambda module, args, output: None)
     assert _hooked(layer).startswith("it has a hook (test_hooks_that_stand_for")
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize(
+    "options", [{"size_average": False}, {"reduce": True}, {"size_average": False, "reduce": True}]
+)
+def test_the_older_names_of_a_reduction(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 3 * 7 * 4)
+    layer, hidden, targets = nn.Linear(4, 7), torch.randn(10, 4), torch.randint(0, 7, (10,))
+    ours = F.cross_entropy(head.OutputLayer(layer).defer(hidden), targets, **options)
+    torch.testing.assert_close(ours, F.cross_entropy(layer(hidden), targets, **options), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("function", [torch.cat, torch.stack])
+def test_logits_in_a_list_are_computed_whole(function: Any) -> None:
+    layer, hidden = nn.Linear(4, 7), torch.randn(10, 4)
+    logits = head.OutputLayer(layer).defer(hidden)
+    with pytest.warns(UserWarning, match="computed whole"):
+        together = function([logits, logits])
+    whole = layer(hidden)
+    assert torch.equal(together, function([whole, whole]))
+    chosen = torch.where(hidden[:, :1] > 0, 0.0, logits[:, :])
+    assert torch.equal(chosen, torch.where(hidden[:, :1] > 0, 0.0, whole))
+
+
+def test_an_output_layer_that_is_called_with_a_keyword() -> None:
+    model, _ = build("llama")
+    treated = copy.deepcopy(model)
+    head.install(treated)
+    stand_in = treated.lm_head.forward
+    with torch.no_grad():
+        hidden = torch.randn(2, 3, model.lm_head.in_features)
+        assert torch.equal(treated.lm_head(input=hidden), model.lm_head(input=hidden))
+    head.local.deferring = True
+    try:
+        assert isinstance(treated.lm_head(input=hidden), deferred_logits.Logits)
+    finally:
+        head.local.deferring = False
+    assert stand_in.called

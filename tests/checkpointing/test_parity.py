@@ -231,3 +231,25 @@ def test_a_loss_is_one_number() -> None:
     chosen.register_forward_hook(lambda module, args, output: output.argmax(-1))
     with pytest.raises(UserError, match="the output of Stack has neither a loss nor a tensor of floats"):
         check_parity(chosen, X, "full")
+
+
+class Scaled(nn.Module):
+    """A block that registers a buffer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", 2 * torch.ones(()))
+        return torch.tanh(self.scale * self.linear(x))
+
+
+def test_a_buffer_that_forward_registers_is_compared_and_removed_again() -> None:
+    model = nn.Sequential(*(Scaled() for _ in range(3)))
+    parity = check_parity(model, torch.ones(2, 8), "full")
+    assert parity.ok, parity
+    (buffers,) = [row for row in parity.rows if row.what == "buffers"]
+    assert (buffers.plain, buffers.policy) == ("3 tensors", "3 tensors")
+    assert not list(model.named_buffers())

@@ -122,7 +122,7 @@ def test_a_cpu_tensor_comes_first(policy: str) -> None:
 
 
 def test_every_device_that_is_among_the_arguments_counts() -> None:
-    from ckpt_ft.checkpointing.parameters import modules_in
+    from ckpt_ft.checkpointing.module_state import modules_in
     from ckpt_ft.checkpointing.recompute import _accelerators
 
     class Elsewhere(torch.Tensor):

@@ -101,6 +101,13 @@ def test_version(ask: Any) -> None:
     assert (answer.code, answer.out) == (0, f"{ckpt_ft.__version__}\n")
 
 
+def test_without_a_command_the_help_is_printed(ask: Any) -> None:
+    answer = ask()
+    assert (answer.code, answer.err) == (0, "")
+    assert "estimate" in answer.out
+    assert "Recipes: " in ask("recipe", "--help").out
+
+
 def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
     """One question in our words, in TRL's and in axolotl's."""
     ours = ("--seq-length", "16", "--batch-size", "2", "--lora", "4", "--dtype", "bfloat16", "--optimizer", "adamw")
@@ -141,7 +148,7 @@ def test_the_default_card_and_one_of_ones_own(ask: Any, config: str, monkeypatch
 def test_a_bare_number_is_gib_and_is_said(ask: Any, config: str) -> None:
     answer = ask("estimate", config, "--seq-length", "16", "--json", "--capacity", "24")
     assert json.loads(answer.out)["capacity"] == 24 * GIB
-    assert answer.err == "note: --capacity 24 is taken as 24 GiB\n"
+    assert answer.err == "note: --budget 24 is taken as 24 GiB\n"
 
 
 SHORT = ("--device", "t4", "--seq-length", "64")
@@ -168,6 +175,7 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     answer = json.loads(ask(*typed).out)
     assert answer["headroom"] < 0
     ways = answer["answer"]["ways"]
+    assert ways[0]["command"].startswith(f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy ")
     assert [way["slower"] for way in ways] == sorted(way["slower"] for way in ways)
     for part in says:
         assert part in ways[0]["change"]
@@ -178,13 +186,27 @@ def test_what_would_fit_does(ask: Any, config: str, asked: tuple[str, ...], capa
     assert ways[0]["slower"] == pytest.approx(slower, abs=1e-4)
 
 
+def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: str) -> None:
+    """What is suggested leaves the 8 bits out, in the whole command too."""
+    Path(config).write_text(json.dumps({**WIDE, "tie_word_embeddings": True}))
+    answer = ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB")
+    assert (answer.code, answer.err) == (0, "")
+    assert "does not fit" in answer.out
+    found = json.loads(
+        ask("estimate", config, *SHORT, "--load-in-8bit", "--lora", "4", "--capacity", "140MiB", "--json").out
+    )["answer"]
+    for way in found["ways"]:
+        assert "without --load-in-8bit" in way["change"] or "4bit" not in way["change"]
+        assert "--load_in_8bit" not in way["command"]
+
+
 def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
     Path(config).write_text(json.dumps(WIDE))
     page = str(Path(config).with_name("estimate.html"))
     answer = ask("estimate", config, *SHORT, "--batch-size", "2", "--capacity", "140MiB", "--html", page)
     assert "nothing that was tried fits: the leanest needs" in answer.out
     assert "--launch fsdp2" in answer.out
-    assert f"more to choose from: ckpt-ft plan {config} --budget 140MiB --device t4 --seq-length 64\n" in answer.out
+    assert f"more to choose from: ckpt-ft plan {config} --seq-length 64 --device t4 --budget 140MiB\n" in answer.out
 
 
 @pytest.mark.slow
@@ -242,17 +264,18 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
     [
         (("estimate", "CONFIG", "--policy", "ful"), "did you mean 'full'"),
         (("estimate", "CONFIG", "--policy", "stages"), "has no stages"),
+        (("estimate", "CONFIG", "--policy", "full\nerror: none\x1b[2J"), "full\\nerror: none\\x1b[2J"),
         (("estimate", "CONFIG", "--device", "t5"), "no GPU 't5'"),
         (("estimate", "CONFIG", "--gpu-memory", "20GiB"), "--gpu-memory 20GiB: a card that is in no table is"),
         (("estimate", "CONFIG", "--gpu-memory", "1MiB", "--gpu-like", "t4"), "the CUDA context alone takes"),
-        (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: packed sequences are full"),
+        (("estimate", "CONFIG", "--packing", "--padding"), "--packing and --padding: give one of them"),
         (("estimate", "CONFIG", "--peft-config", "CONFIG"), "no configuration of PEFT: it names no peft_type"),
         (("estimate", "CONFIG", "--peft-config", "/nowhere.json"), "--peft-config /nowhere.json: No such file"),
         (("estimate", "CONFIG", "--load-in-8bit"), "8-bit weights cannot be trained themselves"),
         (("estimate", "CONFIG", "--double-quant"), "double quantisation is of weights in 4 bits"),
         (("estimate", "CONFIG", "--freeze", "vision"), "frozen part 'vision': no parameter has it in its name"),
         (("estimate", "CONFIG", "--freeze", "model,lm_head"), "frozen parts model, lm_head: nothing is left to train"),
-        (("estimate", "CONFIG", "--bf16", "--fp16"), "mixed precision bf16 and fp16: give one of them"),
+        (("estimate", "CONFIG", "--bf16", "--fp16"), "--bf16 and --fp16: give one of them"),
         (("estimate", "CONFIG", "--batch-size", "0"), "batch size 0: a batch has at least 1 sample"),
         (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),
         (("estimate", "CONFIG", "--bath-size", "1"), "No such option"),

@@ -15,13 +15,15 @@ from accelerate.utils import DistributedType
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning as planning_commands
-from ckpt_ft.cli.how_to_run import command, launch_words
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.planning import budget_sweep, choice_view
+from ckpt_ft.export import plan_page
+from ckpt_ft.export.page import Page
+from ckpt_ft.planning import budget_sweep
 from ckpt_ft.planning import plan as planning
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.results import Plan, Stopped
+from ckpt_ft.spec.command import launch_words
 from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.spec.launch_file import accelerate_config, read_launch, sharing_options
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -31,7 +33,7 @@ from ckpt_ft.training.run.arguments import RunArguments
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.text.data import DataArguments
 from ckpt_ft.units import GIB, parse_bytes
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -237,11 +239,11 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
 
 def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
     asked = {"lora_r": 8, "use_dora": True, "rows": "packed", "max_grad_norm": 0.5, "lora_dropout": 0.0}
-    settings = TrainingSpec.of(**asked, load_in_4bit=True, double_quant=True, seq_length=32)
+    settings = TrainingSpec.of(config, **asked, load_in_4bit=True, double_quant=True, seq_length=32)
     launch = Launch("ddp", 2)
     candidate = Candidate("full", 2, 1, 1, 1.0, 4, launch)
     plan = Plan([candidate], MemoryBudget(GIB), config, "t4", "throughput", "")
-    words = shlex.split(command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
+    words = shlex.split(planning_commands._command(plan, settings, "rows.jsonl", "").partition('--path llm)"')[2])
     model, data, memory, run = parse_args((ModelArguments, DataArguments, ACArguments, RunArguments), words)
     assert (model.lora_r, model.use_dora, model.lora_dropout, data.max_length, data.packing) == (
         8,
@@ -254,7 +256,9 @@ def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:
     assert (run.per_device_train_batch_size, run.gradient_accumulation_steps, run.max_grad_norm) == (2, 4, 0.5)
     assert memory.ac_policy == "full"
     for other in (settings.edit(load_in_4bit=False, double_quant=False, load_in_8bit=True), TrainingSpec.of(ema=True)):
-        assert "YOUR_SCRIPT.py --ac_policy full" in command(plan, other, "rows.jsonl", "")
+        assert "YOUR_SCRIPT.py --ac_policy full" in planning_commands._command(
+            plan, other.edit(model=config), "rows.jsonl", ""
+        )
 
 
 def test_the_flags_of_a_launch_are_those_of_its_file(tmp_path: Path) -> None:
@@ -277,7 +281,7 @@ def test_the_page_of_several_launches_is_of_the_picks(
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     sweep: list[Launch | None] = []
     monkeypatch.setattr(budget_sweep, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
-    monkeypatch.setattr(choice_view, "write_budget_sweep", lambda sweep, path: None)
+    monkeypatch.setattr(plan_page, "plan_page", lambda sweep: Page("", ""))
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
     assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0
     assert sweep == [Launch("ddp", 2)]

@@ -11,7 +11,7 @@ import pytest
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import GPUS
-from ckpt_ft.workloads.known_models import known_models
+from ckpt_ft.workloads.model_config import known_models
 
 
 @pytest.fixture

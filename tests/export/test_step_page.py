@@ -68,7 +68,7 @@ def test_what_is_hovered_is_what_the_trace_says(page: Page, trace: StepTrace, sh
         assert row.locator(".number").first.inner_text() == format_bytes(nbytes)
 
 
-def test_a_click_shows_a_life(page: Page, trace: StepTrace) -> None:
+def test_a_click_shows_the_lifetime(page: Page, trace: StepTrace) -> None:
     point_at(page, 0.5, 0.005)  # the lowest in the stack: the first weight
     settled(page)
     tip = page.locator(".tooltip:not([hidden])").inner_text()
@@ -83,7 +83,7 @@ def test_a_click_shows_a_life(page: Page, trace: StepTrace) -> None:
     life = page.locator(".life").inner_text()
     assert "2.0 MiB" in life
     assert "not in this step" in life
-    assert f"6, together {format_bytes(12 * MIB)}" in life  # of six layers
+    assert f"6, in total {format_bytes(12 * MIB)}" in life  # of six layers
     assert page.locator("path.chosen").count() == 1
 
 
@@ -132,7 +132,7 @@ def test_the_icicle_adds_up(page: Page, trace: StepTrace) -> None:
     said = page.locator(".cell").evaluate_all("cells => cells.map((cell) => cell.getAttribute('aria-label'))")
     assert said[0] == f"a model: {format_bytes(trace.peak_allocated)}"
     assert f"model.layers.*.q_proj: {format_bytes(6 * 3 * MIB)}" in said  # a weight and what forward kept
-    page.get_by_text("repeated layers together").click()
+    page.get_by_text("merge repeated layers").click()
     settled(page)
     page.locator(".cell[aria-label^='model.layers.3:']").click()
     settled(page)

@@ -99,7 +99,9 @@ def test_fp32_of_a_geforce_is_its_cores_at_a_clock_that_there_is(name):
 def test_an_unknown_name_gets_the_closest_and_the_list():
     with pytest.raises(UserError, match=r"no GPU 'a1000'; did you mean a100-40gb.*\? \(`ckpt-ft gpus` lists them"):
         find_gpu("a1000")
-    with pytest.raises(UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; of another, the memory"):
+    with pytest.raises(
+        UserError, match=r"no GPU 'mainframe' \(`ckpt-ft gpus` lists them; for another card, give its capacity"
+    ):
         find_gpu("mainframe")
 
 

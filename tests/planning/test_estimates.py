@@ -101,7 +101,7 @@ def test_what_is_wanted_for_its_sizes_has_a_process_to_itself_where_one_is_idle(
     monkeypatch.setattr(tracing, "_can_fork", lambda: True)  # a test before this one may have left threads behind
     tracer = Tracer(MODELS["vit"]().workload("cpu"), jobs=2)
     one = [("full,offload", 5)]
-    assert tracer._missing(one, alone=False, beside=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
+    assert tracer._missing(one, alone=False, extra=[("full,offload", 7)]) == [one, [("full,offload", 7)]]
     two = [("none", 5), ("full", 5), ("pointwise", 5)]
-    shared = tracer._missing(two, alone=False, beside=[("none", 7)])
+    shared = tracer._missing(two, alone=False, extra=[("none", 7)])
     assert shared == [[("none", 5), ("pointwise", 5)], [("full", 5), ("none", 7)]]

@@ -21,7 +21,7 @@ from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.spec.launch_file import accelerate_config, read_launch
-from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 POLICIES = ["none", "pointwise", "full"]

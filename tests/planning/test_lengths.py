@@ -15,7 +15,7 @@ from ckpt_ft.planning.candidate import seconds
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.tracing import trace_policies
-from ckpt_ft.workloads.lengths import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 ROWS = [6, 6, 6, 10, 12, 40]
@@ -64,7 +64,7 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
     workload = Workload.of_loop(small.model, padded_step, small.make_optimizer, "cpu", lengths=lengths)
     for row, same in zip(found.candidates, alike.candidates, strict=True):
         assert (same.policy, same.peak, same.reserved) == (row.policy, row.peak, row.reserved)
-        (trace,) = trace_policies(workload, [row.policy], workload.usual(256))
+        (trace,) = trace_policies(workload, [row.policy], workload.typical_step(256))
         assert row.seconds == seconds(trace)  # type: ignore[arg-type]
         assert row.seconds < 0.6 * same.seconds
     assert "padded to 15 at batch 256" in found.data

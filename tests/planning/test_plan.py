@@ -8,6 +8,7 @@ import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,12 +98,29 @@ def test_a_stale_or_foreign_plan_is_refused(llama_plan: Plan) -> None:
         Plan.from_json("[]")
 
 
-def test_adapters_do_not_change_the_fingerprint() -> None:
-    from peft import LoraConfig, get_peft_model
+ADAPTERS: list[dict[str, Any]] = [
+    {"peft_type": "LORA", "r": 2},
+    {"peft_type": "LORA", "r": 2, "modules_to_save": ["lm_head"]},
+    {"peft_type": "LOKR", "r": 2},
+    {"peft_type": "IA3", "feedforward_modules": []},
+    {"peft_type": "VERA", "r": 2},
+    {"peft_type": "OFT", "r": 0, "oft_block_size": 4},
+    {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm"]},
+    {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+]
 
+
+@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+@pytest.mark.parametrize("given", ADAPTERS)
+def test_adapters_do_not_change_the_fingerprint(given: dict[str, Any]) -> None:
+    from peft import get_peft_config, get_peft_model
+
+    if given["peft_type"] not in ("PROMPT_TUNING", "LN_TUNING"):
+        given = {"target_modules": ["q_proj", "v_proj"], **given}
     plain = fingerprint(MODELS["llama"]().model)
-    adapted = get_peft_model(MODELS["llama"]().model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    adapted = get_peft_model(MODELS["llama"]().model, get_peft_config(given))  # type: ignore[arg-type]
     assert fingerprint(adapted) == plain
+    assert fingerprint(torch.nn.ModuleDict({"module": adapted})) == plain  # as DDP names it
     assert fingerprint(MODELS["llama"]().model.half()) != plain
 
 
@@ -251,7 +269,7 @@ def test_growth_is_the_same_from_a_trace_beside_others() -> None:
     said = []
     for beside in ([], [("none", HIGH)]):
         with Tracer(workload) as tracer:
-            tracer.all([("none", LOW), ("full", LOW)], beside=beside)
+            tracer.all([("none", LOW), ("full", LOW)], extra=beside)
             assert [key for key in tracer.traced if key[1] == HIGH] == beside
             growth = Growth(LOW, HIGH)
             growth.learn(*(tracer.trace("none", at) for at in (LOW, HIGH)))  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.diffusion.validation import Validation
+from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses

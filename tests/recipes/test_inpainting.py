@@ -18,8 +18,9 @@ from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.inpainting import encode_masked, random_mask
-from ckpt_ft.training.diffusion.noise import Denoising
+from ckpt_ft.training.diffusion.data import random_mask
+from ckpt_ft.training.diffusion.encoders import encode_masked
+from ckpt_ft.training.diffusion.objectives import Denoising
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.pipeline_parts import inpaints
 

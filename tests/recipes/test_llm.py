@@ -79,7 +79,7 @@ def test_evaluation_and_the_card(llm: ModuleType, tmp_path: Path) -> None:
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] < 8
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
-    assert card.count("`````text\nRow ") >= 1  # how it goes on is shown behind an arrow
+    assert card.count("```text\nRow ") >= 1  # how it goes on is shown behind an arrow
     assert "## A sample" in card
 
 

@@ -21,11 +21,11 @@ from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
+from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
-from ckpt_ft.training.diffusion.trained import prepare
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
-from ckpt_ft.workloads.diffusion import unet_batch
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.diffusion_models import unet_batch
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

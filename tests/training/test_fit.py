@@ -25,7 +25,7 @@ from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.training.trainer_workload import trainer_workload
 from ckpt_ft.units import MIB
-from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.batches import own_loss
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
 

@@ -17,7 +17,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.diffusion.joint import text_to_file
+from ckpt_ft.training.diffusion.denoiser import text_encoder_to_file
 from ckpt_ft.training.kohya import to_kohya
 from ckpt_ft.training.run.resume import PIPELINE_LORA
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
@@ -33,7 +33,7 @@ def saved(pipeline: Any, place: Path, text: bool = False, **settings: Any) -> in
         part = getattr(pipeline, name)
         part.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **settings))
         weights = get_peft_model_state_dict(part)
-        weights = weights if name == "unet" else text_to_file(weights)
+        weights = weights if name == "unet" else text_encoder_to_file(weights)
         layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights)
     more = _collate_lora_metadata({name: getattr(pipeline, name) for name in parts})
     type(pipeline).save_lora_weights(place, **layers, **more)

@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.buckets import nearest, read_buckets, sizes_of
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.sample_sizes import nearest, read_buckets, sizes_of
 
 UNET = {
     "_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4, "sample_size": 16,

@@ -15,9 +15,9 @@ pytest.importorskip("diffusers")
 from ckpt_ft.errors import UserError
 from ckpt_ft.planning.check import check_model
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.diffusion_inputs import KINDS
-from ckpt_ft.workloads.known_models import known_models
+from ckpt_ft.workloads.diffusion_models import KINDS
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import known_models
 
 # Each with the shape of one sample's latents at 64 x 64 pixels (and 9 frames).
 TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

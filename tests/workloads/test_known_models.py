@@ -11,9 +11,8 @@ import torch
 import yaml
 
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.known_models import CONFIGS, KnownModel, find_model, hub_id, known_models, names
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.model_config import CONFIGS, KnownModel, find_model, hub_id, known_models, names, read_config
 from ckpt_ft.workloads.transformers_models import _build
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,8 +12,14 @@ import torch
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.pipeline_parts import TEXT_ENCODERS, build_text_encoder, build_vae, inpaints, part_configs
-from ckpt_ft.workloads.text_and_unet import TextAndUNet
+from ckpt_ft.workloads.pipeline_parts import (
+    TEXT_ENCODERS,
+    TextAndUNet,
+    build_text_encoder,
+    build_vae,
+    inpaints,
+    part_configs,
+)
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 # As the files of weights on the Hub have them.
@@ -47,7 +53,7 @@ def test_text_encoders_and_vae_of_sdxl() -> None:
     trained = {name for name, p in workload.model.named_parameters() if p.requires_grad}
     assert sum(name.startswith("text_encoder.") for name in trained) == 11 * 4 * 2
     assert sum(name.startswith("text_encoder_2.") for name in trained) == 32 * 4 * 2
-    assert [sum(p.numel() for p in model.parameters()) for model in workload.beside] == [VAE]
+    assert [sum(p.numel() for p in model.parameters()) for model in workload.auxiliary_models] == [VAE]
 
 
 def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
@@ -55,7 +61,7 @@ def test_an_inpainting_unet_is_cached_nowhere(tmp_path: Path) -> None:
     assert inpaints(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     workload = load(TrainingSpec.of(str(tmp_path), dtype="bfloat16", lora_r=4), "t4")
-    vae, text = workload.beside
+    vae, text = workload.auxiliary_models
     assert next(vae.parameters()).dtype == torch.float32
     assert next(text.parameters()).dtype == torch.bfloat16
 

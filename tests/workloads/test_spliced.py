@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.fake import skipping
+from ckpt_ft.memory.fake import skipped_blocks
 from ckpt_ft.memory.fake import step as tracing
-from ckpt_ft.memory.fake.again import Again
+from ckpt_ft.memory.fake.replay_step import ReplayStep
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.planning.tracing import Traced, trace_policies
@@ -152,18 +152,18 @@ def spliced(
     workload = load(settings.edit(model=str(where / "config.json")), find_gpu("a100-40gb"))
     apply_policy(workload.model, policy)
     found: list[tuple[int, int]] = []
-    unrolled = skipping.unrolled
+    splice = skipped_blocks.splice
 
-    def noted(trace: StepTrace, repeated: list[Any], late: int) -> StepTrace:
-        last = [one.skipped for one in repeated if one.skipped.ops.stop == repeated[-1].skipped.ops.stop]
-        found[:] = [(len(one.units), len(one.units[0])) for one in last]
-        return unrolled(trace, repeated, late)
+    def noted(recorder: Any, start: Any, runs: list[Any]) -> dict[int, str]:
+        lasting = splice(recorder, start, runs)
+        found[:] = [(len(run.units), len(run.units[0])) for run in runs]
+        return lasting
 
-    monkeypatch.setattr(skipping, "unrolled", noted)
+    monkeypatch.setattr(skipped_blocks, "splice", noted)
     trace = workload.trace(2)
     step = workload.step(2)
     every = tracing.trace_step(workload.model, step, make_optimizer=workload.make_optimizer, device=workload.device)
-    every = workload.whole(every)
+    every = workload.with_metadata(every)
     assert trace.storages == every.storages
     assert trace.ops == every.ops
     assert rows(trace) == rows(every)
@@ -214,15 +214,15 @@ def taken_and_run(
 ) -> tuple[list[Traced], list[Traced]]:
     """The traces of a session in which the second step is taken from the first, and of one in which it runs."""
     taken: list[bool] = []
-    recorded = Again.recorded
+    replay = ReplayStep.replay
 
-    def noted(again: Again) -> bool:
-        taken.append(recorded(again))
+    def noted(step: ReplayStep) -> bool:
+        taken.append(replay(step))
         return taken[-1]
 
-    monkeypatch.setattr(Again, "recorded", noted)
+    monkeypatch.setattr(ReplayStep, "replay", noted)
     traces = trace_policies(workload, policies, workload.step(2))
-    monkeypatch.setattr(Again, "recorded", lambda again: False)
+    monkeypatch.setattr(ReplayStep, "replay", lambda step: False)
     run = trace_policies(workload, policies, workload.step(2))
     assert taken == [True]
     return traces, run

@@ -121,7 +121,7 @@ def test_the_class_that_is_named_trains_on_its_own_batch(name: str, tmp_path: Pa
     config, kind, shapes = CLASSES[name]
     file = written(tmp_path, config, name)
     asked = {} if name == "WhisperForConditionalGeneration" else ASKED.get(kind, {})  # its windows are 30 seconds
-    settings = TrainingSpec.of(seq_length=24, **asked)
+    settings = TrainingSpec.of(default_seq_length=24, **asked)
     workload = load(settings.edit(model=file), "cpu")
     assert type(workload.model).__name__ == name
     assert workload.kind == kind
@@ -166,7 +166,7 @@ def test_what_has_no_known_step_is_refused_by_name(
     ],
 )  # fmt: skip
 def test_without_a_name_the_model_type_decides(config: dict[str, Any], named: str, tmp_path: Path) -> None:
-    assert type(load(TrainingSpec.of(written(tmp_path, config), seq_length=24), "cpu").model).__name__ == named
+    assert type(load(TrainingSpec.of(written(tmp_path, config), default_seq_length=24), "cpu").model).__name__ == named
 
 
 def test_text_for_a_model_that_sees_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ Five kinds of stand-in are put in place of `module.forward`; install.py decides 
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,10 +24,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ckpt_ft.checkpointing import rng
 from ckpt_ft.checkpointing.standin import StandIn
 from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
-from .engine import Pass, Saved, claim_on
+from .engine import CheapCall, Pass, Saved, claim_on
 
 # Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
@@ -53,20 +56,36 @@ def running_pass() -> Pass | None:
 
 
 class ModuleCall(StandIn):
-    """A norm, activation or dropout as a cheap call."""
+    """A norm, activation or dropout as a cheap call.
 
-    def __init__(self, module: nn.Module, root: nn.Module) -> None:
+    Args:
+        module: the norm, activation or dropout.
+        root: the model that it is in.
+        certain: whether it is known to compute the same when it is called again; if not, its first call shows it.
+    """
+
+    def __init__(self, module: nn.Module, root: nn.Module, certain: bool = False) -> None:
         super().__init__(module)
-        self.root = root
+        self.root, self.kind = root, type(module).__name__
+        # torch's own modules repeat themselves; whether another norm does is seen in its first call
+        self.own = type(module).forward.__module__.startswith("torch.nn.modules.")
+        self.repeats: bool | None = True if self.own or certain else None
         self.random = isinstance(module, nn.modules.dropout._DropoutNd)
         self.inplace = bool(getattr(module, "inplace", False))
         self.needs_free_input = self.random or isinstance(module, _KEEPS_RESULT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
-        if running is None or (self.needs_free_input and not self._gains(running, *args)):
+        if running is None or self.repeats is False or (self.needs_free_input and not self._gains(running, *args)):
             return self.forward(*args, **kwargs)
         return running.run(self, args, kwargs)
+
+    def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's first call; it is not repeated if it drew random numbers or changed anything in the module."""
+        before, random = _state_of(self.module), rng.snapshot(device, host=True)
+        output = self.forward(*args, **kwargs)
+        self.repeats = before == _state_of(self.module) and random == rng.snapshot(device, host=True)
+        return output
 
     def _gains(self, running: Pass, *args: Any) -> bool:
         if self.random and not self.module.training:
@@ -79,7 +98,7 @@ class ModuleCall(StandIn):
         parameters, buffers = module._parameters, dict(module._buffers)
         tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
         found = _copies(module) if tensors and hasattr(tensors[0][0], _ZERO3) else dict(parameters)
-        if buffers and not module.training:  # in training BatchNorm's output does not read its statistics
+        if buffers and not (self.own and module.training):  # in training BatchNorm does not read its statistics
             tensors += [(b, version_of(b)) for b in buffers.values() if b is not None]
         return module.training, tensors, found, buffers
 
@@ -111,6 +130,17 @@ class ModuleCall(StandIn):
                 )
 
 
+def _state_of(module: nn.Module) -> list[Any]:
+    """Everything that a call of the module could have written: identities, lengths, versions."""
+    found: list[Any] = []
+    for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+        if isinstance(value, torch.Tensor):
+            found.append((name, id(value), version_of(value)))
+        else:
+            found.append((name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0))
+    return found
+
+
 def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Parameters of a cheap module, whole: ZeRO-3 frees them after forward, and a later module's backward asks for the
     output before this module's own backward has gathered them again. They are of the hidden size, not of the batch;
@@ -134,12 +164,13 @@ class CastInput(StandIn):
     """A linear or convolution layer: under autocast, its half-precision copies of a discarded input and of its weight
     are discarded as well. They are made here as autocast makes them, one per consumer; rebuilt, they are one."""
 
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled() or not isinstance(value, torch.Tensor):
-            return self.forward(value, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled() or not args or not isinstance(args[0], torch.Tensor):
+            return self.forward(*args, **kwargs)
+        value, *rest = args
         running, kind = running_pass(), value.device.type
         if running is None or not torch.is_autocast_enabled(kind):
-            return self.forward(value, *args, **kwargs)
+            return self.forward(*args, **kwargs)
         dtype = torch.get_autocast_dtype(kind)
         claim = claim_on(value) if value.dtype is torch.float32 else None
         if claim is not None:
@@ -147,24 +178,32 @@ class CastInput(StandIn):
         parameters = self.module._parameters
         weight = parameters.get("weight")
         if weight is None or weight.dtype is not torch.float32 or is_dtensor(weight):
-            return self.forward(value, *args, **kwargs)
+            return self.forward(value, *rest, **kwargs)
         parameters["weight"] = running.cast_parameter(weight, dtype)  # type: ignore[assignment]
         try:
-            return self.forward(value, *args, **kwargs)
+            return self.forward(value, *rest, **kwargs)
         finally:
             parameters["weight"] = weight
 
 
-class OperatorCall:
+class OperatorCall(CheapCall):
     """One operator as a cheap call."""
 
+    name = ""
     random = False
+    repeats = True
 
     def __init__(self, function: Callable[..., Any], inplace: bool = False) -> None:
-        self.forward, self.inplace = function, inplace
+        self.function, self.inplace = function, inplace
+        self.kind = getattr(function, "__name__", repr(function))
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The operator."""
+        return self.function
 
     def __repr__(self) -> str:
-        return getattr(self.forward, "__name__", repr(self.forward))
+        return self.kind
 
     def state(self) -> None:
         """None: an operator has no parameters of its own."""
@@ -191,13 +230,14 @@ def _activation_gains(running: Pass, a: Any, *_: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.requires_grad  # autograd keeps the input
 
 
-_OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, Callable[..., bool]]] = {
-    torch.Tensor.mul: (OperatorCall(torch.Tensor.mul), _product_gains),
-    torch.mul: (OperatorCall(torch.mul), _product_gains),
-    torch.Tensor.add: (OperatorCall(torch.Tensor.add), _sum_gains),
-    torch.Tensor.add_: (OperatorCall(torch.Tensor.add_, inplace=True), _sum_gains),
-    F.gelu: (OperatorCall(F.gelu), _activation_gains),
-    F.silu: (OperatorCall(F.silu), _activation_gains),
+# each with its number of operands and what tells whether it is worth a cheap call
+_OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, int, Callable[..., bool]]] = {
+    torch.Tensor.mul: (OperatorCall(torch.Tensor.mul), 2, _product_gains),
+    torch.mul: (OperatorCall(torch.mul), 2, _product_gains),
+    torch.Tensor.add: (OperatorCall(torch.Tensor.add), 2, _sum_gains),
+    torch.Tensor.add_: (OperatorCall(torch.Tensor.add_, inplace=True), 2, _sum_gains),
+    F.gelu: (OperatorCall(F.gelu), 1, _activation_gains),
+    F.silu: (OperatorCall(F.silu), 1, _activation_gains),
 }
 
 
@@ -207,11 +247,13 @@ class GatedProduct(StandIn):
     def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
         super().__init__(module)
         self.down, self.activation, self.gate, self.up = names
+        (self.argument,) = inspect.signature(module.forward).parameters
 
-    def __call__(self, value: torch.Tensor) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
-        if running is None:
-            return self.forward(value)
+        if running is None or len(args) + len(kwargs) != 1 or not (args or self.argument in kwargs):
+            return self.forward(*args, **kwargs)
+        value = args[0] if args else kwargs[self.argument]
         layers = self.module._modules
         gate, up = layers[self.gate](value), layers[self.up](value)  # type: ignore[misc]
         return layers[self.down](running.run(_GATE, (layers[self.activation], gate, up), {}))  # type: ignore[misc]
@@ -235,9 +277,11 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = _OPERATORS.get(func)
         running = self.running
-        if entry is None or running.frame is not None or kwargs.get("inplace") or not torch.is_grad_enabled():
+        if entry is None or running.frame is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        call, gains = entry
+        call, operands, gains = entry
+        if len(args) < operands or kwargs.get("inplace") or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
         return running.run(call, args, kwargs) if gains(running, *args) else func(*args, **kwargs)
 
 

@@ -24,10 +24,21 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.nn import Parameter
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.tensor_identity import View, is_wrapper, looked_at, version_of, view_of, written_to
+from ckpt_ft.checkpointing.tensor_identity import (
+    View,
+    counter_of,
+    counts_with,
+    is_wrapper,
+    looked_at,
+    version_of,
+    view_of,
+    written_to,
+)
+from ckpt_ft.checkpointing.verify import Recorder, Verification
 
 CLAIM = "_ckpt_ft_claim"
 _rebuilding = threading.RLock()  # backward has one thread per device
@@ -35,18 +46,28 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
 
+# arguments that nobody can write into between forward and backward
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size, Module)
+
 Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
 
 
 class CheapCall(Protocol):
     """A norm, an activation, a product, ...: what is cheap to run once more."""
 
+    name: str  # qualified name of the module, "" of an operator
+    kind: str  # class of the module, or the operator
     random: bool  # draws random numbers
     inplace: bool  # writes its output over its first argument
+    repeats: bool | None  # whether a second run repeats the first; None until the first call has shown it
 
     @property
     def forward(self) -> Callable[..., Any]:
         """The call as it is first made."""
+
+    def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call where `repeats` is None: as `forward`, and sets `repeats`."""
+        return self.forward(*args, **kwargs)
 
     def state(self) -> Any:
         """What `again` needs to know of the moment of the first call: parameters, mode."""
@@ -56,6 +77,47 @@ class CheapCall(Protocol):
 
         Raises RuntimeError when what `state` tells of has changed since.
         """
+
+
+class Proof:
+    """What one run of a cheap call saved, until its second run is known to repeat it.
+
+    recorder: compares what is rebuilt with what was dropped, bit for bit; None if the step is not verified.
+    trial: whether the module is called for the first time. What its nodes save is held until the call has ended: if
+        the call drew random numbers or left something behind, it is not repeated, and what it saved is kept.
+    """
+
+    __slots__ = ("kept", "read", "recorder", "slots", "trial")
+
+    def __init__(self, recorder: Recorder | None, trial: bool) -> None:
+        self.recorder, self.trial = recorder, trial
+        self.slots: list[int | None] = []  # of the call's internals, in order
+        self.read: dict[tuple[int, View], int] = {}  # slots of what others saved of its outputs
+        self.kept: list[tuple[weakref.ref[Discarded], Saved]] = []
+
+    def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
+        """One of the call's own nodes saved `tensor`; `handle` stands for it, None for a parameter."""
+        if self.recorder is not None:
+            self.slots.append(None if handle is None else self.recorder.saved(tensor))
+        if self.trial and handle is not None:
+            self.kept.append((weakref.ref(handle), _held(tensor)))
+
+    def saved_output(self, index: int, view: View, tensor: torch.Tensor) -> None:
+        """Another node saved `tensor`, a view of the call's `index`-th output."""
+        if self.recorder is not None and (index, view) not in self.read:
+            self.read[index, view] = self.recorder.saved(tensor)
+
+    def rebuilt(self, saved: list[torch.Tensor]) -> None:
+        """The second run saved these."""
+        if self.recorder is not None:
+            for slot, tensor in zip(self.slots, saved, strict=True):
+                if slot is not None:
+                    self.recorder.restored(slot, tensor)
+
+    def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> None:
+        """The second run made this view of an output again."""
+        if self.recorder is not None:
+            self.recorder.restored(self.read[key], tensor)
 
 
 class Discarded:
@@ -105,21 +167,28 @@ class Handed:
 class Claim:
     """Says that a storage holds a cheap call's output and can be rebuilt, as long as nobody writes into it."""
 
-    __slots__ = ("casts", "frame", "index", "version")
+    __slots__ = ("casts", "counter", "frame", "index", "version")
 
     def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
         self.frame, self.index = frame, index
         self.version = output._version  # views and detached aliases count together
+        # parts made by `unsafe_chunk` count apart, from 0: they are told by the counter if a write came before
+        self.counter = counter_of(output) if self.version else None
         self.casts: dict[Any, Frame] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether what `tensor`, an alias of the storage, holds is still the cheap call's output."""
-        return tensor._version == self.version and self.frame.args is not None
+        if tensor._version != self.version or self.frame.args is None:
+            return False
+        return self.counter is None or counts_with(self.counter, tensor)
 
     def discard(self, tensor: torch.Tensor) -> Reader:
         """A handle in place of `tensor`, which the claim covers."""
-        handle = Reader(self.frame, self.index, view_of(tensor))
-        self.frame.readers.append(weakref.ref(handle))
+        frame = self.frame
+        handle = Reader(frame, self.index, view_of(tensor))
+        frame.readers.append(weakref.ref(handle))
+        if frame.proof is not None:
+            frame.proof.saved_output(self.index, handle.view, tensor)
         return handle
 
 
@@ -140,12 +209,18 @@ class Input:
 class Frame:
     """One run of a cheap call in one forward pass, and the handles that depend on it."""
 
-    __slots__ = ("args", "autocast", "call", "depth", "internals", "kwargs", "random", "readers", "state")
+    __slots__ = ("args", "autocast", "call", "depth", "internals", "kwargs", "proof", "random", "readers", "state")
 
     def __init__(
-        self, call: CheapCall, args: list[Any], kwargs: dict[str, Any], depth: int, device: torch.device
+        self,
+        call: CheapCall,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        depth: int,
+        device: torch.device,
+        proof: Proof | None = None,
     ) -> None:
-        self.call, self.depth = call, depth
+        self.call, self.depth, self.proof = call, depth, proof
         self.args: list[Any] | None = args  # None once rebuilt
         self.kwargs = kwargs
         self.internals: list[weakref.ref[Discarded] | None] = []
@@ -157,6 +232,9 @@ class Frame:
     def rebuild(self) -> None:
         """Make the call again, fill every handle that is still wanted, let go of the inputs."""
         if self.args is None:
+            return
+        if self.call.repeats is False:
+            self._put_back()
             return
         args = [value.get() if type(value) is Input else value for value in self.args]
         kwargs = self.kwargs and {k: v.get() if type(v) is Input else v for k, v in self.kwargs.items()}
@@ -180,12 +258,26 @@ class Frame:
                 f"{self.call} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
                 "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
             )
+        if self.proof is not None:
+            self.proof.rebuilt(saved)
         for internal, tensor in zip(self.internals, saved, strict=True):
             if internal is not None and (handle := internal()) is not None:
                 handle.source = tensor if tensor.grad_fn is None else tensor.detach()
         saved.clear()  # its tensors' nodes hold the hook, which holds the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
+        self._release()
+
+    def _put_back(self) -> None:
+        """Fill the handles with what the first run saved: this call is not repeated."""
+        assert self.proof is not None
+        for reference, kept in self.proof.kept:
+            if (handle := reference()) is not None:
+                handle.source = unpack(kept)
+        self._release()
+
+    def _release(self) -> None:
         self.args, self.kwargs, self.internals, self.readers, self.random = None, {}, [], [], None
+        self.proof = None
 
     def _fill_readers(self, outputs: tuple[Any, ...]) -> None:
         shared: dict[tuple[int, View], torch.Tensor] = {}
@@ -195,7 +287,14 @@ class Frame:
                 tensor = shared.get(key)
                 if tensor is None:
                     tensor = shared[key] = looked_at(outputs[handle.index], handle.view)
+                    if self.proof is not None:
+                        self.proof.rebuilt_output(key, tensor)
                 handle.source = tensor
+
+
+def _held(tensor: torch.Tensor) -> Saved:
+    """A tensor as a node keeps it. A node that kept its own output would keep itself alive: hence the alias."""
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 def claim_on(tensor: torch.Tensor) -> Claim | None:
@@ -259,8 +358,9 @@ MAX_CHAIN = 32
 class Pass:
     """One forward pass of a model: the hooks that what its nodes save goes through, and the cheap call that runs."""
 
-    def __init__(self, notes_kept: bool) -> None:
+    def __init__(self, notes_kept: bool, verification: Verification | None = None) -> None:
         self.frame: Frame | None = None
+        self.verification = verification  # of a step that is verified
         # storages that some node keeps anyway; by address, as it decides what there is to gain and never a value
         self.kept: set[int] | None = set() if notes_kept else None
         # hooks do not nest by themselves: only the innermost pair is called
@@ -272,9 +372,13 @@ class Pass:
         if frame is not None:
             if type(tensor) is Parameter:  # stays anyway
                 frame.internals.append(None)
+                if frame.proof is not None:
+                    frame.proof.saved(None, tensor)
                 return tensor, tensor._version
             handle = Discarded(frame)
             frame.internals.append(weakref.ref(handle))
+            if frame.proof is not None:
+                frame.proof.saved(handle, tensor)
             return handle
         storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse one has two, and no cheap call's
         claim: Claim | None = getattr(storage, CLAIM, None)
@@ -284,8 +388,7 @@ class Pass:
             self.kept.add(storage._cdata)
         if self.outer is not None:
             return self._hand_on(tensor)
-        # a node that keeps its own output would keep itself alive
-        return (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        return _held(tensor)
 
     def _hand_on(self, tensor: torch.Tensor) -> Handed:
         pack, unpack = self.outer
@@ -298,10 +401,14 @@ class Pass:
 
     def run(self, call: CheapCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a cheap call; what it saves for backward is discarded and its outputs are claimed."""
+        if call.inplace and not args:
+            return call.forward(**kwargs)
         device, depth, storages = None, 0, []
         held: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
             if not isinstance(value, torch.Tensor):
+                if not isinstance(value, _CONSTANTS):  # what it holds could be written to before backward
+                    return call.forward(*args, **kwargs)
                 held.append(value)
                 continue
             device = value.device
@@ -319,11 +426,15 @@ class Pass:
         if device is None:
             return call.forward(*args, **kwargs)
         named = dict(zip(kwargs, held[len(args) :], strict=True)) if kwargs else kwargs
-        self.frame = frame = Frame(call, held[: len(args)] if kwargs else held, named, depth, device)
+        trial = call.repeats is None and not any(isinstance(value, FakeTensor) for value in args)
+        proof = self._proof(call, trial) if trial or self.verification is not None else None
+        self.frame = frame = Frame(call, held[: len(args)] if kwargs else held, named, depth, device, proof)
         try:
-            output = call.forward(*args, **kwargs)
+            output = call.attempt(device, args, kwargs) if trial else call.forward(*args, **kwargs)
         finally:
             self.frame = None
+        if trial and not call.repeats:
+            return output  # what it saved is kept
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
@@ -331,7 +442,14 @@ class Pass:
                 # a view of a DTensor or a jagged tensor cannot be made again from its storage
                 if (call.inplace or not any(storage is other for other in storages)) and not is_wrapper(value):
                     setattr(storage, CLAIM, Claim(frame, index, value))
+        if trial and proof is not None:
+            proof.kept.clear()
         return output
+
+    def _proof(self, call: CheapCall, trial: bool) -> Proof:
+        verification = self.verification
+        recorder = None if verification is None else Recorder(verification, call.name, call.kind)
+        return Proof(recorder, trial)
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`tensor`, which the claim covers, in another dtype; in backward all its copies are one."""
@@ -339,8 +457,9 @@ class Pass:
         claim.casts = {} if claim.casts is None else claim.casts
         frame = claim.casts.get(key)
         if frame is None or frame.args is None:
-            held = Input(claim.discard(tensor), tensor.requires_grad)
-            frame = Frame(_Cast(dtype), [held], {}, claim.frame.depth + 1, tensor.device)
+            held, call = Input(claim.discard(tensor), tensor.requires_grad), _Cast(dtype)
+            proof = None if self.verification is None else self._proof(call, trial=False)
+            frame = Frame(call, [held], {}, claim.frame.depth + 1, tensor.device, proof)
             claim.casts[key] = frame
         copy = tensor.to(dtype)  # its node saves nothing
         setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
@@ -348,17 +467,20 @@ class Pass:
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """`parameter` in another dtype, not kept either."""
-        held = Input((parameter, parameter._version), parameter.requires_grad)
-        frame = Frame(_Cast(dtype), [held], {}, 0, parameter.device)
+        held, call = Input((parameter, parameter._version), parameter.requires_grad), _Cast(dtype)
+        proof = None if self.verification is None else self._proof(call, trial=False)
+        frame = Frame(call, [held], {}, 0, parameter.device, proof)
         copy = parameter.to(dtype)
         setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
         return copy
 
 
-class _Cast:
+class _Cast(CheapCall):
     """The conversion of a tensor to another dtype, as a cheap call."""
 
+    name, kind = "", "cast"
     random = inplace = False
+    repeats = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

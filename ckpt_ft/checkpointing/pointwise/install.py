@@ -6,6 +6,7 @@ dear operators (matmuls, attention, convolutions) made and the residual stream; 
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.checkpointing.parameters import modules_in
+from ckpt_ft.checkpointing.module_state import modules_in
 from ckpt_ft.checkpointing.standin import Installed, StandIn, Treated, warn_once
 from ckpt_ft.errors import UserError
 
@@ -26,6 +27,7 @@ from .engine import Pass, unpack
 
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", "diffusers.models.activations")
 _NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
+_DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|poisson|(normal|uniform|exponential)_$", re.IGNORECASE)
 _NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch)Norm")
 # down(activation(gate(x)) * up(x)), the whole of the forward; the names are each model's own
 _GATED = re.compile(
@@ -36,10 +38,38 @@ _CASTED = (nn.Linear, _CONVOLUTION)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A normalisation layer without children: torch's own, or a class that is named as one (LlamaRMSNorm)."""
+    """A normalisation layer without children: torch's own, or a class that is named as one (LlamaRMSNorm).
+
+    The latter only if its forward names nothing that draws random numbers and writes no attribute; its first call
+    under the policy shows the rest (`ModuleCall.attempt`).
+    """
     if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
         return False  # SyncBatchNorm communicates: a second run in backward would need every rank to agree
-    return isinstance(module, nn.modules.batchnorm._NormBase) or bool(_NORM_CLASS.search(type(module).__name__))
+    kind: Any = type(module)
+    if not (isinstance(module, nn.modules.batchnorm._NormBase) or _NORM_CLASS.search(kind.__name__)):
+        return False
+    return kind.forward.__module__.startswith("torch.nn.modules.") or _repeats(kind)
+
+
+@cache
+def _repeats(kind: Any) -> bool:
+    """Whether the code of `kind.forward`, and of the methods of `kind` that it calls, neither draws nor writes."""
+    rest, seen = ["forward"], {"forward"}
+    while rest:
+        function: Any = inspect.unwrap(getattr(kind, rest.pop()))
+        code = getattr(function, "__code__", None)
+        if code is None:  # compiled code
+            continue
+        if any(_DRAWS.search(name) for name in code.co_names):
+            return False
+        if any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in dis.get_instructions(code)):
+            return False
+        called = {
+            name for name in code.co_names if not hasattr(nn.Module, name) and callable(getattr(kind, name, None))
+        }
+        rest += called - seen
+        seen |= called
+    return True
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -70,7 +100,9 @@ def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
     if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
         return None
     names = _gated(type(module).forward)
-    return names if names and all(isinstance(module._modules.get(name), nn.Module) for name in names) else None
+    if names is None or not all(isinstance(module._modules.get(name), nn.Module) for name in names):
+        return None
+    return names if is_activation(module._modules[names[1]]) else None  # type: ignore[arg-type]
 
 
 @cache
@@ -130,7 +162,7 @@ class Watched(StandIn):
             return self.forward(*args, **kwargs)
         if not torch.is_grad_enabled() or local.running is not None:
             return self.forward(*args, **kwargs)
-        local.running = running = Pass(self.notes_kept)
+        local.running = running = Pass(self.notes_kept, self.verification if self.verification.active else None)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
                 return self.forward(*args, **kwargs)
@@ -153,7 +185,8 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
     stand_in: StandIn
     for module in chosen.values():
         if is_norm(module) or is_activation(module) or is_dropout(module):
-            stand_in, dropped, kept = ModuleCall(module, model), "output", "input"
+            stand_in = ModuleCall(module, model, certain=not is_norm(module))
+            dropped, kept = "output", "input"
         elif (names := gated_names(module)) is not None:
             stand_in, dropped, kept = GatedProduct(module, names), "gated product", "gate and up projections"
         elif is_rotary_attention(module):

@@ -1,9 +1,9 @@
 "use strict";
-// What every view builds with: elements, figures as people read them, colours, copying.
+// Shared by all views: elements, formatting of figures, colours, copying.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
-/** An element with attributes and children. `on...` are listeners; texts stay texts, nothing is read as HTML. */
+/** An element with attributes and children. `on...` are listeners; texts are never parsed as HTML. */
 function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -33,13 +33,13 @@ const COUNT = new Intl.NumberFormat("en");
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const UNITS = [["GiB", 2 ** 30, 2], ["MiB", 2 ** 20, 1], ["KiB", 2 ** 10, 1], ["B", 1, 0]];
 
-/** Bytes as people read them, as the console prints them. */
+/** Bytes as the console prints them. */
 function bytes(n) {
   const [unit, size, digits] = UNITS.find(([, size]) => Math.abs(n) >= size) || UNITS[3];
   return `${DECIMALS[digits].format(n / size)} ${unit}`;
 }
 
-/** The unit in which the marks of an axis up to `n` bytes are written. */
+/** The unit of the marks of an axis up to `n` bytes. */
 function axisUnit(n) {
   return UNITS.find(([, size]) => n >= size) || UNITS[3];
 }
@@ -86,7 +86,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => them
 const colours = new Map();
 onTheme(() => colours.clear());
 
-/** The colour that a CSS custom property has under the present theme, as [r, g, b]. */
+/** The colour of a CSS custom property in the current theme, as [r, g, b]. */
 function colour(name) {
   if (!colours.has(name)) {
     const probe = el("i", { style: `color: var(${name})` });
@@ -101,12 +101,12 @@ function categoryColour(category) {
   return `var(--${category})`;
 }
 
-/** Copy `text`, and say so on `button` for a moment. */
+/** Copy `text`, and confirm it on `button` for a moment. */
 async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    const area = el("textarea", { style: "position: fixed; opacity: 0" }, text); // no clipboard for pages from disk
+    const area = el("textarea", { style: "position: fixed; opacity: 0" }, text); // pages from disk have no clipboard
     document.body.append(area);
     area.select();
     document.execCommand("copy");
@@ -121,13 +121,13 @@ function copyButton(text, label = "copy") {
   return el("button", { class: "small", onclick: (event) => copy(text(), event.currentTarget) }, label);
 }
 
-/** Flags with a button that copies them; a line breaks between flags alone. */
+/** Flags with a button that copies them; lines break only between flags. */
 function codeLine(text) {
   const flags = text.split(/ (?=--)/).flatMap((flag) => [el("span", {}, flag), " "]);
   return el("div", { class: "code" }, el("code", {}, ...flags), copyButton(() => text));
 }
 
-/** A button that is on or off. */
+/** A toggle button. */
 function toggle(label, on, changed) {
   const button = el("button", { class: "small", "aria-pressed": String(on) }, label);
   button.addEventListener("click", () => {
@@ -138,7 +138,7 @@ function toggle(label, on, changed) {
   return button;
 }
 
-/** One of several buttons is on. */
+/** Buttons of which one is on. */
 function choose(label, names, chosen, changed) {
   const buttons = names.map((name) => el("button", { class: "small", "aria-pressed": String(name === chosen) }, name));
   buttons.forEach((button, i) => button.addEventListener("click", () => {
@@ -148,7 +148,7 @@ function choose(label, names, chosen, changed) {
   return el("span", { class: "choose", role: "group", "aria-label": label }, ...buttons);
 }
 
-/** Call `draw` once before the next frame, however often it was asked for. */
+/** A function that calls `draw` before the next frame, once for any number of calls. */
 function onceAFrame(draw) {
   let asked = false;
   return () => {
@@ -161,7 +161,7 @@ function onceAFrame(draw) {
   };
 }
 
-/** Call `draw(width)` when `element` gets another width. */
+/** Call `draw(width)` when the width of `element` changes. */
 function onWidth(element, draw) {
   let known = 0;
   new ResizeObserver(([entry]) => {
@@ -170,7 +170,7 @@ function onWidth(element, draw) {
   }).observe(element);
 }
 
-/** A box beside the pointer, kept inside of the window. */
+/** A box beside the pointer, kept inside the window. */
 function tooltip() {
   const box = el("div", { class: "tooltip", hidden: true });
   document.body.append(box);

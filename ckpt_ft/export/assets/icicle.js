@@ -1,10 +1,10 @@
-// Who holds the bytes of a moment, by module: each row of the icicle is one level of the model's tree.
+// The bytes of a moment by module: each row of the icicle is one level of the module tree.
 
 const LEVEL = 30; // pixels of a row
-const NARROW = 2; // what is no wider than this many pixels is left out
+const NARROW = 2; // cells narrower than this many pixels are left out
 const OUTSIDE = "outside of modules";
 
-/** The tree of module names, with each place's node; a node stands behind its parent. */
+/** The tree of module names, and the node of each place; a node comes after its parent. */
 class Tree {
   constructor(name, places) {
     this.nodes = [{ name, path: name, parent: -1, depth: 0, children: [] }];
@@ -44,8 +44,8 @@ class Icicle {
     this.trees = { together: new Tree(step.name || "step", groups), apart: new Tree(step.name || "step", step.places) };
     this.use(true);
     this.moment = step.peak;
-    this.levels = el("div", { class: "icicle", role: "tree", "aria-label": "Who holds the bytes, by module" });
-    this.path = el("nav", { class: "path", "aria-label": "Part of the model that is shown" });
+    this.levels = el("div", { class: "icicle", role: "tree", "aria-label": "Bytes by module" });
+    this.path = el("nav", { class: "path", "aria-label": "The module that is shown" });
     this.element = el("div", {}, this.path, this.levels);
     this.tip = tooltip();
     this.draw = onceAFrame(() => this.drawn());
@@ -88,7 +88,7 @@ class Icicle {
     this.path.replaceChildren(...this.crumbs());
   }
 
-  /** Below `node` the module that holds all that it does: "model", "model.layers" and "model.layers.*" are one cell. */
+  /** The innermost module that holds all bytes of `node`: "model", "model.layers", "model.layers.*" are one cell. */
   endOfChain(node) {
     const all = total(this.sums[node]);
     const only = node ? this.tree.nodes[node].children.find((child) => total(this.sums[child]) === all) : undefined;
@@ -114,7 +114,7 @@ class Icicle {
     }, label);
   }
 
-  /** A gradient with as much of each category's colour as the node holds of it. */
+  /** A gradient of the categories' colours in proportion to their bytes. */
   kinds(held) {
     let from = 0;
     const stops = [];

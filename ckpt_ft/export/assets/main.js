@@ -1,4 +1,4 @@
-// The page: its head, then each section by the view of its kind.
+// The page: its header, then the view of each section.
 
 const VIEWS = { figures: figuresView, choice: choiceView, run: runView, step: stepView, timeline: timelineView, tables: tablesView };
 

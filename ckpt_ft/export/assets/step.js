@@ -1,5 +1,6 @@
-// A step: its allocations, and who lives at a moment. Sums of what the trace says, nothing more.
+// The data of a step, and the part of it that is visible.
 
+/** The allocations of a step, and sums over those that are alive at a moment. */
 class Step {
   constructor(data) {
     Object.assign(this, data);
@@ -32,12 +33,12 @@ class Step {
     return this.made[row] <= moment && moment < this.freed[row];
   }
 
-  /** Rows that live at `moment`, lowest in the stack first. */
+  /** Rows that are alive at `moment`, lowest in the stack first. */
   *alive(moment) {
     for (let i = 0; i < this.count; i++) if (this.lives(i, moment)) yield i;
   }
 
-  /** The row that lies at `level` bytes of the stack at `moment`; -1 above it. */
+  /** The row at `level` bytes of the stack at `moment`; -1 above the stack. */
   rowAt(moment, level) {
     let top = 0;
     for (const i of this.alive(moment)) {
@@ -54,7 +55,7 @@ class Step {
     return bottom;
   }
 
-  /** Of the moments `from` ... `to` the first one that holds the most. */
+  /** The first moment with the most bytes from `from` to `to`. */
   fullest(from, to) {
     let best = from;
     for (let m = from + 1; m <= to; m++) if (this.total[m] > this.total[best]) best = m;
@@ -84,14 +85,14 @@ class Step {
     return this.ops[this.op[row]] || "there before the step";
   }
 
-  /** When a moment is, in words. */
+  /** The event, phase and time of a moment, as text. */
   when(moment) {
     const at = `event ${COUNT.format(moment)} of ${COUNT.format(this.last)}`;
     const time = this.time ? ` · ${seconds(this.time[moment] / 1e6)}` : "";
     return moment ? `${at} · ${this.phaseAt(moment)}${time}` : "before the step";
   }
 
-  /** Rows made by the same op in the same place of other layers, this one included. */
+  /** Rows of the same op in the same place of all repeated layers, this row included. */
   alike(row) {
     const same = [];
     const group = this.group[this.place[row]];
@@ -100,5 +101,92 @@ class Step {
         && this.phase[i] === this.phase[row] && this.group[this.place[i]] === group) same.push(i);
     }
     return same;
+  }
+}
+
+/** The visible part of a step: its range of positions, and the moment that each column of pixels shows. */
+class Stretch {
+  constructor(step) {
+    this.step = step;
+    this.use("order");
+  }
+
+  /** Position the moments by "order" or by "time". */
+  use(axis) {
+    const kept = this.position && [this.momentAt(this.from), this.momentAt(this.to)];
+    this.axis = axis;
+    this.position = axis === "time" ? this.step.time : this.step.order;
+    this.end = this.position[this.step.last] || 1;
+    [this.from, this.to] = kept ? [this.position[kept[0]], this.position[kept[1]]] : [0, this.end];
+    if (this.to <= this.from || (kept && kept[1] === this.step.last)) this.to = this.end;
+  }
+
+  /** The last moment at or before `position`. */
+  momentAt(position) {
+    let low = 0;
+    let high = this.step.last;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.position[middle] <= position) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  /** For each of `width` columns, the covered moment with the most bytes, so that no peak is lost. */
+  columns(width) {
+    const found = new Int32Array(width);
+    let from = this.momentAt(this.from);
+    for (let c = 0; c < width; c++) {
+      const end = this.from + ((c + 1) / width) * (this.to - this.from);
+      let to = from;
+      while (to < this.step.last && this.position[to + 1] < end) to++;
+      found[c] = this.step.fullest(from, to);
+      from = to;
+    }
+    return found;
+  }
+
+  x(moment, width) {
+    return ((this.position[moment] - this.from) / (this.to - this.from)) * width;
+  }
+
+  /** Scale the width by `factor` around the position at `share` of the width. */
+  zoom(factor, share) {
+    const kept = this.from + share * (this.to - this.from);
+    const wide = this.width((this.to - this.from) * factor);
+    this.show(kept - share * wide, wide);
+  }
+
+  /** Show only the range between two shares of the width. */
+  select(left, right) {
+    const wide = this.to - this.from;
+    this.show(this.from + left * wide, this.width((right - left) * wide));
+  }
+
+  /** `wanted`, limited to between a few moments and the whole step. */
+  width(wanted) {
+    return Math.min(this.end, Math.max((8 * this.end) / Math.max(this.step.last, 8), wanted));
+  }
+
+  pan(share) {
+    this.show(this.from + share * (this.to - this.from), this.to - this.from);
+  }
+
+  show(from, wide) {
+    this.from = Math.min(Math.max(0, from), this.end - wide);
+    this.to = this.from + wide;
+  }
+
+  /** Scroll just far enough to show `moment`. */
+  reveal(moment) {
+    const at = this.position[moment];
+    const wide = this.to - this.from;
+    if (at < this.from) this.show(at - 0.1 * wide, wide);
+    if (at > this.to) this.show(at - 0.9 * wide, wide);
+  }
+
+  whole() {
+    [this.from, this.to] = [0, this.end];
   }
 }

@@ -1,4 +1,4 @@
-// The view of a step: chart, what is below the pointer, who holds it, and the tables.
+// The view of a step: the chart, the moment under the pointer, the bytes by module, and tables.
 
 function stepView(section) {
   const step = new Step(section.data);
@@ -17,9 +17,9 @@ function stepView(section) {
       controls(chart, step),
       el("div", { class: "beside" }, chart.element, el("aside", {}, here, life))),
     el("section", {},
-      el("h2", {}, "Who holds it"),
-      el("p", { class: "muted" }, "By module, at the moment that the chart points at. Click a part to look into it."),
-      el("div", { class: "tools" }, toggle("repeated layers together", true, (on) => {
+      el("h2", {}, "Memory by module"),
+      el("p", { class: "muted" }, "Bytes of each module at the moment under the pointer of the chart. Click a module to zoom in."),
+      el("div", { class: "tools" }, toggle("merge repeated layers", true, (on) => {
         icicle.use(on);
         icicle.deepest = 0;
         icicle.draw();
@@ -49,10 +49,10 @@ function controls(chart, step) {
       chart.scale = name;
       chart.redraw();
     }),
-    el("span", { class: "muted hint" }, "wheel or drag to zoom · click an allocation for its life"));
+    el("span", { class: "muted hint" }, "wheel or drag to zoom · click an allocation for its lifetime"));
 }
 
-/** What is allocated at a moment, by category. */
+/** The allocated bytes of a moment by category. */
 function atMoment(step, moment) {
   const held = step.byCategory(moment);
   const all = step.total[moment];
@@ -78,24 +78,24 @@ function share(part, all) {
   return part && !percent ? "< 1 %" : `${percent} %`;
 }
 
-/** The life of an allocation. */
+/** The lifetime of an allocation. */
 function lifeOf(step, row, chart) {
-  if (row < 0) return [el("p", { class: "muted" }, "Click an allocation, or use the arrow keys, to see its life.")];
+  if (row < 0) return [el("p", { class: "muted" }, "Click an allocation, or choose one with the arrow keys, to see its lifetime.")];
   const alike = step.alike(row);
   const stays = step.lasts[row];
   return [
-    el("h3", {}, "Its life"),
+    el("h3", {}, "Allocation"),
     el("p", { class: "big" }, bytes(step.bytes[row])),
     el("p", { class: "place" }, step.placeOf(row)),
     facts([
       ["op", step.opOf(row)],
       ["category", step.categories[step.category[row]]],
       ["bytes", COUNT.format(step.bytes[row])],
-      ["made", moment(chart, step.made[row])],
+      ["allocated", moment(chart, step.made[row])],
       ["freed", stays ? "not in this step" : moment(chart, step.freed[row])],
-      ["lives for", `${COUNT.format(step.freed[row] - step.made[row])} events${lasted(step, row)}`],
+      ["lifetime", `${COUNT.format(step.freed[row] - step.made[row])} events${lasted(step, row)}`],
       ["at the peak", step.lives(row, step.peak) ? "alive" : "not alive"],
-      ["alike", `${COUNT.format(alike.length)}, together ${bytes(total(alike.map((i) => step.bytes[i])))}`],
+      ["in repeated layers", `${COUNT.format(alike.length)}, in total ${bytes(total(alike.map((i) => step.bytes[i])))}`],
     ]),
   ];
 }
@@ -105,7 +105,7 @@ function lasted(step, row) {
   return ` · ${seconds((step.time[step.freed[row]] - step.time[step.made[row]]) / 1e6)}`;
 }
 
-/** A moment as a link: the chart goes there. */
+/** A moment as a link that moves the chart there. */
 function moment(chart, at) {
   return el("button", { class: "link", onclick: () => chart.go(at) }, chart.step.when(at));
 }
@@ -119,7 +119,7 @@ function stepTables(step, chart) {
   ]);
   const allocations = new DataTable(
     [number("bytes", bytes), text("category"), text("module"), text("op"), text("phase"),
-      number("made at event", COUNT.format), number("freed at event", (n) => (n === "" ? "" : COUNT.format(n))), number("number")],
+      number("allocated at event", COUNT.format), number("freed at event", (n) => (n === "" ? "" : COUNT.format(n))), number("number")],
     all.sort((a, b) => b[0] - a[0]), (row) => chart.choose(row[7]));
   return tabs({
     "what holds the peak": new DataTable(
@@ -134,7 +134,7 @@ function stepTables(step, chart) {
   });
 }
 
-/** Who holds a moment: like allocations of a model's repeated layers taken together, the largest first. */
+/** The holders of a moment, largest first; allocations in repeated layers are merged. */
 function holders(step, moment) {
   const groups = new Map();
   for (const i of step.alive(moment)) {

@@ -1,10 +1,10 @@
-// Figures as a table: every row of it can be searched, sorted and copied as CSV; the first ones are shown.
+// Tables that can be searched, sorted and copied as CSV; only the first rows are shown at first.
 
 const SHOWN = 15;
 
 /**
- * A table of `rows` under `heads` ({name, numbers, show}). A cell is a text, or a number that `show` writes; CSV has the
- * number.
+ * A table of `rows` under `heads` ({name, numbers, show}). A cell is a text, or a number that `show` formats; the CSV
+ * has the plain number.
  */
 class DataTable {
   constructor(heads, rows, chosen = () => {}) {
@@ -67,7 +67,7 @@ class DataTable {
   }
 }
 
-/** Several tables, of which one is shown. */
+/** Several tables, one of which is shown. */
 function tabs(tables) {
   const names = Object.keys(tables);
   const place = el("div");

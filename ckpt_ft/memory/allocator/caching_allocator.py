@@ -1,11 +1,13 @@
 """PyTorch's CUDA caching allocator without the memory: blocks, segments and pools of one device, for each stream.
 
-Follows c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes; small (up to 1 MiB) and large requests apart;
-segments of 2 MiB, 20 MiB, or the request rounded to 2 MiB; best fit, ties to the lowest address; split, merge; on
-failure cached segments are given back and the allocation tried again. Its functions' names stand in brackets. New
-segments are taken to lie below the ones before them, as Linux maps memory top down; it decides between free blocks of
-one size. CUDA does not promise it, but published peaks of reserved memory come out to the byte this way and up to 6 %
-off the other way round (benchmarks/accuracy.py).
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes rounded to 512 bytes; separate pools for small (up to
+1 MiB) and large requests; segments of 2 MiB, 20 MiB, or the request rounded to 2 MiB; best fit, the lowest address
+first; split and merge; on failure, cached segments are given back and the allocation is retried. Docstrings name the
+functions of that file in parentheses.
+
+New segments are assumed to lie below earlier ones, because Linux maps memory top down; this decides between free
+blocks of equal size. CUDA does not guarantee it, but it reproduces published peaks of reserved memory to the byte, and
+the opposite assumption is up to 6 % off (benchmarks/accuracy.py).
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from .settings import MIN_BLOCK, AllocatorSettings
 
 SMALL_SIZE = MIB  # the largest request that the small pool serves; also the largest tail a large block keeps unsplit
 SMALL_SEGMENT = 2 * MIB
-MIN_LARGE = 10 * MIB  # requests from here on get a segment of their own size
+MIN_LARGE = 10 * MIB  # from this size on, a request gets a segment of its own size
 ROUND_LARGE = 2 * MIB
 
 
 class OutOfMemory(Exception):
-    """The device's capacity cannot hold the request, even with every cached segment given back."""
+    """The request does not fit into the device's capacity, even with every cached segment given back."""
 
 
 class Block:
-    """A run of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
+    """A range of addresses in one segment. `prev` and `next` are its neighbours in that segment."""
 
     __slots__ = ("address", "allocated", "expandable", "mapped", "next", "pool", "prev", "size")
 
@@ -73,10 +75,11 @@ class Pool:
 
 @dataclass
 class CachingAllocator:
-    """The allocator of one device. `capacity`: bytes that segments may take in all, None for no limit.
+    """The allocator of one device.
 
-    `allocated` and `reserved` are what torch.cuda.memory_allocated and memory_reserved would say; `retries` counts the
-    allocations that had to give cached segments back first (torch's num_alloc_retries).
+    capacity: bytes of all segments together, None for no limit.
+    allocated, reserved: torch.cuda.memory_allocated and memory_reserved.
+    retries: allocations that gave cached segments back first (torch's num_alloc_retries).
     """
 
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
@@ -86,7 +89,7 @@ class CachingAllocator:
     retries: int = 0
 
     def __post_init__(self) -> None:
-        self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large one
+        self._pools: dict[str, tuple[Pool, Pool]] = {}  # stream -> its small and its large pool
         self._lowest_address = 1 << 62
         self._no_split = self.settings.max_split_size or 1 << 62
         self._splits_all = not self.settings.expandable_segments and self.settings.max_split_size is None
@@ -94,14 +97,14 @@ class CachingAllocator:
 
     @property
     def pools(self) -> list[Pool]:
-        """Of every stream."""
+        """The pools of all streams."""
         return [pool for pools in self._pools.values() for pool in pools]
 
     def malloc(self, nbytes: int, stream: str = "") -> Block | None:
         """A block for `nbytes` (None for 0 bytes, which need none) in the pools of `stream`.
 
         Raises:
-            OutOfMemory: see there; the allocator stays usable, its cached segments given back.
+            OutOfMemory: the request does not fit. The allocator stays usable without its cached segments.
         """
         if nbytes == 0:
             return None
@@ -122,7 +125,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give a block of `malloc` back to the cache."""
+        """Return a block of `malloc` to the cache."""
         if block is None:
             return
         self.allocated -= block.size
@@ -131,7 +134,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache(): segments without a live block, and free pages of expandable ones, go back."""
+        """torch.cuda.empty_cache(): give back segments without a live block and free pages of expandable segments."""
         for pool in self.pools:
             for _, address in list(pool.fits):
                 block = pool.at[address]
@@ -151,11 +154,11 @@ class CachingAllocator:
         i = bisect_left(fits, (size, 0))
         if i == len(fits):
             return None
-        if self._splits_all:  # by default: the first that fits
+        if self._splits_all:  # by default, the first that fits
             return pool.at.pop(fits.pop(i)[1])
         block = pool.at[fits[i][1]]
         if self.settings.expandable_segments:
-            # The end of an expandable segment counts as large as it could grow, so that it is used last.
+            # The end of an expandable segment counts with the size it could grow to, so that it is used last.
             while i + 1 < len(fits) and _growable(following := pool.at[fits[i + 1][1]]) < _growable(block):
                 i, block = i + 1, following
         if size < self._no_split <= block.size:
@@ -166,7 +169,7 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
-        """A segment from the device, or None when it has no room (alloc_block, get_allocation_size)."""
+        """A new segment, or None if the device is full (alloc_block, get_allocation_size)."""
         if self.settings.expandable_segments:
             return self._grow(pool, size)
         if pool.small:
@@ -181,7 +184,7 @@ class CachingAllocator:
         return Block(self._addresses(segment, align=ROUND_LARGE), segment, pool)
 
     def _after_release(self, pool: Pool, size: int) -> Block:
-        """Give cached segments back until the request fits: first what is too large to be split, then all (malloc)."""
+        """Give cached segments back until the request fits: first blocks that are never split, then all (malloc)."""
         self.retries += 1
         if self._release_oversize(pool, size):
             block = self._new_segment(pool, size)
@@ -220,7 +223,7 @@ class CachingAllocator:
         return self._lowest_address
 
     def _merge_neighbours(self, block: Block) -> None:
-        """Join a block that is in no pool with its free neighbours of the same mapping (try_merge_blocks)."""
+        """Merge a block outside the pools with its free neighbours, mapped or unmapped like it (try_merge_blocks)."""
         left, right = block.prev, block.next
         if left is not None and not left.allocated and left.mapped == block.mapped:
             left.pool.remove(left)
@@ -239,21 +242,21 @@ class CachingAllocator:
         return SMALL_SEGMENT if pool.small else self.settings.large_segment_size
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Map pages at the lowest address with room, free blocks before it used up (try_allocate_expandable_block)."""
+        """Map pages at the lowest address with room, next to free blocks (try_allocate_expandable_block)."""
         block = self._expandable_block(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
             following = block.next
-            assert following is not None, "the block found is followed by enough unmapped or free addresses"
+            assert following is not None, "enough unmapped or free addresses follow the block"
             if not self._map(following, min(size - block.size, following.size)):
                 return None
-            block = following  # merged with what came before it
+            block = following  # merged with the block before it
         pool.remove(block)
         return block
 
     def _expandable_block(self, pool: Pool, size: int) -> Block:
-        """Where `size` bytes can be mapped in a row, in a new segment if nowhere else (find_expandable_block)."""
+        """A block from which `size` contiguous bytes can be mapped, else a new segment (find_expandable_block)."""
         for address in pool.unmapped:
             block = pool.at[address]
             start = block.prev if block.prev is not None and not block.prev.allocated else block
@@ -263,14 +266,14 @@ class CachingAllocator:
             if room >= size:
                 return start
         page = self._page(pool)
-        # torch reserves addresses for 9/8 of the device; without a capacity there is always room to grow.
+        # torch reserves addresses for 9/8 of the device; without a capacity, a segment can always grow.
         extent = -(-(self.capacity or 1 << 50) * 9 // 8 // page) * page
         block = Block(self._addresses(extent, align=page), extent, pool, expandable=True, mapped=False)
         pool.add(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> bool:
-        """Back the first `nbytes` of an unmapped block, rounded up to pages, with memory; the rest stays unmapped."""
+        """Map the first `nbytes` of an unmapped block, rounded up to pages; the rest stays unmapped."""
         page = self._page(block.pool)
         mapped = -(-nbytes // page) * page
         if not self._fits(mapped):
@@ -288,7 +291,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages inside a free block; what lies before and after them stays a free block."""
+        """Give back the whole pages inside a free block; the parts before and after them stay free blocks."""
         pool, page = block.pool, self._page(block.pool)
         start = -(-block.address // page) * page
         stop = (block.address + block.size) // page * page

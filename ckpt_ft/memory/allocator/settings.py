@@ -1,7 +1,7 @@
 """The caching allocator's options, in the syntax of PYTORCH_CUDA_ALLOC_CONF.
 
-Names, defaults and limits are those of torch's c10/core/AllocatorConfig.{h,cpp}. Only options that move bytes on the
-device are kept; those of pinned host memory and of locking are accepted and change nothing.
+Names, defaults and limits are those of torch's c10/core/AllocatorConfig.{h,cpp}. Only options that change bytes on the
+device are kept; options for pinned host memory and locking are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.units import MIB, whole_number
 
-MIN_BLOCK = 512  # every size is rounded up to a multiple of it
+MIN_BLOCK = 512  # every size is rounded up to a multiple of this
 _INTERVALS = 16  # roundup_power2_divisions has one entry per power of two from 1 MiB to 64 GiB
 _MIN_SPLIT_MB = 20
 _PAIR = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
@@ -34,14 +34,14 @@ _NOT_REPLAYED = {
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What decides how the caching allocator lays blocks out. Sizes are bytes.
+    """The options that decide how the caching allocator places blocks. Sizes are bytes.
 
     expandable_segments: one growing address range per pool instead of a cudaMalloc per segment.
     max_split_size: blocks of at least this size are never split; None splits all.
-    max_non_split_rounding_size: how much larger than the request a block that is never split may be.
-    roundup_power2_divisions: () for none, else 16 entries, for 1 MiB, 2 MiB ... 32 GiB and up: sizes between two
-        powers of two are rounded up to one of so many equal steps; 0 and 1 leave an interval at 512-byte rounding.
-    large_segment_size: the segment that requests between 1 and 10 MiB share, and a large expandable segment's page.
+    max_non_split_rounding_size: the excess of a block that is never split over the request it may serve.
+    roundup_power2_divisions: () for none, else 16 entries, for 1 MiB, 2 MiB ... 32 GiB and up: the number of equal
+        steps between two powers of two to which sizes are rounded up; 0 and 1 keep the rounding to 512 bytes.
+    large_segment_size: the segment that requests between 1 and 10 MiB share, and a page of a large expandable segment.
     """
 
     expandable_segments: bool = False
@@ -69,7 +69,7 @@ class AllocatorSettings:
         return settings
 
     def block_size(self, nbytes: int) -> int:
-        """The size of the block that a request of `nbytes` asks for (DeviceCachingAllocator::round_size)."""
+        """The size of the block for a request of `nbytes` (DeviceCachingAllocator::round_size)."""
         if self.roundup_power2_divisions and nbytes >= MIN_BLOCK:
             interval = min(max(nbytes.bit_length() - 1 - 20, 0), _INTERVALS - 1)
             divisions = self.roundup_power2_divisions[interval]
@@ -116,7 +116,7 @@ def _integer(key: str, value: str, least: int) -> int:
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
-    """`"4"` for every size, or `"[256:1,512:2,>:8]"`: the divisions from each size (MiB) on."""
+    """The divisions: `"4"` for every size, or `"[256:1,512:2,>:8]"` from each size (MiB) on."""
     if not value.startswith("["):
         return (_power_of_two(key, value, zero=False),) * _INTERVALS
     table: list[int] = [0] * _INTERVALS

@@ -15,9 +15,9 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU
 
+from .collectives import collective_seconds, memory_left, network_share
 from .kernels import device_seconds
 
 if TYPE_CHECKING:

@@ -1,35 +1,36 @@
-"""Ctrl-C in a trace: what Python's signal handlers do waits until torch is not in the middle of something.
+"""Defers signals during a trace to the beginning of the step's next op.
 
-A KeyboardInterrupt that rises wherever Python happens to be is lost in the callback of a weak reference, may leave a
-patch in place, and ends the process (SIGABRT) in Python that torch's C++ calls where it lets no exception through:
+A KeyboardInterrupt that is raised at an arbitrary place is lost in the callback of a weak reference, may leave a patch
+in place, and aborts the process (SIGABRT) in Python code that torch's C++ calls without letting exceptions through:
 `find_torch_dispatch_rule` in torch/_library/simple_registry.py, once for every op under a dispatch mode. At the
-beginning of an op it is an exception like any other.
+beginning of an op it is an ordinary exception.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 class Interrupts:
-    """While entered, signal handlers wait for `deliver`, at the latest until exit.
+    """Defers signal handlers, while entered, to the next call of `deliver`, or to the exit.
 
-    A signal that comes a second time while `passing` is true is not kept waiting: the step may hang. Python delivers
-    signals to its main thread alone, so in another thread this does nothing.
+    Within `passing_on`, a signal that comes a second time is handled at once, since the step may hang. Python delivers
+    signals to its main thread only, so in other threads this does nothing.
     """
 
     def __init__(self) -> None:
-        self.passing = False
-        self.waiting: dict[int, FrameType | None] = {}  # signals that came, with where
+        self._passing = False
+        self.waiting: dict[int, FrameType | None] = {}  # signals that came, with the frame
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in sorted(signal.valid_signals()):  # SIGINT, which raises, among the first, and last on exit
+            for number in sorted(signal.valid_signals()):  # SIGINT, which raises, comes early; on exit it comes late
                 handler = signal.getsignal(number)
                 if callable(handler) and not isinstance(handler, signal.Handlers):
                     self._handlers[number] = handler
@@ -37,13 +38,22 @@ class Interrupts:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.passing = False
+        self._passing = False
         for number, handler in reversed(self._handlers.items()):
             signal.signal(number, handler)
         self.deliver()
 
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """The steps run: a signal that comes twice is not deferred."""
+        self._passing = True
+        try:
+            yield
+        finally:
+            self._passing = False
+
     def deliver(self) -> None:
-        """Call the handlers of the signals that came: raises KeyboardInterrupt for Ctrl-C."""
+        """Call the deferred handlers; raises KeyboardInterrupt for Ctrl-C."""
         while self.waiting:
             number, frame = self.waiting.popitem()
             self._handlers[number](number, frame)
@@ -51,6 +61,6 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         again = number in self.waiting
         self.waiting[number] = frame
-        if again and self.passing:
-            self.passing = False  # what it raises runs into code that puts things back
+        if again and self._passing:
+            self._passing = False  # the exception runs through code that restores state
             self.deliver()

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ckpt_ft.memory.record.dispatch import Uncacheable
+
 from .fakes import CPU, Fakes
 
 _CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::_local_scalar_dense"}
-
-
-class Uncacheable(Exception):
-    """The call's result cannot be told from the shapes alone."""
 
 
 _LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
@@ -82,35 +80,6 @@ class Remembered:
         if kind == "sequence":
             return recipe[1]([self._make(item, args) for item in recipe[2]])
         return recipe[1]
-
-
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hashable description of an op's arguments, or None where its result depends on more than that."""
-    parts: list[Any] = [torch.get_default_dtype()]
-    try:
-        _describe(args, parts)
-        for name, value in kwargs.items():
-            parts.append(name)
-            _describe((value,), parts)
-    except Uncacheable:
-        return None
-    return tuple(parts)
-
-
-def _describe(values: Any, parts: list[Any]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            if value.constant is not None or value.is_sparse:
-                raise Uncacheable
-            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
-        elif kind is list or kind is tuple:
-            parts.append(len(value))
-            _describe(value, parts)
-        elif isinstance(value, Tensor) or kind.__hash__ is None:
-            raise Uncacheable
-        else:
-            parts += (kind, value)  # the type too: 1, 1.0 and True are equal
 
 
 def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:

@@ -1,16 +1,16 @@
 """trace_step: runs a user's training step on fake tensors and records it. No GPU, no weights, no data.
 
-Fake CPU tensors stand in for everything (torch/_subclasses/fake_tensor.py): shapes, dtypes and storages without bytes.
-For a GPU the rules of rules/cuda.py are laid over them; for "cpu" the CPU's own kernels decide.
+Fake CPU tensors take the place of all tensors (torch/_subclasses/fake_tensor.py): they have shapes, dtypes and
+storages, but no bytes. For a GPU the rules of rules/cuda.py are applied to them; for "cpu" the CPU's kernels decide.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,28 +21,31 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.sharded import sharding_of
-from ckpt_ft.memory.distributed.streams import streams_are_followed
+from ckpt_ft.memory.distributed.sharded import Sharding, sharding_of
+from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
-from ckpt_ft.memory.record.passages import NotPeriodic
+from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.standins import flash_attention
-from ckpt_ft.standins.library_layers import swap_library_layers
+from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
-from .again import Again
-from .fake_tracker import FakeTracker, sm
+from .dispatcher import FakeOps, compute_capability
+from .faked_model import faked_model
 from .fakes import Fakes
 from .interrupts import Interrupts
-from .skipping import Skipping, Whole
-from .surroundings import device_calls, faked_model, lists_of_fakes, quiet, tensors_of_fakes, unnoticed
+from .patches import device_calls, lists_of_fakes, quiet, tensors_of_fakes, unnoticed
+from .replay_step import ReplayStep
+from .skipped_blocks import SkippedBlocks, Traced
 
 Step = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -62,29 +65,29 @@ def trace_step(
     """Trace `step(model, optimizer)` as it would run on `device`, after `warmup_steps` calls of it.
 
     Args:
-        model: as it stands, policy applied, on any device, "meta" included. Its weights are never read and never
-            changed; dtypes, ties and requires_grad are kept.
-        step: one optimizer step in the user's own words. What it keeps alive counts; real tensors that it closes over
-            are taken as fake ones on the device, and the values of whole-number ones (masks, positions) decide as
-            they would there.
-        make_optimizer: builds the optimizer from the model; without it `step` gets None.
-        device: a name in gpus.py, a GPU of one's own, or "cpu" (no rounding, no workspaces).
-        warmup_steps: a first step allocates what later ones find: optimizer state, workspaces.
-        launch: on how many processes it runs; the trace is then of one of them, and `make_optimizer` and `step` are
-            given the model as its launch shares it. A model that is sharded already (`fully_shard`) stays so and
-            needs none, nor does a step that shards it in `make_optimizer`, in a fake process group.
+        model: with its policy applied, on any device, "meta" included. Its weights are neither read nor changed;
+            dtypes, ties and requires_grad are kept.
+        step: one optimizer step. Everything that it keeps alive counts. Real tensors that it closes over are replaced
+            by fake ones on the device; the values of integer tensors (masks, positions) decide as they would there.
+        make_optimizer: builds the optimizer from the model; without it `step` is given None.
+        device: a name in gpus.py, a `GPU`, or "cpu" (no rounding, no workspaces).
+        warmup_steps: a first step allocates what later ones reuse: optimizer state, workspaces.
+        launch: the processes that it runs on; the trace is then of one of them, and `make_optimizer` and `step` are
+            given the model as that process holds it. A model that is already sharded by `fully_shard` stays sharded
+            and needs no launch, nor does a step that shards it in `make_optimizer`, in a fake process group.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
 
-    One trace runs at a time; another thread's waits. While it runs the model holds fakes, and other threads find torch
-    changed: train elsewhere. Ctrl-C takes effect at the step's next op, a second one at once; all is left as it was.
+    One trace runs at a time; other threads wait for it. During a trace the model holds fake tensors and torch is
+    patched for all threads: do not train in the same process meanwhile. Ctrl-C takes effect at the step's next op, a
+    second Ctrl-C at once; model and torch are left as they were.
 
     Raises:
-        UserError: unknown device, fewer than no steps of warm-up, or an op whose result depends on data in a way that
-            no stated case covers.
+        UserError: unknown device, negative `warmup_steps`, or an op whose result depends on data that a trace does
+            not have and for which there is no stated case.
     """
     if warmup_steps < 0:
         raise UserError(f"warmup_steps {warmup_steps}: give 0 or more")
-    return _traced(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf, None)
+    return _Trace(model, [step] * (warmup_steps + 1), make_optimizer, device, launch, alloc_conf).run()
 
 
 def trace_steps(
@@ -98,111 +101,186 @@ def trace_steps(
     beside: Sequence[nn.Module] = (),
     update: Step | None = None,
 ) -> StepTrace:
-    """As `trace_step`, of `steps` one after another, in a time that grows with the kinds of blocks, not their number.
+    """Trace `steps` one after another, in a time that grows with the kinds of blocks rather than their number.
 
-    Blocks that are alike are traced as skipping.py says, and the record is that of all of them. Where that cannot be,
-    or on several processes, every block runs; steps are called once more, and must do the same. `beside` stays.
+    Blocks that are alike are traced once (skipped_blocks.py); the record is that of all of them. If they do not repeat
+    each other, or on several processes, every block is traced. A step may be called twice, and must do the same.
 
-    update: where the first two steps are the same, what one does after its backward, so that again.py may leave the
-        rest of the second out.
+    Args:
+        beside: models on the device that are not trained.
+        update: given if the first two steps are the same: what a step does after its backward. The rest of the second
+            step is then copied from the first (replay_step.py).
     """
-    whole: Whole | None = None if launch or sharding_of(model) else set()
+    traced: Traced | None = None if launch or sharding_of(model) else set()
     while True:
         try:
-            return _traced(model, steps, make_optimizer, device, launch, alloc_conf, whole, beside, update)
-        except NotPeriodic:  # `whole` has grown
+            return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced).run()
+        except NotPeriodic:  # `traced` has grown
             continue
 
 
-def _traced(
-    model: nn.Module,
-    steps: Sequence[Step],
-    make_optimizer: MakeOptimizer | None,
-    device: str | GPU,
-    launch: Launch | None,
-    alloc_conf: str,
-    whole: Whole | None,
-    beside: Sequence[nn.Module] = (),
-    update: Step | None = None,
-) -> StepTrace:
-    """whole: what is not to be skipped; it grows by what turns out not to be periodic. None for everything."""
-    gpu = gpu_of(device)
-    AllocatorSettings.parse(alloc_conf)
-    sharding = sharding_of(model)
-    if sharding is not None:
-        launch = sharding.within(launch)
-    with _ALONE, Interrupts() as interrupts, ExitStack() as stack:
-        stack.enter_context(swap_library_layers(model))
-        stack.enter_context(flash_attention.for_live_models())
-        mesh = None
-        if launch is not None and sharding is not None:
-            mesh = stack.enter_context(rank_of(*sharding.shape, rank=launch.rank, names=sharding.names))
-        elif launch is not None and launch.processes > 1:
-            mesh = stack.enter_context(rank_of(launch.processes, rank=launch.rank))
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake_mode.cache_enabled = False  # memo.py is faster, and gives a slice of something larger its whole storage
-        stack.enter_context(quiet())
-        stack.enter_context(cuda.fakes_are_tensors())
-        stack.enter_context(unnoticed())
-        stack.enter_context(tensors_of_fakes())
-        if gpu is not None:
-            stack.enter_context(cuda.behave_like(sm(gpu)))
-        stack.enter_context(fake_mode)
-        stack.enter_context(whole_again(model))
+# -- what surrounds the steps -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[DeviceMesh | None]:
+    """The mesh of one rank of a launch, without the other processes; None for a single process."""
+    if launch is None or (sharding is None and launch.processes == 1):
+        yield None
+    elif sharding is None:
+        with rank_of(launch.processes, rank=launch.rank) as mesh:
+            yield mesh
+    else:
+        with rank_of(*sharding.shape, rank=launch.rank, names=sharding.names) as mesh:
+            yield mesh
+
+
+@contextmanager
+def torch_like(gpu: GPU | None) -> Iterator[Fakes]:
+    """Makes torch create fake tensors, and treat them as `gpu` would; None for the CPU."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # memo.py is faster, and gives a slice of something larger its whole storage
+    with quiet(), cuda.fakes_are_tensors(), unnoticed(), tensors_of_fakes():
+        if gpu is None:
+            with mode:
+                yield Fakes(mode)
+        else:
+            with cuda.behave_like(compute_capability(gpu)), mode:
+                yield Fakes(mode)
+
+
+@contextmanager
+def faked(model: nn.Module, beside: Sequence[nn.Module], fakes: Fakes, sharding: Sharding | None) -> Iterator[None]:
+    """Fake tensors in place of the models' own, and `model` unsharded. Afterwards both are as they were."""
+    with whole_again(model):
         if sharding is not None:
             sharding.take_off()
-        fakes = Fakes(fake_mode)
-        stack.enter_context(faked_model(nn.ModuleList([model, *beside]), fakes))
-        stack.enter_context(surroundings(launch if mesh is not None else None))
-        streams = stack.enter_context(streams_are_followed())
+        with faked_model(nn.ModuleList([model, *beside]), fakes):
+            yield
+
+
+@contextmanager
+def launched(
+    model: nn.Module, launch: Launch | None, mesh: DeviceMesh | None, sharding: Sharding | None
+) -> Iterator[tuple[Streams, list[torch.Tensor] | None]]:
+    """Wraps `model` as its launch does; yields its streams and the tensors that communication holds.
+
+    The tensors are None if the model is not wrapped here.
+    """
+    with surroundings(launch if mesh is not None else None), streams_are_followed() as streams:
         held = None
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
-        gc.collect()
-        tracker = streams.tracker = FakeTracker(fakes, model, gpu, interrupts, streams)
-        tracker.add_resident(held or (), "communication")
-        tracker.add_beside(beside)
-        stack.callback(tracker.let_go)
-        stack.enter_context(tracker)
-        stack.enter_context(device_calls(tracker))
-        stack.enter_context(lists_of_fakes(tracker, tracker.values))
-        if whole is not None:
-            tracker.skipping = Skipping(model, tracker, fakes, whole)
-            stack.enter_context(tracker.skipping.on())
+        yield streams, held
+
+
+@dataclass
+class _Trace:
+    """One attempt at a trace: the arguments of `trace_steps`, and the runs of blocks that must be traced whole.
+
+    traced: None if nothing may be skipped; it grows where blocks turn out not to repeat each other.
+    """
+
+    model: nn.Module
+    steps: Sequence[Step]
+    make_optimizer: MakeOptimizer | None
+    device: str | GPU
+    launch: Launch | None
+    alloc_conf: str
+    beside: Sequence[nn.Module] = ()
+    update: Step | None = None
+    traced: Traced | None = None
+
+    def run(self) -> StepTrace:
+        """Run the steps and return their record.
+
+        Raises:
+            NotPeriodic: a step could not be repeated; `traced` has grown.
+        """
+        gpu = gpu_of(self.device)
+        AllocatorSettings.parse(self.alloc_conf)
+        model, launch, sharding = self.model, self.launch, sharding_of(self.model)
+        if sharding is not None:
+            launch = sharding.within(launch)
+        with (
+            _ALONE,
+            Interrupts() as interrupts,
+            swap_library_layers(model),
+            flash_attention.for_live_models(),
+            process_group(launch, sharding) as mesh,
+            torch_like(gpu) as fakes,
+            faked(model, self.beside, fakes, sharding),
+            launched(model, launch, mesh, sharding) as (streams, held),
+        ):
+            gc.collect()
+            tracker = Tracker(
+                dispatcher=partial(FakeOps, fakes=fakes, gpu=gpu, interrupts=interrupts, streams=streams)
+            )
+            streams.tracker = tracker.recorder
+            for weight in left_on_host(model) if gpu else ():
+                tracker.recorder.ignore(weight)
+            tracker.add_model(model)
+            tracker.add_resident(held or (), "communication")
+            tracker.add_beside(self.beside)
+            with self._tracking(tracker), interrupts.passing_on():
+                optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
+                sharded = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
+                if launch is not None and mesh is not None and launch.stage:
+                    optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident)
+                    sharded = True
+                if sharded:  # since the tracker met the model
+                    gc.collect()
+                    tracker.restart()
+                    tracker.add_model(model)
+                self._record(tracker, fakes, optimizer)
+                trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(self.device, str) else gpu)
+                return replace(trace, launch=launch, alloc_conf=self.alloc_conf)
+
+    @contextmanager
+    def _tracking(self, tracker: Tracker) -> Iterator[None]:
+        """The tracker sees ops, and what the step asks of its device by Python functions."""
+        ops = tracker.dispatcher
+        assert isinstance(ops, FakeOps)
+        recorder = tracker.recorder
+        meta_inputs = self.model.register_forward_pre_hook(ops.fake_meta_inputs, prepend=True, with_kwargs=True)
         try:
-            interrupts.passing = True
-            optimizer: Any = make_optimizer(model) if make_optimizer else None
-            meanwhile = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
-            if launch is not None and mesh is not None and launch.stage:
-                optimizer, meanwhile = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident), True
-            if meanwhile:  # sharded
-                gc.collect()
-                tracker.restart()
-                tracker.add_model(model)
-            if update is not None and tracker.skipping is not None:
-                after = partial(update, model, optimizer)
-                tracker.again = Again(model, tracker, fakes, after, tracker.skipping.repeated)
-            for number, step in enumerate(steps):
-                gc.collect()
-                if number:
-                    gc.freeze()  # as in `quiet`: the record of one step is not looked through in all that follow
-                if number == 1 and tracker.again is not None:
-                    again, tracker.again = tracker.again, None
-                    if again.recorded():
-                        continue
-                if tracker.skipping is not None:
-                    tracker.skipping.records(partial(step, model, optimizer), number)
-                else:
-                    tracker.start_step()
-                    step(model, optimizer)
-            trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(device, str) else gpu)
-            if tracker.skipping is not None:
-                trace = tracker.skipping.unrolled(trace)
-            return replace(trace, launch=launch, alloc_conf=alloc_conf)
+            with tracker, device_calls(recorder), lists_of_fakes(recorder, ops.values):
+                yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"the step calls {error.func}, whose result depends on data that a trace does not have; "
                 "compute it outside the step and close over it"
             ) from error
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):  # torch's words (torch/nn/modules/module.py, _apply)
+                raise
+            raise UserError(
+                "the step moves or converts its modules by Module.to(), as diffusers' group offloading and layerwise "
+                "casting do, which is not modelled; trace the model without them"
+            ) from error
         finally:
-            interrupts.passing = False
+            meta_inputs.remove()
+            ops.forget_real_tensors()
+
+    def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
+        """Run the steps."""
+        if self.traced is None:
+            for number, step in enumerate(self.steps):
+                self._between_steps(number)
+                tracker.start_step()
+                step(self.model, optimizer)
+            return
+        skipped = SkippedBlocks(self.model, tracker, fakes, self.traced)
+        replay = None
+        if self.update is not None:
+            replay = ReplayStep(self.model, tracker, fakes, partial(self.update, self.model, optimizer))
+        with skipped.on():
+            for number, step in enumerate(self.steps):
+                self._between_steps(number)
+                if number != 1 or replay is None or not replay.replay():
+                    skipped.record(partial(step, self.model, optimizer), number)
+
+    def _between_steps(self, number: int) -> None:
+        gc.collect()
+        if number:
+            gc.freeze()  # as in `quiet`: later collections need not look through the record of this step

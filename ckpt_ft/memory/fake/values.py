@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ckpt_ft.memory.record.opinfo import tensors
+from ckpt_ft.memory.cost.op_work import tensors
 
 aten = torch.ops.aten
 

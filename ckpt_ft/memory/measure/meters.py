@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from ckpt_ft.memory.fake.surroundings import tensors_held
+from ckpt_ft.memory.fake.faked_model import tensors_held
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 

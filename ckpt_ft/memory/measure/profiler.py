@@ -25,8 +25,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
+from ckpt_ft.memory.cost.op_work import tensors
 from ckpt_ft.memory.record.events import PHASES
-from ckpt_ft.memory.record.opinfo import tensors
 from ckpt_ft.memory.record.trace import StepTrace
 
 from .largest_batch import LargestBatch

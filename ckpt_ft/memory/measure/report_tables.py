@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.record.events import CATEGORIES, PHASES
-from ckpt_ft.tables import DASH, Table, markdown_table, print_table
+from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 
 from .records import Prediction, RankMemory, RunMemory
@@ -44,9 +44,8 @@ def markdown_report(report: RunMemory) -> str:
         parts += [f"## {table.title}", markdown_table(table)]
     parts += lines(report)
     versions = ", ".join(f"{name} {version}" for name, version in report.provenance.get("versions", {}).items())
-    parts += [
-        f"Made by `{report.provenance.get('command', '')}` with {versions} on {report.provenance.get('machine')}."
-    ]
+    command = code_span(report.provenance.get("command", ""))
+    parts.append(f"Made by {command} with {versions} on {report.provenance.get('machine')}.")
     return "\n\n".join(parts) + "\n"
 
 

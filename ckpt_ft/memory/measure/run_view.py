@@ -48,7 +48,7 @@ def report_page(report: RunMemory, step: StepView | None) -> Page:
     if step is not None:
         sections.append(Section("step", f"{STEP_TITLE}, {step.source}", step))
     elif report.timeline is not None:
-        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1160, 420)}
+        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
         sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
     sections.append(Section("tables", "The report", list(tables(report))))
     facts = report.provenance

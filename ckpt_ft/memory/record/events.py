@@ -16,23 +16,23 @@ EMPTIED = "empty_cache"  # a mark: torch.cuda.empty_cache() was called
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation. `op` and `phase` are "" for what existed before the record began."""
+    """One allocation. `op` and `phase` are "" if it existed before the record began."""
 
     nbytes: int  # as requested, unrounded
     category: str  # one of CATEGORIES
     op: str  # "aten.mm.default"
     module: str  # qualified name of the module that was running, "" outside
     phase: str  # one of PHASES
-    stream: str = ""  # CUDA stream that it was allocated in, "" for the one that computes
+    stream: str = ""  # CUDA stream of the allocation, "" for the computation stream
     owner: str = ""  # qualified name of the module whose parameter, buffer, gradient or optimizer state it is
 
     @property
     def place(self) -> str:
-        """The module whose bytes these are: that owns the tensor, else that was running."""
+        """The module that owns the tensor, or else the module that was running."""
         return self.owner or self.module
 
     def copy(self, called: Callable[[str], str] | None = None) -> Storage:
-        """One like it; `called` says what modules are called in its place."""
+        """A copy; `called` renames its modules."""
         made = Storage(*_OF_STORAGE(self))
         if called is not None:
             made.module, made.owner = called(made.module), called(made.owner)
@@ -41,23 +41,23 @@ class Storage:
 
 @dataclass(slots=True)
 class Op:
-    """One dispatched operator."""
+    """One dispatched op."""
 
     name: str
     flops: int  # 2*m*n*k for matmuls, 0 for elementwise
     nbytes: int  # bytes read and written
-    dtype: str  # "float16": of its main operand
+    dtype: str  # of its main operand: "float16"
     phase: str
     module: str
-    at: int  # how many events had happened before it
-    kernels: int = 1  # CUDA kernels that it launches; 0 for views and metadata, and for what a copy engine moves
-    stream: str = ""  # that its kernels are issued to
+    at: int  # the number of events before it
+    kernels: int = 1  # CUDA kernels that it launches; 0 for views, metadata and copies by a copy engine
+    stream: str = ""  # of its kernels
     wire: int = 0  # bytes that this rank sends in a collective
-    shape: tuple[int, ...] = ()  # sizes that its kernel's time depends on: see cost/kernels.py
-    around: str = ""  # Python that the host runs around it: "hooks" of a checkpoint's second run, a dispatch "mode"
+    shape: tuple[int, ...] = ()  # sizes that the time of its kernels depends on: see cost/kernels.py
+    around: str = ""  # Python around it on the host: "hooks" of a checkpoint's second run, or a dispatch "mode"
 
     def later(self, events: int, module: str | None = None) -> Op:
-        """One like it, so many events later, of `module` if given."""
+        """A copy that is `events` later, in `module` if given."""
         made = Op(*_OF_OP(self))
         made.at += events
         if module is not None:
@@ -65,11 +65,11 @@ class Op:
         return made
 
 
-# `dataclasses.replace` takes five times as long, for each of tens of thousands
+# `dataclasses.replace` takes five times as long, and a trace has tens of thousands of records
 _OF_STORAGE = attrgetter(*(field.name for field in fields(Storage)))
 _OF_OP = attrgetter(*(field.name for field in fields(Op)))
 
 
 def columns_of(records: Sequence[Storage] | Sequence[Op]) -> list[tuple[Any, ...]]:
-    """Their fields, one by one; `zip` makes rows of them again."""
+    """The columns of records; `zip` turns them into rows again."""
     return list(zip(*map(_OF_OP if records and isinstance(records[0], Op) else _OF_STORAGE, records), strict=True))

@@ -210,11 +210,11 @@ class StepTrace:
 
     def lifetimes(self) -> list[AllocationLifetime]:
         """Every allocation that the measured step sees, in the order in which they were made."""
-        before = 0
+        start, before = self.start, 0
         live: dict[int, tuple[int, int]] = {}  # storage -> moment at which it was made, its bytes
         found: list[AllocationLifetime] = []
         for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
-            moment = max(at - self.start + 1, 0)
+            moment = max(at - start + 1, 0)
             if index >= 0:
                 live[index] = moment, after - before
             else:

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
-from ckpt_ft.memory.record.opinfo import After, Rule
-from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.dispatch import After, Rule
+from ckpt_ft.memory.record.recorder import Recorder
 
 from . import autocast, cudnn, save_on_cpu, sdpa
 from .fake_kernels import as_dtype
@@ -150,23 +150,25 @@ def matmul(arch: int) -> After:
     """
     given: set[tuple[bool, bool]] = set()
 
-    def workspace(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        in_autograd = tracker.phase == "backward"
+    def workspace(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        in_autograd = recorder.context.phase == "backward"
         fused_bias = func is aten.addmm.default and args[0].dim() == 1 and min(args[2].shape) > 1 and not kwargs
         for uses_lt, nbytes in ((False, cublas_workspace(arch)), (True, CUBLASLT_WORKSPACE)):
             if (in_autograd, uses_lt) not in given and (fused_bias or not uses_lt):
                 given.add((in_autograd, uses_lt))
-                tracker.allocate(nbytes, "workspace", str(func))
+                recorder.allocate(nbytes, "workspace", str(func))
 
     return workspace
 
 
-def softmax_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+def softmax_backward(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> None:
     """grad * output, of the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu]"""
-    tracker.scratch(args[0].numel() * args[0].itemsize, str(func))
+    recorder.scratch(args[0].numel() * args[0].itemsize, str(func))
 
 
-def efficient_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Delta per row, and a float32 accumulator of the query's gradient where that is half.
 
     In float32 delta is not computed by the kernel but as (grad_out * out).sum(-1).
@@ -176,13 +178,13 @@ def efficient_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwarg
     batch, heads, length, head = query.shape
     delta = batch * heads * length * 4
     if query.dtype == torch.float32:
-        tracker.scratch(grad.numel() * 4 + delta, str(func))
+        recorder.scratch(grad.numel() * 4 + delta, str(func))
     else:
         accumulator = batch * heads * _up(length, 64) * _up(head, 64 if head <= 64 else 128) * 4
-        tracker.scratch(delta + accumulator, str(func))
+        recorder.scratch(delta + accumulator, str(func))
 
 
-def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """float32 query gradient and row sums, rows in 128s; a key and value gradient per query head if they share.
 
     [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
@@ -191,10 +193,10 @@ def flash_backward(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: d
     batch, heads, length, head = query.shape
     rows, width = batch * heads * _up(length, 128), _up(head, 32)
     expanded = 2 * batch * heads * key.size(2) * head * query.itemsize if key.size(1) != heads else 0
-    tracker.scratch(rows * 4 + rows * width * 4 + expanded, str(func))
+    recorder.scratch(rows * 4 + rows * width * 4 + expanded, str(func))
 
 
-def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+def fft(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
     """cuFFT's work area: the complex data once more, the least that its guide names; measured in 2 and 3 dimensions.
 
     Complex to real also transforms a copy, because cuFFT may write into its input.
@@ -202,23 +204,22 @@ def fft(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """
     data = out if out.is_complex() else args[0]
     copies = 1 if out.is_complex() else 2
-    tracker.scratch(copies * data.numel() * data.itemsize, str(func))
+    recorder.scratch(copies * data.numel() * data.itemsize, str(func))
 
 
-def sparse_added(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Sparse values of a wider dtype than what they are added to: it is converted, the sum is another copy.
 
     [native/sparse/cuda/SparseCUDATensorMath.cu, add_out_dense_sparse_cuda]
     """
     dense, other = args[:2]
     if isinstance(other, Tensor) and other.is_sparse and torch.result_type(dense, other) != out.dtype:
-        tracker.scratch(2 * dense.numel() * torch.result_type(dense, other).itemsize, str(func))
+        recorder.scratch(2 * dense.numel() * torch.result_type(dense, other).itemsize, str(func))
 
 
-def lstm_reserve(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def lstm_reserve(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Say what `lstm` took."""
-    if RESERVE not in tracker.notes:
-        tracker.notes.append(RESERVE)
+    recorder.note(RESERVE)
 
 
 def _up(n: int, multiple: int) -> int:

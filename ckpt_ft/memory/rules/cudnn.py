@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt_ft.memory.record.opinfo import After
-from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.memory.record.dispatch import After
+from ckpt_ft.memory.record.recorder import Recorder
 
 aten = torch.ops.aten
 _ARGUMENTS = {
@@ -42,15 +42,15 @@ def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) 
 def workspace(arch: int) -> After:
     """Records the scratch of a convolution or of its backward, whose two halves run one after the other."""
 
-    def record(tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def record(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         input, weight, stride, groups = (args[at] for at in _ARGUMENTS[func])
         output = out if isinstance(out, Tensor) else args[0]
         if weight.dim() != 4 or groups != 1 or not input.is_contiguous():
             return
         tf32 = arch >= 80 and torch.backends.cudnn.allow_tf32
         if (arch >= 70 and input.dtype == torch.float16) or (arch >= 80 and input.dtype == torch.bfloat16) or tf32:
-            tracker.scratch(nhwc_copies([input, weight, output]), str(func))
+            recorder.scratch(nhwc_copies([input, weight, output]), str(func))
         elif weight.shape[2:] == (3, 3) and list(stride) == [1, 1]:
-            tracker.scratch(winograd(input.size(0), weight.size(1), weight.size(0), output.shape[2:]), str(func))
+            recorder.scratch(winograd(input.size(0), weight.size(1), weight.size(0), output.shape[2:]), str(func))
 
     return record

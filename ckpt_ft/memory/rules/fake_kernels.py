@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from ckpt_ft.memory.record.opinfo import Rule
+from ckpt_ft.memory.record.dispatch import Rule
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")

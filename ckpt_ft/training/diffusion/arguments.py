@@ -26,10 +26,10 @@ from ckpt_ft.training.peft_flag import check_peft_flag
 logger = logging.getLogger(__name__)
 
 OPTIMIZERS = ("adamw", "adafactor", "prodigy")
-_PRODIGYS = 0.1  # as diffusers' scripts have it
-# Those of diffusers' get_scheduler that need nothing else.
+_LOW_PRODIGY_RATE = 0.1  # below this diffusers' scripts warn as well
+# The schedules of diffusers' get_scheduler that need no more arguments.
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
-# Those of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
+# The schemes of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
 WEIGHTING = ["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"]
 _NUMBERS = {
     "seed": SEED,
@@ -53,21 +53,21 @@ _NUMBERS = {
 }
 
 
-_OF_TIMES = {
+_TIME_NUMBERS = {
     "max_sequence_length": AT_LEAST_ONE,
     "logit_mean": Range(-100, 100),
     "logit_std": POSITIVE,
-    "mode_scale": Range(-1, 1.75),  # times are outside of 0 to 1 beyond it: Esser et al., 2024, section 3.1
+    "mode_scale": Range(-1, 1.75),  # beyond it times leave 0 to 1: Esser et al., 2024, section 3.1
     "guidance_scale": NOT_NEGATIVE,
 }
 
 
 @dataclass
 class PipelineArguments:
-    """Which pipeline is fine-tuned, and how much of what it denoises with.
+    """The pipeline to fine-tune, and whether its U-Net or transformer is trained whole or by adapters.
 
     Raises:
-        UserError: a rank, alpha or dropout that LoRA cannot have.
+        UserError: a rank, alpha or dropout is out of range, or LoRA's flags contradict each other.
     """
 
     pretrained_model_name_or_path: str | None = flag(
@@ -99,16 +99,16 @@ class PipelineArguments:
 
     @property
     def text_rate(self) -> float | None:
-        """The peak learning rate of the text encoders; None where they are frozen."""
+        """The peak learning rate of the text encoders; None if they are frozen."""
         return None
 
 
 @dataclass
 class DiffusionModelArguments(PipelineArguments):
-    """An SD 1.x, 2.x or SDXL pipeline, and what its U-Net is taught.
+    """A Stable Diffusion 1.x, 2.x or XL pipeline, and the objective of its U-Net.
 
     Raises:
-        UserError: what PipelineArguments refuses, or an SNR that is none.
+        UserError: a number is out of range, or text encoders would be trained without LoRA.
     """
 
     pretrained_vae_model_name_or_path: str | None = flag(
@@ -140,11 +140,10 @@ class DiffusionModelArguments(PipelineArguments):
 
 @dataclass
 class TransformerArguments(PipelineArguments):
-    """A FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, and what its transformer is taught.
+    """A FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, and the objective of its transformer.
 
     Raises:
-        UserError: what PipelineArguments refuses, 4-bit weights without LoRA or bitsandbytes, or numbers that no
-        distribution of times has.
+        UserError: a number is out of range, or 4-bit weights are asked for without LoRA or bitsandbytes.
     """
 
     lora_target_modules: list[str] | None = flag(
@@ -172,16 +171,15 @@ class TransformerArguments(PipelineArguments):
             raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
         if self.load_in_4bit:
             require_package("bitsandbytes", "--load_in_4bit")
-        check_numbers(self, _OF_TIMES)
+        check_numbers(self, _TIME_NUMBERS)
 
 
 @dataclass
 class LoopArguments:
-    """How long and how it is trained, what is written meanwhile.
+    """The training loop: its length, optimizer and precision, and what it writes.
 
     Raises:
-        UserError: a count below 1, a rate that nothing can be trained with, or a package that a flag needs and that is
-        not installed.
+        UserError: a number is out of range, or a package that a flag needs is not installed.
     """
 
     output_dir: str = flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
@@ -234,25 +232,25 @@ class LoopArguments:
                 raise UserError("--learning_rate 0: Prodigy has no such rate; give 1, which it scales itself")
             if not self.adam_epsilon:
                 raise UserError("--adam_epsilon 0: Prodigy divides by what begins at 0; give 1e-8")
-            if self.learning_rate < _PRODIGYS:
+            if self.learning_rate < _LOW_PRODIGY_RATE:
                 logger.warning("--learning_rate %s with prodigy, which finds its rate: 1 is usual", self.learning_rate)
 
     @property
     def traced_optimizer(self) -> str:
-        """The optimizer as a trace knows it: of AdamW that of one kernel, of 8-bit AdamW a stand-in without CUDA."""
+        """The optimizer's name in a trace: fused AdamW, or the stand-in of 8-bit AdamW that needs no CUDA."""
         return "adamw_8bit" if self.use_8bit_adam else {"adamw": "adamw_fused"}.get(self.optimizer, self.optimizer)
 
 
 @dataclass
 class TransformerLoopArguments(LoopArguments):
-    """LoopArguments with the names of the transformers' recipe."""
+    """LoopArguments with the transformers' own default names."""
 
     output_dir: str = flag("out/diffusion_transformer", "Where the result, checkpoints, samples and reports go.")
     tracker_project_name: str = flag("diffusion_transformer", "Name of the run's project at the trackers.")
 
 
 def _trackers() -> list[str]:
-    """Those of Accelerate that are installed."""
+    """Returns the names of Accelerate's trackers that are installed."""
     from accelerate.tracking import get_available_trackers
 
     return [tracker.value for tracker in get_available_trackers()]

@@ -1,58 +1,297 @@
-"""The rows of a diffusion recipe, and the order in which each rank is shown them."""
+"""The rows of a diffusion recipe: framed images, masks for inpainting, cached latents, and the order of the batches.
+
+A loader's sample is addressed by (epoch, index), and everything random depends on the seed and that key alone. Any
+process can therefore make any sample of any epoch, in any order, and a resumed run needs no state of the dataset.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import concatenate_datasets
+from PIL import Image, ImageDraw
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
 
-from ckpt_ft.files import cache_root
-from ckpt_ft.training.images.captioned import ImageArguments, load_captioned, load_class_images
-from ckpt_ft.workloads.buckets import sizes_of
+from ckpt_ft.errors import WorkFailed, one_line
+from ckpt_ft.files import cache_root, write
+from ckpt_ft.training.images.captioned import (
+    ImageArguments,
+    PriorPreservation,
+    framed,
+    load_captioned,
+    load_class_images,
+)
+from ckpt_ft.training.images.files import open_image, size_of
+from ckpt_ft.workloads.sample_sizes import Lengths, Size, nearest, sizes_of
 
 from .arguments import LoopArguments
-from .latent_shapes import LatentShapes
-from .latents import CachedLatents, FramedImages, Key, Row, cache_latents
-from .prior import Pairs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from datasets import Dataset
 
-    from .frozen import Frozen
-    from .noise import NoisyBatches
-    from .validation import Validation
+    from .denoiser import TrainedPart
+    from .encoders import FrozenEncoders
+    from .objectives import NoisyBatches
+    from .sampling import Validation
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Tensor]
+Key = tuple[int, int]  # epoch, index
+SHARD = 256  # rows of a file of cached latents
+_SHARD_VERSION = 2  # part of the cache key: raise it when the tensors of a shard change
+_GREY = (127, 127, 127)
+
+
+class FramedImages(TorchDataset[Row]):
+    """Rows of `pixels`, `time_ids` and what `tokenize` makes of the caption.
+
+    Attributes:
+        sizes: the sizes (height, width) in which images are trained; each is that of some image.
+        buckets: the rows of each size.
+    """
+
+    def __init__(
+        self, rows: Dataset, tokenize: Callable[[str], Row], sizes: Sequence[Size], args: ImageArguments, seed: int
+    ) -> None:
+        self.rows, self.tokenize, self.args, self.seed = rows, tokenize, args, seed
+        # Images that are all cut to one size need not be opened.
+        found = [nearest(size_of(image), sizes) for image in rows["image"]] if len(sizes) > 1 else [0] * len(rows)
+        self.sizes = [size for at, size in enumerate(sizes) if at in found]
+        place = {size: at for at, size in enumerate(self.sizes)}
+        self._bucket = [place[sizes[at]] for at in found]
+        self.buckets = [[row for row, of in enumerate(self._bucket) if of == at] for at in range(len(self.sizes))]
+
+    def size(self, index: int) -> Size:
+        """Height and width in which a row is trained."""
+        return self.sizes[self._bucket[index]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Key) -> Row:
+        epoch, index = key
+        row = self.rows[index]
+        draw = random.Random(f"{self.seed} {epoch} {index}")
+        pixels, time_ids = framed(open_image(row["image"]), self.size(index), self.args, draw)
+        return {"pixels": pixels, "time_ids": time_ids, **self.tokenize(row["text"])}
+
+
+class MaskedImages(FramedImages):
+    """Rows of `FramedImages` with a `mask` (1, height, width): 1 where an inpainting U-Net is to draw.
+
+    A mask is a rectangle or an ellipse of random size and place, drawn anew each time an image is shown.
+    """
+
+    def __getitem__(self, key: Key) -> Row:
+        mask = random_mask(self.size(key[1]), random.Random(f"mask {self.seed} {key[0]} {key[1]}"))
+        return {**super().__getitem__(key), "mask": torch.from_numpy(np.asarray(mask, np.float32) / 255)[None]}
+
+
+def random_mask(size: Size, draw: random.Random) -> Image.Image:
+    """Returns a black picture of `size` (height, width) with a white rectangle or ellipse."""
+    high, wide = size
+    mask = Image.new("L", (wide, high), 0)
+    width, height = draw.randint(1, wide), draw.randint(1, high)
+    left, top = draw.randint(0, wide - width), draw.randint(0, high - height)
+    pen = ImageDraw.Draw(mask)
+    shape = pen.rectangle if draw.random() < 0.5 else pen.ellipse
+    shape((left, top, left + width - 1, top + height - 1), fill=255)
+    return mask
+
+
+def masked_pictures(samples: Any, args: LoopArguments) -> dict[str, Any]:
+    """Returns the images and masks for `args.validation_prompt`, as the inpainting pipeline takes them.
+
+    Args:
+        samples: MaskedImages, or Pairs of them, in which the subject's come first.
+    """
+    rows: Any = samples if isinstance(samples, MaskedImages) else samples.rows
+    shown = [rows[0, place % len(rows)] for place in range(len(args.validation_prompt or []))]
+    shown = [row for row in shown for _ in range(args.num_validation_images)]
+    images = [((row["pixels"].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy() for row in shown]
+    masks = [(row["mask"][0] * 255).byte().numpy() for row in shown]
+    return {"image": list(map(Image.fromarray, images)), "mask_image": list(map(Image.fromarray, masks))}
+
+
+def blank_picture(side: int) -> dict[str, Any]:
+    """Returns an image and a mask with which the inpainting pipeline draws the whole image."""
+    return {"image": Image.new("RGB", (side, side), _GREY), "mask_image": Image.new("L", (side, side), 255)}
+
+
+class Pairs(TorchDataset[Row]):
+    """Rows for prior preservation: sample i is image i of the subject beside image i of its class.
+
+    The shorter of the two lists is repeated. A micro-batch of N samples has 2 N rows: the subject's, then the class's.
+
+    Args:
+        rows: the `instances` rows of the subject, followed by those of the class; all of one size.
+    """
+
+    def __init__(self, rows: FramedImages | CachedLatents, instances: int) -> None:
+        self.rows, self.instances, self.classes = rows, instances, len(rows) - instances
+        self.sizes, self.buckets = rows.sizes, [list(range(len(self)))]
+
+    def __len__(self) -> int:
+        return max(self.instances, self.classes)
+
+    def __getitems__(self, keys: list[Key]) -> list[Row]:
+        """The rows of a whole micro-batch; a loader calls this instead of `__getitem__`."""
+        first = [self._key(epoch, index, self.instances) for epoch, index in keys]
+        second = [self._key(epoch, index, self.classes) for epoch, index in keys]
+        return [self.rows[key] for key in [*first, *((epoch, self.instances + index) for epoch, index in second)]]
+
+    def _key(self, epoch: int, index: int, rows: int) -> Key:
+        """Returns which of `rows` a sample is, in an epoch of its own for each repetition: it is framed anew."""
+        repetition, place = divmod(index, rows)
+        return epoch * -(-len(self) // rows) + repetition, place
+
+
+class CachedLatents(TorchDataset[Row]):
+    """Rows of `moments`, `time_ids` and encoded prompts, read one by one from the files of `cache_latents`.
+
+    Attributes:
+        sizes, buckets: those of `FramedImages`.
+    """
+
+    def __init__(self, directory: Path, images: FramedImages) -> None:
+        self.directory, self.sizes, self.buckets = directory, images.sizes, images.buckets
+        self._place = {
+            index: (shard, row) for shard, rows in enumerate(_shards(images)) for row, index in enumerate(rows)
+        }
+        self._open: dict[tuple[int, int], Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __getitem__(self, key: Key) -> Row:
+        shard, row = self._place[key[1]]
+        place = (os.getpid(), shard)  # each loader process maps the files itself
+        if place not in self._open:
+            self._open[place] = safe_open(_shard_path(self.directory, shard), framework="pt")
+        tensors = self._open[place]
+        # A clone, because the slice keeps the whole mapped shard alive.
+        return {name: tensors.get_slice(name)[row].clone() for name in tensors.keys()}  # noqa: SIM118  not a dict
+
+
+def cache_latents(
+    images: FramedImages, encoders: FrozenEncoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
+) -> CachedLatents:
+    """Encodes the images that are not yet in the cache under `root`, every `ranks`-th file from `rank` on.
+
+    The latents are safetensors files of `SHARD` rows, in a directory named by a digest of everything that they depend
+    on: images, framing, tokenizers, encoders. A damaged file is made again, with a warning. With several processes,
+    `accelerator.wait_for_everyone()` must follow before the latents are read.
+
+    Raises:
+        WorkFailed: the VAE's output is not finite.
+        OSError: the cache cannot be written.
+    """
+    directory = root / _digest(images, encoders)
+    directory.mkdir(parents=True, exist_ok=True)
+    for shard, rows in itertools.islice(enumerate(_shards(images)), rank, None, ranks):
+        path = _shard_path(directory, shard)
+        keys = [(0, index) for index in rows]
+        if path.exists():
+            damage = _damage(path, len(keys))
+            if damage is None:
+                continue
+            logger.warning("%s is made again: %s", path, damage)
+        parts = []
+        for start in range(0, len(keys), batch_size):
+            batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
+            parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
+        # Contiguous, because a VAE's convolutions may return channels_last tensors, which safetensors refuses.
+        tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+        if not tensors["moments"].isfinite().all():
+            raise WorkFailed(
+                f"the VAE makes no numbers of images {rows[0] + 1} to {rows[-1] + 1}; give "
+                "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
+            )
+        write(path, partial(save_file, tensors))
+    return CachedLatents(directory, images)
+
+
+def _shards(images: FramedImages) -> list[list[int]]:
+    """Returns the rows of each file, all of one bucket and therefore of one shape."""
+    return [rows[start : start + SHARD] for rows in images.buckets for start in range(0, len(rows), SHARD)]
+
+
+def _shard_path(directory: Path, shard: int) -> Path:
+    return directory / f"{shard:06}.safetensors"
+
+
+def _damage(path: Path, rows: int) -> str | None:
+    """Returns why a file of `rows` rows cannot be used; None if it can."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            if any(tensors.get_slice(name).get_shape()[0] != rows for name in tensors.keys()):  # noqa: SIM118
+                return f"it does not hold {rows} rows"
+            return None if tensors.get_tensor("moments").isfinite().all() else "it holds what is no number"
+    except (SafetensorError, OSError) as error:
+        return one_line(error)
+
+
+def _digest(images: FramedImages, encoders: FrozenEncoders) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {SHARD} {_SHARD_VERSION}".encode())
+    for file in images.rows["image"]:
+        if file["bytes"] is None:  # a row with a path does not change with its file
+            status = os.stat(file["path"])
+            digest.update(f"{file['path']} {status.st_size} {status.st_mtime_ns}".encode())
+    for tokenizer in encoders.tokenize.tokenizers:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        del settings["truncation"], settings["padding"]  # those of the last call
+        digest.update(f"{tokenizer.model_max_length} {json.dumps(settings)}".encode())
+    for module in encoders.modules:
+        _update(digest, module)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, module: nn.Module) -> None:
+    config: Any = module.config  # a transformers config, or diffusers' dict
+    settings = config if isinstance(config, dict) else config.to_dict()
+    kept = {name: value for name, value in settings.items() if not name.startswith("_")}  # not the path
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 Samples = FramedImages | CachedLatents | Pairs
 
 
-class Data(NamedTuple):
-    """What is learned from: rows, what makes micro-batches of them, prompts that show what has been learned.
-
-    `latents` are the shapes of images' latents, as the model sees them.
-    """
-
-    samples: Samples
-    noisy: NoisyBatches
-    validation: Validation
-    latents: LatentShapes
-
-
 def load_samples(
-    encoders: Frozen, resolution: int, image_args: ImageArguments, args: LoopArguments, accelerator: Accelerator
+    encoders: FrozenEncoders,
+    resolution: int,
+    image_args: ImageArguments,
+    args: LoopArguments,
+    accelerator: Accelerator,
 ) -> Samples:
-    """Images and captions; with `cache_latents` encoded by all ranks together, after which the VAE is on the CPU.
+    """Returns the images and captions; with `cache_latents` encoded by all ranks together, with the VAE on the CPU.
 
-    With prior preservation in pairs with images of the class, which are there already.
+    With prior preservation the samples are pairs; the class images must be there already.
 
     Raises:
-        UserError: images or captions that cannot be trained on.
-        WorkFailed: the VAE's output is no number.
+        UserError: an image or a caption cannot be used.
+        WorkFailed: the VAE's output is not finite.
     """
     with accelerator.main_process_first():
         rows = load_captioned(image_args, resolution)
@@ -65,26 +304,24 @@ def load_samples(
     if image_args.aspect_ratio_buckets is not None:
         counts = zip(images.sizes, images.buckets, strict=True)
         accelerator.print("buckets: " + ", ".join(f"{height}x{width}: {len(of)}" for (height, width), of in counts))
-    samples = _encoded(images, encoders, args, accelerator) if image_args.cache_latents else images
+    samples: FramedImages | CachedLatents = images
+    if image_args.cache_latents:
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        samples = cache_latents(images, encoders, cache_root() / "latents", args.train_batch_size, rank, ranks)
+        accelerator.wait_for_everyone()
+        encoders.vae.to("cpu")  # validation moves it back
     return samples if image_args.prior is None else Pairs(samples, instances)
-
-
-def _encoded(images: FramedImages, encoders: Frozen, args: LoopArguments, accelerator: Accelerator) -> CachedLatents:
-    samples = cache_latents(
-        images, encoders, cache_root() / "latents", args.train_batch_size,
-        accelerator.process_index, accelerator.num_processes,
-    )  # fmt: skip
-    accelerator.wait_for_everyone()
-    encoders.vae.to("cpu")  # validations bring it back
-    return samples
 
 
 def endless_batches(
     samples: Samples, args: LoopArguments, workers: int, accelerator: Accelerator, seen: int
 ) -> Iterator[Row]:
-    """This rank's micro-batches of `samples` without end, from where a run stood that had seen so many of them.
+    """Returns this rank's micro-batches without end, from the position of a run that has seen `seen` samples.
 
-    Not for `accelerator.prepare`, because they are already this rank's. `workers`: processes that make them.
+    Not for `accelerator.prepare`, because they are already this rank's.
+
+    Args:
+        workers: number of processes that prepare them.
     """
     ranks = accelerator.num_processes
     start = seen // (args.train_batch_size * ranks)
@@ -94,7 +331,7 @@ def endless_batches(
         batch_sampler=order,
         num_workers=workers,
         pin_memory=accelerator.device.type == "cuda",
-        generator=torch.Generator(),  # a loader draws a seed when it starts: not from the RNG that draws the noise
+        generator=torch.Generator(),  # a loader draws a seed when it starts; the global generator draws the noise
     )
     return iter(loader)
 
@@ -102,11 +339,10 @@ def endless_batches(
 class EndlessBatches(Sampler[list[Key]]):
     """This rank's micro-batches of (epoch, index), shuffled anew each epoch, from micro-batch `start` on, without end.
 
-    Micro-batch m is a function of the arguments and m: the position in the data is one number, and a run resumed at m
-    sees what an uninterrupted one would have seen. A batch may hold the end of one epoch and the start of the next.
-
-    Each is of rows of one of the `buckets`, the same on all ranks. An epoch has those batches of every bucket that are
-    full by its end, in an order drawn anew; what is left of a bucket begins its next one.
+    Micro-batch m depends on the arguments and m alone, so a resumed run gets the batches of an uninterrupted one. A
+    batch may hold the end of one epoch and the start of the next. All rows of a batch are of one bucket, the same on
+    all ranks. An epoch has every bucket's batches that are full by its end, in random order; the rest of a bucket
+    begins its next batch.
     """
 
     def __init__(
@@ -133,14 +369,14 @@ class EndlessBatches(Sampler[list[Key]]):
             yield [(of, rows[order(len(rows), of)[at]]) for of, at in places]
 
     def _made(self, epochs: int) -> int:
-        """Batches of all buckets that are full by the end of so many epochs."""
+        """Returns the batches of all buckets that are full after `epochs` epochs."""
         return sum(self._full(bucket, epochs) for bucket in range(len(self.buckets)))
 
     def _full(self, bucket: int, epochs: int) -> int:
         return epochs * len(self.buckets[bucket]) // (self.batch_size * self.ranks)
 
     def _epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """Bucket and place in it of each batch of an epoch."""
+        """Returns (bucket, place in it) of each batch of an epoch."""
         batches = [
             (bucket, place)
             for bucket in range(len(self.buckets))
@@ -153,3 +389,76 @@ class EndlessBatches(Sampler[list[Key]]):
     def _order(self, length: int, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(length, generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class LatentShapes:
+    """The shapes of the images' latents: one, or one for each aspect-ratio bucket. The largest sets the peak.
+
+    A workload knows them by their length, h * w.
+
+    Attributes:
+        shapes: (C, h, w) each.
+        images: number of images with each shape.
+        scale: pixels per latent along a side.
+    """
+
+    shapes: tuple[tuple[int, int, int], ...]
+    images: tuple[int, ...]
+    scale: int
+
+    @classmethod
+    def of(cls, samples: Samples, channels: int, scale: int) -> LatentShapes:
+        """The shapes of `samples`, whose sizes are in pixels."""
+        shapes = tuple((channels, height // scale, width // scale) for height, width in samples.sizes)
+        return cls(shapes, tuple(map(len, samples.buckets)), scale)
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The length of each image's latents; None if all are equal."""
+        if len(self.shapes) == 1:
+            return None
+        each = [_area(shape) for shape, count in zip(self.shapes, self.images, strict=True) for _ in range(count)]
+        return Lengths.of(each, by_length=True, unit="latents")
+
+    def shape(self, length: int | None) -> tuple[int, int, int]:
+        """Returns the shape whose length is nearest to `length`; the largest for None."""
+        if length is None:
+            return max(self.shapes, key=_area)
+        return min(self.shapes, key=lambda shape: abs(_area(shape) - length))
+
+    def size(self, length: int | None) -> Size:
+        """Returns height and width in pixels of the images of `shape(length)`."""
+        _, height, width = self.shape(length)
+        return height * self.scale, width * self.scale
+
+
+def _area(shape: tuple[int, int, int]) -> int:
+    return shape[1] * shape[2]
+
+
+class Data(NamedTuple):
+    """What a recipe learns from.
+
+    Attributes:
+        samples: the rows.
+        noisy: turns rows into micro-batches.
+        validation: the prompts that show what is learned, and the pipeline that draws them.
+        latents: the shapes of the images' latents.
+        dtype: of weights that are not trained.
+        workers: number of processes that prepare batches.
+        prior: None without prior preservation.
+    """
+
+    samples: Samples
+    noisy: NoisyBatches
+    validation: Validation
+    latents: LatentShapes
+    dtype: torch.dtype
+    workers: int
+    prior: PriorPreservation | None
+
+    @property
+    def part(self) -> TrainedPart:
+        """The part of the pipeline that is trained."""
+        return self.validation.sampler.part

@@ -1,8 +1,8 @@
-"""The families of diffusion transformers that diffusers has a pipeline for, and all that differs between them.
+"""The supported families of diffusion transformers: one table of everything that differs between them.
 
-A row of the table is a `Family`: names of classes and components, how prompts are encoded, how an image's latents are
-scaled, what the transformer is called with. Each function follows the family's pipeline (and training script, where
-diffusers has one), so that what is trained on is what is drawn from later.
+A `Family` names classes and components, and says how prompts are encoded, how latents are scaled, and what the
+transformer is called with. Each function follows the family's pipeline in diffusers (and its training script, if there
+is one), so that a model is trained on what it later draws from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from .trained import Trained
+from .denoiser import TrainedPart
 
 Prompts = dict[str, Tensor]  # by the names of the pipeline's arguments
 
@@ -28,22 +28,22 @@ class Family:
     """One row of the table.
 
     Attributes:
-        name: for people.
+        name: as shown to users.
         part: the transformer.
-        vae: its class in diffusers.
-        tokens: that a prompt is padded to.
-        encode: (pipeline, captions, tokens, device) -> what the pipeline takes in place of captions.
+        vae: the VAE's class in diffusers.
+        tokens: the length that prompts are padded to.
+        encode: (pipeline, captions, tokens, device) -> encoded prompts.
         inputs: (transformer's config, noisy latents, sigmas, prompts, guidance) -> the transformer's arguments.
         guidance: (scale, transformer's config) -> the pipeline's arguments for classifier-free guidance.
-        moments: (VAE, pixels) -> what a cache keeps of an image.
+        moments: (VAE, pixels) -> an image's latents, or the moments of their distribution, as they are cached.
         latents: (VAE, moments) -> latents (B, C, h, w) in the transformer's scale.
-        pack: latents -> as the transformer predicts them.
-        patch: latents of a side that are one token of it.
-        weighting: which times are drawn when nothing else is asked for.
+        pack: latents -> the layout in which the transformer predicts them.
+        patch: latents along a side of one token.
+        weighting: how times are drawn by default.
     """
 
     name: str
-    part: Trained
+    part: TrainedPart
     vae: str
     tokens: int
     encode: Callable[[Any, list[str], int, torch.device], Prompts]
@@ -62,7 +62,7 @@ class Family:
         guidance: float | None,
         arguments: dict[str, Any],
     ) -> list[Image.Image]:
-        """What the pipeline draws, decoded by its own rules; without a `guidance` at the scale that it has itself."""
+        """Returns the pipeline's images; None for `guidance` uses the pipeline's own scale."""
         asked = self.guidance(guidance, pipeline.transformer.config)
         with autocast():
             images: list[Image.Image] = pipeline(
@@ -71,7 +71,7 @@ class Family:
         return images
 
 
-def _as_it_is(latents: Tensor) -> Tensor:
+def _unpacked(latents: Tensor) -> Tensor:
     return latents
 
 
@@ -86,7 +86,7 @@ def _sequence(latents: Tensor) -> Tensor:
 
 
 def _places(latents: Tensor, patch: int, axes: int) -> Tensor:
-    """(h * w / patch**2, axes): row and column of each token on the second and third axis."""
+    """Returns (h * w / patch**2, axes): each token's row and column on the second and third axis."""
     height, width = (side // patch for side in latents.shape[2:])
     places = torch.zeros(height, width, axes, device=latents.device)
     places[..., 1] = torch.arange(height, device=latents.device)[:, None]
@@ -111,7 +111,7 @@ def _shifted(vae: Any, moments: Tensor) -> Tensor:
 
 
 def _unbinned_guidance(scale: float | None, config: Any) -> dict[str, Any]:
-    """Images as large as they are asked for, not the nearest of the published sizes."""
+    """Draws images of exactly the given size, not of the nearest published size."""
     return {"guidance_scale": scale, "use_resolution_binning": False}
 
 
@@ -120,12 +120,12 @@ def _plain_guidance(scale: float | None, config: Any) -> dict[str, Any]:
 
 
 def _true_guidance(scale: float | None, config: Any) -> dict[str, Any]:
-    """A transformer that was distilled takes the scale itself; another is asked twice."""
+    """A guidance-distilled transformer takes the scale as an input; any other runs twice."""
     return {"guidance_scale": scale} if config.guidance_embeds else {"true_cfg_scale": scale}
 
 
-def _told(config: Any, sigmas: Tensor, guidance: float) -> dict[str, Any]:
-    """The scale that a guidance-distilled transformer is told."""
+def _guidance_input(config: Any, sigmas: Tensor, guidance: float) -> dict[str, Any]:
+    """Returns the scale as an input of a guidance-distilled transformer."""
     return {"guidance": torch.full_like(sigmas, guidance)} if config.guidance_embeds else {}
 
 
@@ -143,7 +143,7 @@ def _flux_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
         "pooled_projections": prompts["pooled_prompt_embeds"],
         "txt_ids": torch.zeros(embeds.shape[1], 3, device=noisy.device),
         "img_ids": _places(noisy, 2, 3),
-        **_told(config, sigmas, guidance),
+        **_guidance_input(config, sigmas, guidance),
     }
 
 
@@ -152,7 +152,7 @@ def _flux2_prompts(pipeline: Any, captions: list[str], tokens: int, device: torc
 
 
 def _flux2_latents(vae: Any, moments: Tensor) -> Tensor:
-    """Squares of 2 x 2 as channels, whitened by the statistics of the VAE's batch norm."""
+    """Moves squares of 2 x 2 to channels, and whitens by the statistics of the VAE's batch norm."""
     latents = functional.pixel_unshuffle(_sampled(moments), 2)
     mean, variance = (value.to(latents).view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
     return (latents - mean) / (variance + vae.config.batch_norm_eps).sqrt()
@@ -168,7 +168,7 @@ def _flux2_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, 
         "encoder_hidden_states": embeds,
         "txt_ids": words,
         "img_ids": _places(noisy, 1, 4),
-        **_told(config, sigmas, guidance),
+        **_guidance_input(config, sigmas, guidance),
     }
 
 
@@ -189,9 +189,9 @@ def _sd3_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, gu
 
 
 def _qwen_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
-    """Padded to `tokens`, since the pipeline pads to the longest of those that it is given."""
+    """Pads to `tokens`; the pipeline itself pads to the longest prompt of the batch."""
     embeds, mask = pipeline.encode_prompt(captions, device, max_sequence_length=tokens)
-    if mask is None:  # the pipeline's word for: no padding
+    if mask is None:  # the pipeline returns None for "no padding"
         mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
     missing = tokens - embeds.shape[1]
     return {
@@ -201,7 +201,7 @@ def _qwen_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch
 
 
 def _qwen_moments(vae: Any, pixels: Tensor) -> Tensor:
-    """A video VAE's, of one frame."""
+    """Encodes the image as a video of one frame."""
     return _moments(vae, pixels.unsqueeze(2)).squeeze(2)
 
 
@@ -222,12 +222,12 @@ def _qwen_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
         "encoder_hidden_states": prompts["prompt_embeds"],
         "encoder_hidden_states_mask": prompts["prompt_embeds_mask"],
         "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
-        **_told(config, sigmas, guidance),
+        **_guidance_input(config, sigmas, guidance),
     }
 
 
 def _sana_prompts(pipeline: Any, captions: list[str], tokens: int, device: torch.device) -> Prompts:
-    """Under the instruction that the pipeline gives its text encoder, and the empty caption without, as it does."""
+    """Prefixes the instruction that the pipeline gives its text encoder; like the pipeline, not for empty captions."""
     instruction = inspect.signature(type(pipeline).__call__).parameters["complex_human_instruction"].default
     encoded = [
         pipeline.encode_prompt(
@@ -246,7 +246,7 @@ def _sana_inputs(config: Any, noisy: Tensor, sigmas: Tensor, prompts: Prompts, g
         "encoder_hidden_states": prompts["prompt_embeds"],
         "encoder_attention_mask": prompts["prompt_attention_mask"],
         "timestep": sigmas * 1000 * config.timestep_scale,
-        **_told(config, sigmas, guidance),
+        **_guidance_input(config, sigmas, guidance),
     }
 
 
@@ -254,30 +254,30 @@ FAMILIES = {
     row.part.pipeline: row
     for row in (
         Family(
-            "FLUX.1", Trained("transformer", "FluxTransformer2DModel", "FluxPipeline"), "AutoencoderKL", 512,
+            "FLUX.1", TrainedPart("transformer", "FluxTransformer2DModel", "FluxPipeline"), "AutoencoderKL", 512,
             _flux_prompts, _flux_inputs, _true_guidance, _moments, _shifted, _packed,
         ),
         Family(
-            "FLUX.2 klein", Trained("transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline"),
+            "FLUX.2 klein", TrainedPart("transformer", "Flux2Transformer2DModel", "Flux2KleinPipeline"),
             "AutoencoderKLFlux2", 512,
             _flux2_prompts, _flux2_inputs, _plain_guidance, _moments, _flux2_latents, _sequence,
         ),
         Family(
-            "Stable Diffusion 3", Trained("transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline"),
+            "Stable Diffusion 3", TrainedPart("transformer", "SD3Transformer2DModel", "StableDiffusion3Pipeline"),
             "AutoencoderKL", 256,
-            _sd3_prompts, _sd3_inputs, _plain_guidance, _moments, _shifted, _as_it_is, weighting="logit_normal",
+            _sd3_prompts, _sd3_inputs, _plain_guidance, _moments, _shifted, _unpacked, weighting="logit_normal",
         ),
         Family(
-            "Qwen-Image", Trained("transformer", "QwenImageTransformer2DModel", "QwenImagePipeline"),
+            "Qwen-Image", TrainedPart("transformer", "QwenImageTransformer2DModel", "QwenImagePipeline"),
             "AutoencoderKLQwenImage", 512,
             _qwen_prompts, _qwen_inputs, _true_guidance, _qwen_moments, _qwen_latents, _packed,
         ),
         Family(
-            "Sana", Trained("transformer", "SanaTransformer2DModel", "SanaPipeline"), "AutoencoderDC", 300,
+            "Sana", TrainedPart("transformer", "SanaTransformer2DModel", "SanaPipeline"), "AutoencoderDC", 300,
             _sana_prompts, _sana_inputs, _unbinned_guidance,
             lambda vae, pixels: vae.encode(pixels).latent,
             lambda vae, latents: latents * vae.config.scaling_factor,
-            _as_it_is, patch=1,
+            _unpacked, patch=1,
         ),
     )
 }  # fmt: skip

@@ -1,16 +1,18 @@
-"""The diffusion recipes' loop, from the first step to what is left behind; both scripts read as one without it."""
+"""The diffusion recipes' Accelerate loop, from the first step to the saved result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
+from torch import nn
 from tqdm.auto import tqdm
 
 from ckpt_ft.reading import library_reads
@@ -22,22 +24,22 @@ from ckpt_ft.training.replan import Attempt
 from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.first_step import FirstStep
-from ckpt_ft.training.run.loop_checkpoints import written
+from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint, written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped
-from ckpt_ft.workloads.training_step import optimizer_step
-from ckpt_ft.workloads.workload import Batch
+from ckpt_ft.workloads.workload import Batch, optimizer_step
 
-from .arguments import LoopArguments
-from .data import Data
-from .latents import Row
-from .state import TrainingState
-from .trained import save_result
-from .validation import Validation
+from .arguments import LoopArguments, PipelineArguments
+from .data import Data, endless_batches
+from .denoiser import TrainedPart, parameter_groups, register_checkpoint_hooks, save_result
+from .sampling import Validation
+
+if TYPE_CHECKING:
+    from diffusers.training_utils import EMAModel
 
 
 def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
-    """Accelerate with its trackers, the output directory for this run alone, the seed."""
+    """Returns Accelerate with its trackers, after it has opened the output directory and set the seed."""
     with library_reads("Accelerate cannot start with these flags"):
         accelerator = Accelerator(
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -51,34 +53,168 @@ def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
     return accelerator
 
 
+class TrainingState:
+    """What changes from step to step: model, optimizer, schedule, moving average. A checkpoint holds all of it.
+
+    Args:
+        model: its trained parameters require gradients.
+        rows: images of an epoch, over all ranks.
+
+    Attributes:
+        model: as accelerate has prepared it.
+        ema: the moving average of `parameters`, or None.
+        step: optimizer steps made, of `total_steps`.
+        samples_seen: images of these steps, over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        part: TrainedPart,
+        model_args: PipelineArguments,
+        args: LoopArguments,
+        accelerator: Accelerator,
+    ) -> None:
+        from diffusers.optimization import get_scheduler
+        from diffusers.training_utils import EMAModel
+
+        self.accelerator = accelerator
+        self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
+        self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
+        self.total_steps = args.max_train_steps or args.num_train_epochs * -(-rows // self.per_step)
+        self.step = self.samples_seen = 0
+        scale = self.per_step if args.scale_lr else 1
+        text_rate = model_args.text_rate
+        groups = parameter_groups(model, parameters, None if text_rate is None else text_rate * scale)
+        optimizer = make_optimizer(groups, args, args.learning_rate * scale)
+        self.lr_scheduler = get_scheduler(
+            args.lr_scheduler,
+            optimizer,
+            num_warmup_steps=args.lr_warmup_steps,
+            num_training_steps=self.total_steps,
+        )
+        self.ema = EMAModel(parameters) if args.use_ema else None
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        register_checkpoint_hooks(accelerator, part, lora=model_args.adapts)
+        hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
+        self._identity = {
+            "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
+            "optimizer": None if args.optimizer == "adamw" else args.optimizer,
+            "processes": accelerator.num_processes,
+            "train_text_encoder": text_rate is not None or None,  # older checkpoints do not say
+        }  # fmt: skip
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made."""
+        return self.step >= self.total_steps
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model without accelerate's wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        rate: float = self.lr_scheduler.get_last_lr()[0]
+        return rate
+
+    def advance(self) -> None:
+        """Counts a step, and updates the schedule and the moving average."""
+        self.step, self.samples_seen = self.step + 1, self.samples_seen + self.per_step
+        self.lr_scheduler.step()
+        if self.ema is not None:
+            self.ema.step(self.parameters)
+
+    def save(self, directory: RunDirectory, total_limit: int | None) -> None:
+        """Writes a checkpoint; every rank must call it (see `save_checkpoint`)."""
+        save_checkpoint(self.accelerator, directory, self.step, self.samples_seen, self._identity, total_limit)
+
+    def load(self, checkpoint: str) -> None:
+        """Continues from `checkpoint`, with its random states (see `load_checkpoint`)."""
+        self.step, self.samples_seen = load_checkpoint(self.accelerator, checkpoint, self._identity)
+        if self.ema is not None:
+            self.ema.to(self.accelerator.device)
+
+    def unwrap(self) -> None:
+        """Releases what accelerate has prepared.
+
+        DDP's wrapper must go before the process group. If it held the group's last reference, torch would join gloo's
+        thread with the GIL held, while that thread may wait for the GIL to free its last tensors: a deadlock.
+        """
+        self.model = self.trained
+        self.accelerator.free_memory()
+
+
+def make_optimizer(
+    parameters: list[dict[str, Any]], args: LoopArguments, learning_rate: float
+) -> torch.optim.Optimizer:
+    """Returns the optimizer of the flags.
+
+    AdamW is fused: it makes no temporaries, while torch's default on CUDA makes some as large as the weights.
+    8-bit AdamW is bitsandbytes'. Adafactor is transformers', at the given rate. Prodigy is set up as in diffusers'
+    scripts.
+    """
+    settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": args.adam_weight_decay}
+    if args.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        return Adafactor(parameters, **settings, scale_parameter=False, relative_step=False)
+    settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optimizer == "prodigy":
+        from prodigyopt import Prodigy
+
+        prodigy: torch.optim.Optimizer = Prodigy(
+            parameters, **settings, use_bias_correction=True, safeguard_warmup=True
+        )
+        return prodigy
+    if args.use_8bit_adam:
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **settings)
+    return torch.optim.AdamW(parameters, fused=True, **settings)
+
+
+@contextmanager
+def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Replaces `parameters` by their moving average, if there is one, until the context ends."""
+    if ema is None:
+        yield
+        return
+    ema.store(parameters)
+    ema.copy_to(parameters)
+    try:
+        yield
+    finally:
+        ema.restore(parameters)
+
+
 def resume(
-    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: LoopMemory, directory: RunDirectory, *asked: Any
+    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: LoopMemory, directory: RunDirectory, *flags: Any
 ) -> None:
-    """Seeds, what `attempt` goes on from, trackers (told all flags, `asked` among them), room on the disk."""
+    """Seeds each rank, loads the attempt's checkpoint, starts the trackers with all `flags`, checks the disk space."""
     args, accelerator = fitted.args, state.accelerator
-    set_seed(args.seed, device_specific=True)  # each rank draws noise of its own; checkpoints hold what it has drawn
+    set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
     if attempt.checkpoint is not None:
         state.load(attempt.checkpoint)
     if args.report_to != "none":
-        flags = {name: value for given in (*asked, args, fitted.settings) for name, value in vars(given).items()}
-        flags["policy"] = memory.policy
-        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in flags.items()})
+        values = {name: value for given in (*flags, args, fitted.settings) for name, value in vars(given).items()}
+        values["policy"] = memory.policy
+        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in values.items()})
     directory.check_space(state.trained, state.optimizer)
     directory.clear()
 
 
 def run_steps(
-    state: TrainingState,
-    batches: Iterator[Row],
-    data: Data,
-    fitted: Fitted,
-    memory: LoopMemory,
-    directory: RunDirectory,
+    state: TrainingState, data: Data, fitted: Fitted, memory: LoopMemory, directory: RunDirectory
 ) -> int | None:
-    """All steps that are left, or those until a Ctrl-C or a scheduler's SIGTERM, of which the number is returned."""
+    """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
     args, accelerator = fitted.args, state.accelerator
+    batches = endless_batches(data.samples, args, data.workers, accelerator, state.samples_seen)
     if state.step == 0:
-        draw(data.validation, state)
+        validate(data.validation, state)
     losses = LossLog(accelerator, args.output_dir, state.step)
     compute_loss = losses.noting(fitted.workload.compute_loss)
     progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
@@ -92,11 +228,12 @@ def run_steps(
     ):
         while not (state.done or stopping):
             first.begins()
-            made: Iterable[Batch] = map(data.noisy, islice(batches, args.gradient_accumulation_steps))
-            micro_batches = noted(made, data, memory)
+            micro_batches = noted(map(data.noisy, islice(batches, args.gradient_accumulation_steps)), data, memory)
+            if state.step == 0:
+                micro_batches = checked(micro_batches, memory)
             optimizer_step(
-                state.model, state.optimizer, micro_batches if state.step else checked(micro_batches, memory),
-                compute_loss, max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
+                state.model, state.optimizer, micro_batches, compute_loss,
+                max_grad_norm=args.max_grad_norm, parameters=state.parameters, engine=accelerator,
             )  # fmt: skip
             memory.step()
             first.made()
@@ -107,14 +244,14 @@ def run_steps(
             if state.step % args.checkpointing_steps == 0 or stopping:
                 state.save(directory, args.checkpoints_total_limit)
             if state.step % args.validation_steps == 0 and not state.done:
-                draw(data.validation, state)
+                validate(data.validation, state)
             if not state.done:
-                memory.begin_step()  # what was between is not part of a step
+                memory.begin_step()  # checkpoints and validation are not part of a step
     return stop.signal
 
 
 def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Iterator[Batch]:
-    """`micro_batches`; of images in buckets the largest of a measured step is noted, to predict it in the report."""
+    """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets."""
     for batch in micro_batches:
         if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
             data.noisy.note(batch)
@@ -122,18 +259,18 @@ def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Ite
 
 
 def checked(micro_batches: Iterable[Batch], memory: LoopMemory) -> Iterator[Batch]:
-    """`micro_batches`; with --ac_check a step on each is first compared with and without the policy."""
+    """Passes the micro-batches on; with --ac_check compares a step on each with and without the policy."""
     for batch in micro_batches:
         memory.check(batch["inputs"])
         yield batch
 
 
-def draw(validation: Validation, state: TrainingState) -> None:
-    """The prompts as the model draws them now, averaged where an average is kept; the other ranks wait."""
+def validate(validation: Validation, state: TrainingState) -> None:
+    """Draws the validation prompts on the main process, with the averaged weights if there are any."""
     if not validation.prompts:
         return
     if state.accelerator.is_main_process:
-        with never_fatal("validation"), state.averaged():
+        with never_fatal("validation"), averaged(state.ema, state.parameters):
             validation.run(state.trained, state.accelerator, state.step)
     state.accelerator.wait_for_everyone()
 
@@ -146,21 +283,21 @@ def leave_behind(
     directory: RunDirectory,
     signal: int | None,
 ) -> None:
-    """Adapters or a pipeline, the sheet of samples, the memory report.
+    """Writes adapters or a pipeline, the sheet of samples, and the memory report.
 
     Raises:
-        Interrupted: the run was stopped before its end, by `signal`.
+        Interrupted: `signal` stopped the run before its end.
     """
     args, accelerator, validation = fitted.args, state.accelerator, data.validation
     sampler = validation.sampler
     if state.done:
-        with state.averaged():
+        with averaged(state.ema, state.parameters):
             written(
                 accelerator, directory, "the result",
                 lambda: save_result(state.trained, sampler.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
-        draw(validation, state)
+        validate(validation, state)
         if validation.prompts and accelerator.is_main_process:
             with never_fatal("drawing samples.png"):
                 validation.write_sheet(Path(args.output_dir, "samples.png"))

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, changed, check_numbers, flag
 from ckpt_ft.training.samples.drawings import drawn_shapes
-from ckpt_ft.workloads.buckets import AUTO, Size, read_buckets
+from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 from .files import UNDECODABLE, image_files, named_columns, readable
 

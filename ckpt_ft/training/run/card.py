@@ -1,4 +1,4 @@
-"""The model card: Trainer's own, with what training needed in memory."""
+"""The model card: the one that Trainer writes, with a sample of answers and the memory report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
+from ckpt_ft.redact import redacted_text
+from ckpt_ft.tables import code_block
 from ckpt_ft.training.reporting import never_fatal
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What the model was given, and what it made of it."""
+    """A prompt and the trained model's answer."""
 
     prompt: str
     text: str
@@ -29,8 +31,8 @@ def write_model_card(
 ) -> None:
     """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
 
-    `dataset` is named in the card unless it is a local path; `answers` stand in it as they were made. A card that
-    cannot be written is a warning.
+    `dataset` is named in the card unless it is a local path; `answers` are shown unchanged. If the card cannot be
+    written, a warning says so.
 
     Raises:
         WorkFailed: the upload failed; the weights are in the output directory.
@@ -47,7 +49,8 @@ def write_model_card(
             trainer.create_model_card(**named)
         if ours:
             card = Path(args.output_dir) / "README.md"
-            write(card, "\n\n".join([card.read_text(encoding="utf-8").rstrip(), *sections]) + "\n")
+            written = redacted_text(card.read_text(encoding="utf-8").rstrip())
+            write(card, "\n\n".join([written, *sections]) + "\n")
     if args.push_to_hub and ours:
         from huggingface_hub import upload_file
 
@@ -63,20 +66,20 @@ def _uploading(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the network, the Hub, the repository
-        out = trainer.args.output_dir
+        out, why = trainer.args.output_dir, redacted_text(one_line(f"{type(error).__name__}: {error}", 300))
         raise WorkFailed(
-            f"--push_to_hub: the upload failed ({one_line(f'{type(error).__name__}: {error}', 300)}); all that was "
+            f"--push_to_hub: the upload failed ({why}); all that was "
             f"trained is in {out}: `hf upload {trainer.hub_model_id} {out}` sends it"
         ) from error
 
 
 def _sample(answers: Sequence[Answer]) -> str:
-    """Prompts and answers as a part of the card, in fences that nothing in them ends."""
-    blocks = [f"`````text\n{answer.prompt.strip()}\n--> {answer.text.strip()}\n`````" for answer in answers]
+    """Prompts and answers as a section of the card."""
+    blocks = [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
     return "## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.\n\n" + "\n\n".join(blocks)
 
 
 def _section(report: MemoryReport) -> str:
-    """The report as a part of the card: its headings one level down."""
-    lines = report.to_markdown().strip().splitlines()
+    """The report as a section of the card: its headings one level down, its command without secrets."""
+    lines = redacted_text(report.to_markdown()).strip().splitlines()
     return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)

@@ -93,10 +93,14 @@ class RunDirectory:
         [self.run] = broadcast_object_list([self.run])
 
     def clear(self) -> None:
-        """Sweep what killed runs left half; with `overwrite` the earlier run's checkpoints and result go, once."""
+        """Delete what killed runs left half, and symlinks to checkpoints that are gone.
+
+        With `overwrite`, the earlier run's checkpoints and result are deleted as well, the first time.
+        """
         state = PartialState()
         if state.is_main_process:
             left = list(self.path.glob(".checkpoint-*"))
+            left += [path for path in checkpoints(self.path) if not path.exists()]  # symlinks to nothing
             if self.overwrite:
                 left += [*checkpoints(self.path), *(file for name in _RESULT for file in self.path.glob(name))]
             for path in left:
@@ -172,7 +176,7 @@ def _lock(path: Path) -> FileLock:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from transformers import HfArgumentParser
 
 from ckpt_ft.errors import UserError, meant, one_line
-from ckpt_ft.reading import load_yaml
-from ckpt_ft.synonyms import known_as
+from ckpt_ft.spec.ecosystem import known_as
+from ckpt_ft.spec.training_file import read_yaml
 
 from .hub import read_cache_where_offline
 
@@ -103,18 +103,6 @@ def _config_path(argv: Sequence[str]) -> str | None:
         if token.startswith("--config="):
             return token.partition("=")[2]
     return None
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """The entries of a `--config` file.
-
-    Raises:
-        UserError: it cannot be read, or has no 'flag: value' lines.
-    """
-    content = load_yaml(path, f"--config {path}") or {}
-    if not isinstance(content, dict):
-        raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
 
 
 def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]:

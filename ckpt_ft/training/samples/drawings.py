@@ -34,6 +34,16 @@ POSITIONS = {
     for (row, y), (column, x) in product(_ROWS.items(), _COLUMNS.items())
 }
 COMBINATIONS = len(SHAPES) * len(COLOURS) * len(POSITIONS) * len(SIZES) * len(BACKGROUNDS)
+LEARNED_PROMPTS = [  # captions with every shape and colour, which the diffusion recipes draw as they learn
+    "a large red circle at the top left on white",
+    "a large orange square at the top on black",
+    "a large yellow triangle at the top right on white",
+    "a large green star at the left on black",
+    "a large cyan cross at the centre on white",
+    "a large blue ring at the right on black",
+    "a large purple diamond at the bottom left on white",
+    "a large pink heart at the bottom on black",
+]
 _OVERSAMPLING = 4  # shapes are drawn this many times larger and averaged down, which smooths their edges
 # What the questions are about:
 _SIDE, _BAR = 48, 16  # pixels of a picture of a shape, and of a bar with the gap beside it

@@ -25,8 +25,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.workloads.adapters import without_adapters
-from ckpt_ft.workloads.lengths import Lengths
-from ckpt_ft.workloads.packing import READING, in_one_sequence
+from ckpt_ft.workloads.batches import READING, in_one_sequence
+from ckpt_ft.workloads.sample_sizes import Lengths
 
 from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_lengths, row_number
 

@@ -23,7 +23,7 @@ from ckpt_ft.training.text.encode import (
     pack,
     print_cut_rows,
 )
-from ckpt_ft.workloads.packing import ImagePositions
+from ckpt_ft.workloads.batches import ImagePositions
 
 from .conversations import Cell, ImageLoader, VisionLanguageArguments, conversation, image_files_digest
 
@@ -252,7 +252,7 @@ class ImageCollator:
                 batch["input_ids"], batch["aspect_ratio_mask"], self.image_token
             )
         if packed and self.positions is not None:
-            batch["position_ids"] = self.positions.beside(batch)
+            batch["position_ids"] = self.positions.compute(batch)
         return batch
 
 

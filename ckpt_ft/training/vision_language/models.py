@@ -18,11 +18,10 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import load_pretrained, with_adapters
 from ckpt_ft.training.text.data import load_rows
-from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
+from ckpt_ft.workloads.batches import ImagePositions, check_packing, in_one_sequence
 from ckpt_ft.workloads.images import choose_size
 from ckpt_ft.workloads.model_config import read_config
-from ckpt_ft.workloads.packing import ImagePositions, check_packing, in_one_sequence
-from ckpt_ft.workloads.trained_towers import TrainedTowers
 
 from .conversations import ImageLoader, VisionLanguageArguments, VisionLanguageModelArguments, load_conversations
 from .encode import TOKEN_TYPES, ImageCollator, encode_conversations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ckpt_ft.workloads.lengths import Lengths
+    from ckpt_ft.workloads.sample_sizes import Lengths
     from ckpt_ft.workloads.workload import Batch, MakeBatch
 
 

@@ -11,8 +11,8 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from ckpt_ft import apply_policy, trace_step
 from ckpt_ft.memory.cost import op_work, schedule
+from ckpt_ft.memory.cost.collectives import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.cost.kernels import KERNEL_GAP, KERNEL_RAMP
-from ckpt_ft.memory.distributed.links import collective_seconds, memory_left, network_share
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.memory.record.events import Op
 from ckpt_ft.spec.launch import Launch

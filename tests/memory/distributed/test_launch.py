@@ -13,16 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from versions import is_older
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.collectives import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.links import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.losses import own_loss
 from ckpt_ft.workloads.workload import Batch, Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"

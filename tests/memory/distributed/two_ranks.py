@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.workloads.losses import own_loss
+from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.workload import Batch, Step, Workload, optimizer_step
 
 PROCESSES = 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import pytest
 import torch
 from torch import nn
 from trace_models import language_model, real_trace, story
 
+from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.units import MIB
 
@@ -58,3 +60,63 @@ def test_a_sparse_gradient_goes_through() -> None:
     embedding = nn.Embedding(1000, 64, sparse=True)
     trace = trace_step(embedding, step, make_optimizer=lambda model: torch.optim.SparseAdam(model.parameters()))
     assert trace.peak_allocated > 3 * 1000 * 64 * 4
+
+
+def test_a_batch_on_meta_is_cast_by_autocast_like_one_on_the_cpu() -> None:
+    """Autocast looks at tensors before dispatch, and passes over those on "meta"."""
+
+    def step(batch: torch.Tensor) -> Step:
+        def stepped(model: nn.Module, optimizer: object) -> None:
+            with torch.autocast("cuda", torch.float16):
+                loss = model(input=batch).float().sum()
+            loss.backward()
+
+        return stepped
+
+    convolution = nn.Conv2d(3, 8, 3, bias=True)
+    on_cpu, on_meta = (
+        trace_step(convolution, step(torch.zeros(2, 3, 16, 16, device=device))) for device in ("cpu", "meta")
+    )
+    assert [op.name for op in on_meta.ops if op.phase == "forward"].count("aten._to_copy.default") >= 3
+    assert on_meta.to_json() == on_cpu.to_json()
+
+
+def test_a_model_whose_hooks_move_its_weights_is_refused_and_left_as_it_was() -> None:
+    """diffusers' group offloading assigns to the `.data` of parameters that its hooks hold."""
+    from diffusers.models.embeddings import TimestepEmbedding
+
+    class Embeddings(TimestepEmbedding):
+        """With a parameter that belongs to no block."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 8)
+            self.shift = nn.Parameter(torch.ones(8))
+
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return super().forward(sample) + self.shift
+
+    from diffusers.hooks import apply_group_offloading
+
+    model = Embeddings()
+    cpu = torch.device("cpu")
+    apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match="group offloading and layerwise casting do, which is not modelled"):
+        trace_step(model, lambda model, optimizer: model(torch.zeros(2, 4)).sum().backward())
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])
+    model(torch.zeros(2, 4)).sum().backward()
+
+
+def test_data_that_a_step_assigns_to_a_parameter_it_holds_is_put_back() -> None:
+    model = nn.Linear(4, 4)
+    held, before = model.weight, model.weight.detach().clone()
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        held.data = held.data.to(torch.float16)
+        model(torch.zeros(2, 4)).sum().backward()
+
+    trace_step(model, step)
+    assert held.device.type == "cpu"
+    assert torch.equal(held, before)

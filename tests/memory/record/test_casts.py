@@ -12,8 +12,7 @@ from test_tracker import profiled_peak, tracked
 from trace_models import adamw, language_model, story, training_step
 
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.memory.record.casts import AFTER, converted
-from ckpt_ft.memory.record.scratch import observed
+from ckpt_ft.memory.record.cpu_kernels import CASTS, converted, observed
 
 aten = torch.ops.aten
 OPERANDS = {
@@ -25,7 +24,7 @@ OPERANDS = {
 SMALL = 64  # bytes: of numbers, whose copies count as none
 
 
-@pytest.mark.parametrize("func", AFTER, ids=str)
+@pytest.mark.parametrize("func", CASTS, ids=str)
 def test_a_kernel_copies_what_is_said(func: Any) -> None:
     compared = 0
     for args in _calls(func):

@@ -32,7 +32,7 @@ from transformers import (
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.fake.step import trace_step
-from ckpt_ft.memory.record.scratch import observed
+from ckpt_ft.memory.record.cpu_kernels import observed
 from ckpt_ft.memory.record.tracker import Tracker
 
 IDS = torch.arange(64).view(2, 32) % 50 + 3

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from recipe_scripts import forget_process, load_recipe, losses_on_two_ranks
+from tiny_transformers import make_tiny_transformer
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
-from ckpt_ft.training.diffusion.data import EndlessBatches
-from ckpt_ft.training.diffusion.encoders import Encoders
-from ckpt_ft.training.diffusion.latents import FramedImages, cache_latents
+from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.diffusion.encoders import UNetEncoders
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
 from ckpt_ft.training.run.loss_log import read_losses
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -74,7 +74,7 @@ def test_rows_are_in_the_bucket_of_their_shape(folder: Path, pipelines: dict[str
     args = ImageArguments(train_data_dir=str(folder))
     rows = load_captioned(args, 64)
     assert [size_of(image) for image in rows["image"]][-1] == (40, 70)  # turned
-    encoders = Encoders(
+    encoders = UNetEncoders(
         DiffusionModelArguments(pretrained_model_name_or_path=pipelines["sdxl"]),
         True,
         torch.device("cpu"),

@@ -11,13 +11,21 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
+from tiny_transformers import make_tiny_transformer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
-from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, own_side, unet_config
-from ckpt_ft.training.diffusion.trained import UNET, save_result
-from ckpt_ft.training.diffusion.transformer_encoders import TransformerEncoders, family_of
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
+from ckpt_ft.training.diffusion.denoiser import UNET, save_result
+from ckpt_ft.training.diffusion.encoders import (
+    TransformerEncoders,
+    UNetEncoders,
+    family_of,
+    load_scheduler,
+    load_unet,
+    own_side,
+    unet_config,
+)
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -87,7 +95,7 @@ def test_damaged_pipelines(copied: Path, damage: Callable[[Path], object], says:
 def load(args: DiffusionModelArguments) -> None:
     """All that the recipe reads of a pipeline before it trains, in its order."""
     unet_config(args)
-    Encoders(args, False, torch.device("cpu"), torch.float32)
+    UNetEncoders(args, False, torch.device("cpu"), torch.float32)
     load_unet(args)
     load_scheduler(args)
 

@@ -16,30 +16,29 @@ from safetensors.torch import load, load_file, save_file
 from torch.utils.data import DataLoader, default_collate
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.training.diffusion import latents as module
+from ckpt_ft.training.diffusion import data as module
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
-from ckpt_ft.training.diffusion.data import EndlessBatches
-from ckpt_ft.training.diffusion.encoders import Encoders
-from ckpt_ft.training.diffusion.latents import FramedImages, cache_latents
+from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
+from ckpt_ft.training.diffusion.encoders import UNetEncoders
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
 @pytest.fixture(scope="module", params=["sd1", "sdxl"])
-def encoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoders:
+def encoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> UNetEncoders:
     path = tmp_path_factory.mktemp(request.param)
     make_tiny_pipeline(request.param, 0, (16,)).save_pretrained(path)
     args = DiffusionModelArguments(pretrained_model_name_or_path=str(path))
-    return Encoders(args, request.param == "sdxl", torch.device("cpu"), torch.float32)
+    return UNetEncoders(args, request.param == "sdxl", torch.device("cpu"), torch.float32)
 
 
-def framed(encoders: Encoders, rows: int = 10, **flags: bool) -> FramedImages:
+def framed(encoders: UNetEncoders, rows: int = 10, **flags: bool) -> FramedImages:
     args = ImageArguments(max_train_samples=rows, **flags)
     return FramedImages(load_captioned(args, 32), encoders.tokenize, [(32, 32)], args, seed=0)
 
 
 def test_the_cache_holds_what_the_encoders_give(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SHARD", 4)
     images = framed(encoders)
@@ -56,7 +55,7 @@ def test_the_cache_holds_what_the_encoders_give(
 
 
 def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SHARD", 4)
     images = framed(encoders)
@@ -75,7 +74,7 @@ def test_the_cache_is_made_once_and_goes_on_where_it_was_killed(
     assert calls == [4]
 
 
-def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_work(encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARD", 4)
     images = framed(encoders)
     cache_latents(images, encoders, tmp_path, batch_size=4, rank=1, ranks=2)
@@ -86,7 +85,7 @@ def test_ranks_share_the_work(encoders: Encoders, tmp_path: Path, monkeypatch: p
 
 
 def test_whatever_changes_the_latents_meets_another_cache(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_latents(framed(encoders, 4), encoders, tmp_path, batch_size=4)
     cache_latents(framed(encoders, 5), encoders, tmp_path, batch_size=4)
@@ -110,7 +109,7 @@ def test_whatever_changes_the_latents_meets_another_cache(
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_random_framing_depends_on_the_epoch(encoders: Encoders) -> None:
+def test_random_framing_depends_on_the_epoch(encoders: UNetEncoders) -> None:
     images = framed(encoders, 4, random_flip=True)
     flipped = [not torch.equal(images[(epoch, 0)]["pixels"], images[(0, 0)]["pixels"]) for epoch in range(12)]
     assert 0 < sum(flipped) < 12
@@ -140,7 +139,7 @@ def test_epochs_are_shuffled_anew() -> None:
     assert [index for _, index in first] != [index for _, index in second]
 
 
-def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
+def test_loader_processes(encoders: UNetEncoders, tmp_path: Path) -> None:
     cached = cache_latents(framed(encoders), encoders, tmp_path, batch_size=4)
     loaders = [
         DataLoader(cached, batch_sampler=EndlessBatches([range(10)], 4, seed=0), num_workers=workers)
@@ -153,7 +152,7 @@ def test_loader_processes(encoders: Encoders, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["cut", "empty", "rows", "nan"])
 def test_a_damaged_cache_is_made_again(
-    encoders: Encoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+    encoders: UNetEncoders, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     images = framed(encoders, 4)
     cached = cache_latents(images, encoders, tmp_path, batch_size=4)
@@ -174,7 +173,7 @@ def test_a_damaged_cache_is_made_again(
 
 
 def test_latents_that_are_no_numbers_are_not_kept(
-    encoders: Encoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = encoders.encode
 

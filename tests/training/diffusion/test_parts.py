@@ -12,10 +12,10 @@ from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
-from ckpt_ft.training.diffusion.encoders import Encoders, load_scheduler, load_unet, unet_config
-from ckpt_ft.training.diffusion.noise import denoising_loss, drop_prompts, noisy_inputs
-from ckpt_ft.training.diffusion.state import averaged
-from ckpt_ft.training.diffusion.trained import UNET, load_trained, prepare, save_trained
+from ckpt_ft.training.diffusion.denoiser import UNET, load_trained, prepare, save_trained
+from ckpt_ft.training.diffusion.encoders import UNetEncoders, load_scheduler, load_unet, unet_config
+from ckpt_ft.training.diffusion.loop import averaged
+from ckpt_ft.training.diffusion.objectives import denoising_loss, drop_prompts, noisy_inputs
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 
@@ -145,7 +145,7 @@ def test_pipelines_that_cannot_be_trained(tiny: DiffusionModelArguments, tmp_pat
         load_unet(args(tmp_path / "odd"))
     (tmp_path / "odd" / "vae" / "config.json").unlink()
     with pytest.raises(UserError, match="no usable vae"):
-        Encoders(args(tmp_path / "odd"), False, torch.device("cpu"), torch.float32)
+        UNetEncoders(args(tmp_path / "odd"), False, torch.device("cpu"), torch.float32)
     changed = copy.copy(tiny)
     changed.prediction_type = "epsilon"
     assert load_scheduler(tiny).config.prediction_type == "v_prediction"

@@ -9,8 +9,8 @@ import torch
 from diffusers import DDPMScheduler
 from torch.nn.functional import mse_loss
 
-from ckpt_ft.training.diffusion.noise import denoising_loss
-from ckpt_ft.training.diffusion.prior import Pairs, preserving_denoising_loss, preserving_flow_loss
+from ckpt_ft.training.diffusion.data import Pairs
+from ckpt_ft.training.diffusion.objectives import denoising_loss, preserving_denoising_loss, preserving_flow_loss
 
 
 class Rows:

@@ -13,7 +13,7 @@ from benchmarks.flux2 import BATCH, CACHE, adamw, build, published
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.training.diffusion.arguments import TransformerArguments
 from ckpt_ft.training.diffusion.families import FAMILIES
-from ckpt_ft.training.diffusion.flow import FlowMatching, flow_loss
+from ckpt_ft.training.diffusion.objectives import FlowMatching, flow_loss
 from ckpt_ft.workloads.workload import Batch, Forward, optimizer_step
 
 

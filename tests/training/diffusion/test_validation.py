@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from ckpt_ft.training.diffusion.arguments import LoopArguments
-from ckpt_ft.training.diffusion.validation import Validation
+from ckpt_ft.training.diffusion.sampling import Validation
 
 SIDE = 128
 ACCELERATOR: Any = SimpleNamespace(device=torch.device("cpu"), autocast=None, trackers=[])

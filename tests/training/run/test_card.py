@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.training.run.card import write_model_card
+from ckpt_ft.training.run.card import Answer, write_model_card
 
 REPORT = SimpleNamespace(to_markdown=lambda: "# Memory\n\npeak 3 GiB\n")
 
@@ -67,3 +67,22 @@ def test_the_section_is_uploaded_behind_the_trainers_own_card(tmp_path: Path, mo
     )
     card(Pushing(tmp_path, push=True))
     assert sent == ["# model\n\n## Memory\n\npeak 3 GiB\n"]
+
+
+@pytest.mark.parametrize("inside", ["a\n`````\n<img src=x>", "a\n``````````\nb", "```", "plain"])
+def test_no_line_of_an_answer_ends_its_block(inside: str, tmp_path: Path) -> None:
+    write_model_card(Pushing(tmp_path), None, answers=[Answer(inside, "so")])
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.endswith("`text"))
+    fence = lines[start].removesuffix("text")
+    assert lines.index(fence) == len(lines) - 1
+    assert "\n".join(lines[start + 1 : -1]) == f"{inside}\n--> so"
+    assert not any(fence in line for line in lines[start + 1 : -1])
+
+
+def test_secrets_of_the_command_are_not_in_the_card(tmp_path: Path) -> None:
+    report = SimpleNamespace(
+        to_markdown=lambda: "# Memory\n\nMade by `llm.py --run_name https://a:b@c@h/x?token=T1`\n"
+    )
+    card(Pushing(tmp_path), report)
+    assert "--run_name https://***@h/x?token=***`" in (tmp_path / "README.md").read_text()

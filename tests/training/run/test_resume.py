@@ -190,3 +190,14 @@ def test_lora_and_full_runs_do_not_share_a_directory(
     with pytest.raises(UserError, match=f"holds {says} .*give another directory") as error:
         check_same_kind(str(tmp_path), not lora)
     assert "\n" not in str(error.value)
+
+
+def test_a_symlink_to_a_checkpoint_that_is_gone_is_deleted(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path), lora=False)
+    (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "kept")
+    directory.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "kept"]
+    RunDirectory(str(tmp_path), overwrite=True, lora=False).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.data import DataArguments
+from ckpt_ft.training.text.data import DataArguments, load_rows
 from ckpt_ft.training.text.encode import IGNORED, PadCollator, encode_rows, pack
 
 ASK = {"role": "user", "content": "What is a list?"}
@@ -65,6 +66,45 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(sample: tuple[Path, P
     tokenizer.chat_template = "{% for m in messages %}[{{ loop.revindex }}]{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="row 1: the chat template renders turn 2 differently"):
         encode([{"messages": [ASK, ANSWER, MORE, LAST]}], tokenizer)
+
+
+def test_a_template_that_marks_the_answers_says_what_is_learned(sample: tuple[Path, Path]) -> None:
+    """Also where it rewrites earlier turns: this one drops all but the first word of them."""
+    tokenizer = AutoTokenizer.from_pretrained(sample[0])
+    answer = "{% generation %}{{ m.content if loop.last else m.content.split()[0] }}<|end|>{% endgeneration %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}"
+        "{% endif %}{% endfor %}"
+    )
+    talk = [ASK, ANSWER, MORE, LAST]
+    (row,) = encode([{"messages": talk}], tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(talk, tokenize=False)
+    assert learned(row, tokenizer) == "A<|end|>An immutable one.<|end|>"
+    (row,) = encode([{"prompt": talk[:3], "completion": talk[3:]}], tokenizer)
+    assert learned(row, tokenizer) == "An immutable one.<|end|>"
+
+
+def test_a_row_is_named_by_its_number_before_the_split(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"text": f"row {number}"} if number != 7 else {"text": None} for number in range(1, 11)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = DataArguments(dataset_name=str(path), test_split_size=0.2)
+    for seed in (0, 1):  # in one of both orders, at least, it is not the seventh of its part
+        train, test = load_rows(args, evaluate=True, seed=seed)
+        assert test is not None
+        bad = train if None in train["text"] else test
+        with pytest.raises(UserError, match="^row 7: 'text' is NoneType"):
+            encode_rows(bad, tokenizer, args)
+
+
+def test_rows_that_are_cut_or_left_out_are_counted(tokenizer, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"prompt": "x " * 50, "completion": "lost"}, {"prompt": "Hi. ", "completion": "kept " * 50}]
+    encode([*rows, {"prompt": "Hi. ", "completion": "short"}, rows[1]], tokenizer, max_length=20)
+    assert (
+        capsys.readouterr().out == "--max_length 20: of 4 rows 2 are cut, 1 are left out: nothing to learn is left\n"
+    )
+    encode([{"text": "short"}], tokenizer, max_length=20)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_row_that_the_template_fails_on_is_one_line(tokenizer, sample: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language.conversations import ImageLoader, VisionLanguageArguments, conversation
+from ckpt_ft.training.vision_language.conversations import (
+    ImageLoader,
+    VisionLanguageArguments,
+    conversation,
+    load_conversations,
+)
 from ckpt_ft.training.vision_language.encode import concatenated, encode_conversations
 from ckpt_ft.training.vision_language.models import collator_of
 
@@ -133,6 +139,24 @@ def test_what_does_not_fit_is_left_out_and_nothing_left_is_an_error(
     assert "--max_length 35: of 3 rows 1 are left out: nothing to learn is left" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the 3 rows"):
         encoded(processor, tmp_path, max_length=3)
+
+
+def test_a_row_is_named_by_its_number_before_the_split(tmp_path: Path) -> None:
+    lines = []
+    for number in range(1, 11):
+        turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "red"}]
+        lines.append(json.dumps({"messages": turns, "images": ["none.png" if number == 7 else "a.png"]}) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    processor, _ = llava()
+    processor.chat_template = IMAGE_CHAT_TEMPLATE
+    args = VisionLanguageArguments(dataset_name=str(tmp_path / "rows.jsonl"), test_split_size=0.2)
+    train, test, folder = load_conversations(args, evaluate=True, seed=0)
+    assert test is not None
+    bad = train if ["none.png"] in train["images"] else test
+    assert list(bad["images"]).index(["none.png"]) != 6
+    with pytest.raises(UserError, match="^row 7: image .*none.png does not exist"):
+        encode_conversations(bad, processor, ImageLoader(folder), args)
 
 
 def test_an_image_is_its_bytes_or_a_path() -> None:

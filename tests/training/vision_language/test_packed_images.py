@@ -15,8 +15,8 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.text.encode import pack
 from ckpt_ft.training.vision_language.encode import TOKEN_TYPES, concatenated_images
 from ckpt_ft.training.vision_language.models import collator_of
+from ckpt_ft.workloads.batches import READING, SEEING
 from ckpt_ft.workloads.images import pictured
-from ckpt_ft.workloads.packing import READING, SEEING
 
 IGNORED = -100
 

@@ -1,0 +1,392 @@
+"""What a region's modules hold, put back for its second run as its first run found it.
+
+Between a region's first run in forward and its second in backward the state of its modules can change, through the
+first run itself (BatchNorm's statistics, a counter, the last frames of a causal convolution) or through others (the
+scale of a LoRA that is set around forward, train and eval mode, PEFT's hooks for one forward). The second run must
+find what the first one found, and must leave no trace.
+
+* **Entries.** Before the first run the entries of everything that the modules hold are copied, shallowly: their
+  attributes, tables of parameters, buffers, submodules and forward hooks, and the lists, dicts and sets in attributes.
+  Entries that differ when the second run begins are put back for it, and afterwards what was there instead.
+* **Tensors that are written in place** (buffers above all: Bulò et al. 2018, arXiv:1712.02616, treat BatchNorm's). A
+  copy must exist before the write, so the region learns in its first call in train and in eval mode which tensors it
+  writes, and copies those alone from then on. A norm's running statistics count no version and are always copied in
+  train mode; tensors of up to 4 KiB are copied once, and again when their version changes. A larger one that is first
+  written in a later call is an error, once.
+* **Parameters** are never copied. One that another object took the place of (`functional_call`) is put back as an
+  entry. A value that was written in place, `p.data = ...` and a switched `requires_grad` are an error that names the
+  parameter. What FSDP2, ZeRO-3 and accelerate gather, shard and move is left to them.
+
+Writes that count no version (`x.data`, numpy) are seen in a region's first call, and in each verified step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import format_bytes
+
+from .tensor_identity import version_of
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_MORE_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_OWN = frozenset(vars(nn.Module()))
+_NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
+_LONG = 1000  # entries; a longer container in an attribute is data, and is not copied in each call
+_TINY = 4096  # bytes
+_MISSING = object()
+Container = Any  # a dict, list, deque or set
+Place = tuple[nn.Module, str, Any]  # a module, its table or attribute, and the key in it
+Entry = tuple[Container, Any, Any]  # a container, a key in it (None: all of it) and what it held
+
+
+def modules_in(module: nn.Module) -> dict[nn.Module, None]:
+    """`module` and all below it, each once (`module.modules()` takes four times as long)."""
+    found, rest = {module: None}, [module]
+    while rest:
+        for child in rest.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                rest.append(child)
+    return found
+
+
+def has(module: nn.Module, name: str) -> bool:
+    """Whether `module` or its class has an attribute `name` that is no part of it; a miss of `hasattr` is slow."""
+    return name in module.__dict__ or hasattr(type(module), name)
+
+
+class _Watched:
+    """What is known across calls of a place in a module that holds a tensor."""
+
+    __slots__ = ("copy", "tensor", "version", "written")
+
+    def __init__(self) -> None:
+        self.written: dict[bool, bool] = {}  # by the region's train mode; no entry before a call has been compared
+        self.tensor: torch.Tensor | None = None  # if small: the tensor, its version and a copy of its value
+        self.version = -1
+        self.copy: torch.Tensor | None = None
+
+
+class ModuleState:
+    """What a region has learned about the state of its modules."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.watched: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _Watched]] = WeakKeyDictionary()
+        self._seen: list[Any] = []  # the modules' attributes when the next two were found
+        self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
+        self.carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy of the model has modules of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset()
+
+    def containers(self, modules: dict[nn.Module, None]) -> list[Container]:
+        """Everything with entries that the modules hold."""
+        attributes = [module.__dict__ for module in modules]
+        values = list(chain.from_iterable(map(dict.values, attributes)))
+        if not _same(values, self._seen):
+            self._seen, self.extra, self.carried = values, [], []
+            for module in modules:
+                for name, value in module.__dict__.items():
+                    if name in _OWN:
+                        continue
+                    if isinstance(value, torch.Tensor):
+                        self.carried.append((module, name))
+                    elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
+                        self.extra.append((module, name, value))
+        found: list[Container] = [*attributes, *[own[name] for own in attributes for name in _TABLES]]
+        for own in attributes:
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                found += [own[name] for name in _MORE_HOOKS]
+        return found + [value for _, _, value in self.extra]
+
+
+class Found:
+    """The state of a region's modules as its first run found it; of their parameters, as that run left them."""
+
+    __slots__ = (
+        "_containers", "_copies", "_modules", "_parameters", "_state", "_tensors", "_training", "_values", "_versions",
+        "_zero3",
+    )  # fmt: skip
+
+    def __init__(self, state: ModuleState, modules: dict[nn.Module, None], training: bool) -> None:
+        self._state, self._modules, self._training = state, modules, training
+        self._containers = state.containers(modules)
+        self._copies = [_copied(container) for container in self._containers]
+        found = [value for module in modules for value in module._parameters.values()]
+        self._parameters = [value for value in found if value is not None]
+        self._zero3 = bool(self._parameters) and hasattr(self._parameters[0], "ds_id")
+        self._versions = _versions(self._parameters)
+        self._tensors = [_Held(place, owner, value, state, training) for place, owner, value in self._held()]
+        self._values: Values | None = None
+
+    def _held(self) -> Iterator[tuple[Place, Container, torch.Tensor]]:
+        """The tensors that the modules hold beside parameters, with the container that each is in."""
+        for module in self._modules:
+            if module._buffers:
+                for key, value in module._buffers.items():
+                    if value is not None:
+                        yield (module, "_buffers", key), module._buffers, value
+        for module, name in self._state.carried:
+            value = module.__dict__[name]
+            if not isinstance(value, nn.Parameter):
+                yield (module, "", name), module.__dict__, value
+        for module, name, container in self._state.extra:
+            if not isinstance(container, set):
+                for index, value in container.items() if isinstance(container, dict) else enumerate(container):
+                    if type(value) is torch.Tensor:
+                        yield (module, name, index), container, value
+
+    def end(self) -> None:
+        """To be called after the first run.
+
+        Raises:
+            UserError: it wrote a parameter, or a large buffer for the first time.
+        """
+        versions = _versions(self._parameters)
+        if versions != self._versions and not self._zero3:
+            changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
+            raise UserError(
+                f"{self._described(self._parameters[changed])} is written in forward, and a second run would write it "
+                "once more; write it outside of the checkpointed block, or take 'pointwise' or 'offload'"
+            )
+        self._values = _values(self._parameters)
+        for tensor in self._tensors:
+            tensor.look()
+        for index, copy in enumerate(self._copies):  # or step after step would hold the graph of the one before
+            for key, value in copy.items() if isinstance(copy, dict) else enumerate(copy):
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None and not isinstance(copy, set):
+                    self._copies[index][key] = value.detach().requires_grad_()
+        self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
+
+    def swap_in(self) -> list[Container]:
+        """Before the second run: put back what differs; returns the entries that were there instead.
+
+        Raises:
+            UserError: a parameter's value or `requires_grad` is another than in the first run.
+        """
+        assert self._values is not None
+        if _values(self._parameters) != self._values:
+            self._check(self._values)
+        there = [_copied(container) for container in self._containers]
+        self._put(self._copies)
+        for tensor in self._tensors:
+            tensor.swap_in()
+        return there
+
+    def swap_out(self, there: list[Container]) -> None:
+        """After the second run: put back what `swap_in` returned."""
+        self._put(there)
+
+    def _put(self, copies: list[Container]) -> None:
+        """Make the entries of the containers those of `copies`."""
+        now, wanted = (list(chain.from_iterable(map(_values_of, found))) for found in (self._containers, copies))
+        if _same(now, wanted):
+            return
+        for container, copy in zip(self._containers, copies, strict=True):
+            if isinstance(container, dict):
+                if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
+                    self._put_entries(container, copy)
+            elif len(container) != len(copy) or not all(map(operator.is_, container, copy)):
+                container.clear()
+                container.update(copy) if isinstance(container, set) else container.extend(copy)
+
+    def _put_entries(self, container: dict[Any, Any], copy: dict[Any, Any]) -> None:
+        if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, which are called in its order
+            container.clear()
+            container.update(copy)
+            return
+        for key in {**copy, **container}:
+            wanted, now = copy.get(key, _MISSING), container.get(key, _MISSING)
+            if wanted is now or key in _NOT_RESTORED or _is_managed(wanted) or _is_managed(now):
+                continue
+            if self._zero3 and not (isinstance(wanted, torch.Tensor) or isinstance(now, torch.Tensor)):
+                continue  # DeepSpeed keeps counters in attributes, which count either run
+            if wanted is _MISSING:
+                del container[key]
+            else:
+                container[key] = wanted
+
+    def changes(self) -> list[str]:
+        """Attributes that differ now from what the first run found, in words."""
+        names = {id(module.__dict__): type(module).__name__ for module in self._modules}
+        names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._state.extra}
+        return [
+            f"'{key}' of {names[id(container)]} was {_shown(copy.get(key))} in forward and is {_shown(value)}"
+            for container, copy in zip(self._containers, self._copies, strict=True)
+            if isinstance(container, dict) and id(container) in names
+            for key, value in container.items()
+            if value is not copy.get(key) and key not in _NOT_RESTORED
+        ]
+
+    def _check(self, before: Values) -> None:
+        """Raise for the first parameter that cannot be put back."""
+        versions, requires_grad, storages = _values(self._parameters)
+        for i, value in enumerate(self._parameters):
+            if versions[i] != before[0][i]:
+                change = "written in place (an optimizer's step?)"
+            elif requires_grad[i] != before[1][i]:
+                change = f"switched to requires_grad={requires_grad[i]} (another adapter?)"
+            elif storages[i] != before[2][i] and not hasattr(value, "ds_id"):  # ZeRO-3 gathers into `p.data`
+                change = "given other data (p.data = ...)"
+            else:
+                continue
+            raise UserError(
+                f"{self._described(value)} was {change} between forward and backward, so its second run cannot repeat "
+                "the first; do that after backward"
+            )
+
+    def _described(self, parameter: nn.Parameter) -> str:
+        region = next(iter(self._modules))
+        copies = dict(zip(map(id, self._containers), self._copies, strict=True))
+        for path, module in region.named_modules():
+            for name, value in copies.get(id(module._parameters), {}).items():
+                if value is parameter:
+                    return f"{type(region).__name__}: its parameter '{f'{path}.{name}'.lstrip('.')}'"
+        return f"{type(region).__name__}: a parameter"
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Of each parameter whether it is trained."""
+        return tuple([value.requires_grad for value in self._parameters])
+
+    def bits(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters or buffers as they are now, with names, but for those that a sharding engine looks after."""
+        for path, module in next(iter(self._modules)).named_modules():
+            for name, value in (module._parameters if kind == "parameter" else module._buffers).items():
+                if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
+                    yield f"{kind} '{f'{path}.{name}'.lstrip('.')}'", value
+
+
+class _Held:
+    """A tensor that a module holds, in one call of its region."""
+
+    __slots__ = ("container", "copy", "place", "training", "value", "version", "watched", "written")
+
+    def __init__(
+        self, place: Place, container: Container, value: torch.Tensor, state: ModuleState, training: bool
+    ) -> None:
+        self.place, self.container, self.value = place, container, value
+        self.watched = state.watched.setdefault(place[0], {}).setdefault(place[1:], _Watched())
+        self.version, self.training, self.written = version_of(value), training, False
+        self.copy = self._copied()
+
+    def _copied(self) -> torch.Tensor | None:
+        """The value before the first run; None of a tensor that the region was not seen to write."""
+        value = self.value
+        watched = self.watched
+        if self._is_statistic() or watched.written.get(self.training):
+            return value.detach().clone()
+        if _without_values(value):
+            return None
+        if self.training not in watched.written:
+            return value.detach().clone()
+        if value.nbytes > _TINY:
+            return None
+        if watched.tensor is not value or watched.version != self.version:
+            watched.tensor, watched.version, watched.copy = value, self.version, value.detach().clone()
+        return watched.copy
+
+    def _is_statistic(self) -> bool:
+        """Whether this is a norm's running statistic that a call in this mode updates."""
+        owner, table, key = self.place
+        running = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
+        return running and table == "_buffers" and key.startswith("running_")
+
+    def look(self) -> None:
+        """After the first run: see whether it wrote the tensor, and remember."""
+        watched, real = self.watched, not _without_values(self.value)
+        counted = version_of(self.value) != self.version
+        self.written = counted or self._is_statistic() or watched.written.get(self.training, False)
+        if real and self.training not in watched.written:
+            assert self.copy is not None
+            self.written = self.written or not torch.equal(self.value, self.copy)
+            watched.written[self.training] = self.written
+        if self.written:
+            if counted:
+                watched.written[self.training] = True
+            watched.tensor = watched.copy = None
+            if self.copy is None and real:
+                owner, table, key = self.place
+                kind = "buffer" if table == "_buffers" else "attribute"
+                raise UserError(
+                    f"{type(owner).__name__} wrote its {kind} '{key if table in ('', '_buffers') else table}' "
+                    f"({format_bytes(self.value.nbytes)}) as it did not in its first call, and its second run must "
+                    "find it as it was: repeat the step, it is copied from now on"
+                )
+        elif self.value.nbytes > _TINY:
+            self.copy = None
+        elif self.copy is not None:
+            watched.tensor, watched.version, watched.copy = self.value, self.version, self.copy
+
+    def swap_in(self) -> None:
+        """Put a copy of the value that the first run found in place; entries are put back by `Found.swap_out`."""
+        if self.written or version_of(self.value) != self.version:
+            assert self.copy is not None
+            key = self.place[2]
+            self.container[key] = self.copy.clone().requires_grad_(self.value.requires_grad)
+
+
+Values = tuple[list[int], list[bool], list[int]]
+
+
+def _values(parameters: list[nn.Parameter]) -> Values:
+    """Of each: its version, whether it is trained, and the identity of its memory.
+
+    The memory is the storage, not its address: FSDP frees and gathers it in place. 0 of other kinds of tensors.
+    """
+    return (
+        _versions(parameters),
+        [value.requires_grad for value in parameters],
+        [value.untyped_storage()._cdata if type(value) is nn.Parameter else 0 for value in parameters],
+    )
+
+
+def _versions(parameters: list[nn.Parameter]) -> list[int]:
+    try:
+        return [value._version for value in parameters]
+    except RuntimeError:  # one was made under torch.inference_mode
+        return [version_of(value) for value in parameters]
+
+
+def _copied(container: Container) -> Container:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _values_of(container: Container) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _is_managed(value: Any) -> bool:
+    """Whether it is a parameter that FSDP2 shards, or that accelerate keeps elsewhere."""
+    return isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta)
+
+
+def _without_values(value: torch.Tensor) -> bool:
+    return isinstance(value, FakeTensor) or value.is_meta
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"another {type(value).__name__}"

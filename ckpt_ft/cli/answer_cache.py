@@ -1,0 +1,57 @@
+"""The cache of answers: the same question is answered from a file; a file that cannot be read is made again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import write
+from ckpt_ft.planning.provenance import cache_path
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.model_config import read_config, read_parts, read_processor
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def question_of(spec: TrainingSpec) -> dict[str, Any]:
+    """What an answer about `spec` depends on: the spec itself, and the configurations of its model.
+
+    Raises:
+        UserError: the model is not known.
+    """
+    name = spec.model.name
+    processor, config = read_processor(name) if spec.data.images else {}, read_config(name)
+    parts = read_parts(name) if config.get("_class_name") else {}
+    return {"spec": spec.fingerprint(), "config": config, "processor": processor, "parts": parts}
+
+
+class AnswerCache(Generic[T]):
+    """The answer to one question.
+
+    Args:
+        kind: of answer: "plan", "estimate".
+        question: all that it depends on beside the versions and this package's code.
+        read: makes it of a file's bytes and name; raises UserError where they are no such answer.
+    """
+
+    def __init__(self, kind: str, question: Mapping[str, Any], read: Callable[[bytes, str], T]) -> None:
+        self.kind, self._read = kind, read
+        self.path = cache_path(f"{kind}s", question)
+
+    def get(self) -> T | None:
+        """What was answered; None where nothing was, or nothing that can be read."""
+        try:
+            return self._read(self.path.read_bytes(), str(self.path)) if self.path.is_file() else None
+        except (UserError, OSError) as error:
+            logger.warning("the %s is made again: %s", self.kind, one_line(error))
+            return None
+
+    def put(self, text: str) -> None:
+        """Keep it for the next time."""
+        try:
+            write(self.path, text)
+        except OSError as error:
+            logger.warning("the %s is not kept for the next time: %s", self.kind, one_line(error))

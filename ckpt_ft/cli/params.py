@@ -1,0 +1,103 @@
+"""The parameters that commands share: the flags of a TrainingSpec, made from its fields, and a few of their own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.policy import Policy
+from ckpt_ft.spec.flags import Flag, fields_of, flags
+from ckpt_ft.spec.training_file import read_training_file
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+Command = Callable[..., None]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+ONE_LAUNCH = ("gpus",)
+ONE_PROCESS = ("launch", "processes", "gpus", "machines", "link", "alloc_conf")
+Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
+Config = Annotated[
+    str, typer.Option("--config", help="YAML of a recipe, TRL or axolotl: the model and flags; typed flags win")
+]
+Recipe = Annotated[
+    str, typer.Option("--recipe", help="with --config: the kind of file, llm, trl or axolotl for example")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+Html = Annotated[str, typer.Option("--html", help="write an HTML page with the answer to this file")]
+_OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
+
+
+def takes_spec(
+    *without: str, defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
+) -> Callable[[Command], Command]:
+    """For commands with a parameter `spec`: MODEL, --config and the spec's flags stand in its place.
+
+    A flag that is also a parameter of the command is the command's own; a file of --config sets those, too, where they
+    are not given and None is their default.
+
+    Args:
+        without: flags that the command does not have.
+        defaults: fields of the spec where no flag sets them.
+        fixed: fields that the command decides; they have no flags.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["spec"]
+        taken = {name: flag for name, flag in flags().items() if name not in {*without, *fixed, *own}}
+
+        @functools.wraps(command)
+        def typed(model: str, config: str, recipe: str, **given: Any) -> None:
+            typed_flags = {name: given.pop(name) for name in taken}
+            typed_flags = {name: value for name, value in typed_flags.items() if value is not None}
+            if config:
+                read = read_training_file(config, recipe, bool(given.get("dataset")))
+                _print_notes(config, read.notes, read.unread)
+                model = model or read.model
+                typed_flags = {name: value for name, value in read.flags.items() if name in taken} | typed_flags
+                given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
+            elif recipe:
+                raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
+            spec = TrainingSpec.of(**{"model": model, **defaults, **fields_of(typed_flags), **fixed})
+            if "policy" in taken:
+                require_applicable(spec.policy)
+            command(spec=spec, **given)
+
+        parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
+        parameters += [_parameter(name, _option(flag), None) for name, flag in taken.items()]
+        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.values()]
+        typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        typed.__annotations__ = {p.name: p.annotation for p in parameters}
+        return typed
+
+    return decorate
+
+
+def _parameter(name: str, kind: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _option(flag: Flag) -> Any:
+    text = f"{flag.help} [default: {flag.default}]" if flag.default else flag.help
+    return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
+
+
+def _print_notes(config: str, notes: tuple[str, ...], unread: tuple[str, ...]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if unread:
+        print(f"note: not read of {config}: {', '.join(unread)}", file=sys.stderr)
+
+
+def require_applicable(text: str) -> None:
+    """Raises UserError for text that is no policy, or a policy of torch.compile, which no command runs."""
+    policy = Policy.parse(text)
+    if policy.budget is not None:
+        raise UserError(f"--policy {text}: budget: acts under torch.compile alone, in a recipe with --torch_compile")

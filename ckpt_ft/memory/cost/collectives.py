@@ -1,0 +1,104 @@
+"""Seconds of collectives, over the links between the GPUs of a machine and between machines.
+
+In a ring, each rank sends the bytes of a collective around once (Patarasuk and Yuan 2009). NCCL runs as many rings in
+parallel as there are links or network cards, so the rate is the sum of one GPU's links, and across machines the sum of
+one machine's cards.
+
+Sources: NVLink, one direction, from NVIDIA's datasheets (V100 150, A100 300, H100 and H200 450, B200 900 GB/s). NCCL's
+protocol reaches about 80 % of the line rate (370 of 450 GB/s on H100: github.com/NVIDIA/nccl-tests/issues/212; 235 of
+300 on A100: the model below). Other cards communicate over their slot and the host; half of the slot's rate is an
+assumption. Network cards are those of NVIDIA's DGX of the generation (eight of 800 Gb/s with B300, of 400 Gb/s with
+H100 and B200, of 200 Gb/s with A100), otherwise one of 100 Gb/s per machine, at 90 % (192 of 200 GB/s from DGX A100s:
+NVIDIA/nccl#812; 340 to 380 of 400 with H100: NVIDIA/nccl#1218, nccl-tests#309); `Launch.link` sets another rate.
+
+The latency is NCCL's own model, by which it chooses its protocol: a time to start, a time for each step from one rank
+to the next, of which a ring of N ranks has N - 1 (an all-reduce twice as many, or those of a tree), and a share of the
+bandwidth (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.28).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.units import MIB
+
+# compute capability -> bytes/s, one direction
+_NVLINK = {(7, 0): 150e9, (8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9, (10, 3): 900e9}
+_CARDS = {(8, 0): 25e9, (9, 0): 50e9, (10, 0): 50e9, (10, 3): 100e9}  # of a DGX, for each GPU
+_ONE_CARD = 12.5e9
+_REACHED, _REACHED_BETWEEN = 0.8, 0.9  # within a machine, between machines
+_CHANNELS = {True: 24, False: 4}  # of NCCL, over NVLink or a slot: an assumption
+
+
+class _Protocol(NamedTuple):
+    """A protocol of NCCL: microseconds to start, and of a step over NVLink, a slot and between machines."""
+
+    start: float
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    share: float  # of the bandwidth within a machine
+    between: float  # of the bandwidth between machines
+    tree_share: float
+
+
+_LL = _Protocol(6.6, (0.6, 1.0, 2.7), (0.6, 1.0, 5.0), 0.37, 0.12, 0.26)
+_LL128 = _Protocol(14.0, (1.9, 2.5, 4.0), (1.25, 1.9, 8.5), 0.92, 0.92, 0.85)
+_SIMPLE = _Protocol(8.4, (3.4, 5.7, 14.0), (4.0, 4.0, 14.0), 1.0, 1.0, 0.92)
+
+
+def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
+    """Bytes per second that each rank sends in a large collective."""
+    if launch.link:
+        return launch.link
+    inside = _REACHED * _NVLINK[gpu.arch] if gpu.arch in _NVLINK else gpu.host_bandwidth / 2
+    if launch.machines == 1:
+        return inside
+    ranks = launch.processes // launch.machines
+    cards = _CARDS[gpu.arch] * ranks if gpu.arch in _CARDS else _ONE_CARD
+    return min(inside, _REACHED_BETWEEN * cards)
+
+
+def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "") -> float:
+    """Seconds of a collective (op `name`) in which each rank sends `wire` bytes, with the fastest protocol."""
+    nvlink = gpu.arch in _NVLINK
+    sent = wire / bus_bandwidth(launch, gpu)
+    several, here = launch.machines > 1, launch.processes // launch.machines
+    all_reduce = "allreduce" in name
+    found = []
+    for protocol in (_LL, _LL128, _SIMPLE) if nvlink else (_LL, _SIMPLE):  # LL128 is for NVLink
+        start, (over, slot, between), tree, share, share_between, tree_share = protocol
+        inside = max(over if nvlink else slot, (3.0 if protocol is _SIMPLE else 1.0) if several else 0.0)
+        steps = (launch.machines - 1) * between + (launch.processes - launch.machines) * inside
+        found.append((start + (1 + all_reduce) * steps) * 1e-6 + sent / (share_between if several else share))
+        if all_reduce:
+            climb = (here - 1) * tree[0 if nvlink else 1] + int(math.log2(launch.machines)) * tree[2]
+            found.append((start + 2 * climb) * 1e-6 + sent / tree_share)
+    return min(found)
+
+
+def memory_left(launch: Launch, gpu: GPU) -> float:
+    """The share of the memory bandwidth that a large collective leaves to the kernels beside it.
+
+    Arriving bytes are written to a buffer of NCCL and read back from the L2 cache. Then the result is written
+    (all-gather) or the summand is read (reduce-scatter): two passes over memory for each byte that is sent
+    (recvCopySend and recvReduceSend of the ring in the Simple protocol, arXiv:2507.04786).
+    """
+    return 1 - min(2 * bus_bandwidth(launch, gpu) / (gpu.bandwidth * gpu.bandwidth_efficiency), 0.5)
+
+
+def network_share(gpu: GPU) -> float:
+    """The relative slowdown of a kernel while a collective runs: each of its channels occupies an SM."""
+    channels = min(_CHANNELS[gpu.arch in _NVLINK], gpu.sms // 2)
+    return gpu.sms / (gpu.sms - channels) - 1
+
+
+def nccl_bytes(gpu: GPU) -> int:
+    """Bytes that one communicator of NCCL allocates outside the caching allocator.
+
+    Each channel has a buffer of 4 MiB for sending and one for receiving (NCCL_BUFFSIZE,
+    docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    """
+    return _CHANNELS[gpu.arch in _NVLINK] * 2 * 4 * MIB

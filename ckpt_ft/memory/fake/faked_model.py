@@ -1,0 +1,165 @@
+"""Fake tensors in place of every tensor that a model holds, for the length of a trace."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .fakes import Fakes
+from .values import attach, holds_sizes
+
+_TORCH = frozenset(vars(nn.Module()))  # names of attributes that every module has
+_CACHE = type(functools.cache(lambda: None))
+
+
+def fake_wrapped(tensor: Any, fakes: Fakes) -> Tensor:
+    """A tensor subclass that wraps fake tensors (a quantised weight's codes and scales); for a DTensor, the whole."""
+    if isinstance(tensor, DTensor):
+        return fakes.like(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: fakes.like(getattr(tensor, name)) for name in names}
+    wrapped: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return wrapped
+
+
+@contextmanager
+def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
+    """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
+
+    Ties are kept. Afterwards no module holds a fake, even if a forward stored one (a cache of positions), and each
+    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself.
+    """
+    made: dict[int, Tensor] = {}
+    data: list[tuple[Tensor, Tensor]] = []  # of each tensor that is no subclass
+    tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # with their contents
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            items = [fake(item) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            is_parameter = isinstance(value, nn.Parameter)
+            if not is_traceable_wrapper_subclass(value):
+                made[id(value)] = fakes.parameter(value) if is_parameter else fakes.like(value)
+                if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+                    with torch._C._DisableTorchDispatch():
+                        data.append((value, value.detach()))
+            else:
+                new = fake_wrapped(value, fakes)
+                made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
+            _hook(made[id(value)], value)
+            if holds_sizes(value):
+                attach(made[id(value)], value)
+        return made[id(value)]
+
+    modes = {module: module.training for module in model.modules()}  # a step may change them
+    try:
+        for module in modes:
+            for table in _tables(module):
+                before = _content(table)
+                tables.append((table, before))
+                for key, value in before.items():
+                    new = fake(value)
+                    if new is not value:
+                        table[key] = new
+        made.clear()  # the model's own references count: FSDP2 frees whole parameters
+        with _fresh_caches(model):
+            yield
+    finally:
+        with torch._C._DisableTorchDispatch():
+            for tensor, own in data:
+                if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                    tensor.data = own
+        for table, before in tables:
+            _put_back(table, before)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _hook(fake: Tensor, like: Tensor) -> None:
+    """Give `fake` the user's gradient hooks of `like`: they may allocate tensors, or step an optimizer in backward.
+
+    DeepSpeed's hooks are left out: memory/distributed/ models what they do.
+    """
+    for name, register in (
+        ("_backward_hooks", fake.register_hook),
+        ("_post_accumulate_grad_hooks", fake.register_post_accumulate_grad_hook),
+    ):
+        for hook in (getattr(like, name, None) or {}).values():
+            if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("deepspeed."):
+                register(hook)
+
+
+def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
+    """The tensors that `module` itself holds besides its parameters and buffers, by their place in it."""
+    found = {}
+    for number, table in enumerate(_tables(module)):
+        for key, value in _content(table).items() if number >= 2 else ():
+            for place, item in enumerate(value if isinstance(value, tuple) else (value,)):
+                if isinstance(item, Tensor):
+                    found[number, key, place] = item
+    return found
+
+
+def _tables(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
+    """The dicts and lists in which `module` holds tensors: its own, and those in its attributes (PEFT's indices)."""
+    yield from (module._parameters, module._buffers, module.__dict__)
+    for name, value in list(vars(module).items()):
+        if type(value) in (list, dict) and name not in _TORCH:
+            yield value
+
+
+def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+    return dict(table) if isinstance(table, dict) else dict(enumerate(table))
+
+
+def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any]) -> None:
+    """Replace the fakes in `table` by what was there before."""
+    faked = [key for key, value in _content(table).items() if _holds_fake(value)]
+    if isinstance(table, list):
+        if faked or any(isinstance(value, Tensor) for value in before.values()):
+            table[:] = before.values()
+        return
+    for key in faked:
+        if key not in before:
+            del table[key]
+    for key, value in before.items():
+        if isinstance(value, Tensor) or key in faked:
+            table[key] = value
+
+
+def _holds_fake(value: Any) -> bool:
+    return type(value) is FakeTensor or (isinstance(value, tuple) and any(map(_holds_fake, value)))
+
+
+@contextmanager
+def _fresh_caches(model: nn.Module) -> Iterator[None]:
+    """Methods that cache their results (`functools.lru_cache`) begin with an empty cache, and forget the trace's.
+
+    Qwen-Image caches rotary frequencies so: real ones from before are not the step's, and fakes would outlive it.
+    """
+    with ExitStack() as stack:
+        for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+            for name, method in list(vars(kind).items()):
+                if _remembers(method):
+                    stack.enter_context(patch.object(kind, name, functools.cache(inspect.unwrap(method))))
+        yield
+
+
+def _remembers(method: Any) -> bool:
+    """Whether `method` is a cache, or a function around its own cache, as `lru_cache_unless_export` of diffusers."""
+    around = inspect.isfunction(method) and hasattr(method, "__wrapped__")
+    held = [method, *(cell.cell_contents for cell in method.__closure__ or ())] if around else [method]
+    return any(isinstance(one, _CACHE) and one.__wrapped__ is inspect.unwrap(method) for one in held)

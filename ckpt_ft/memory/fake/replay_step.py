@@ -1,0 +1,122 @@
+"""Repeats the forward and backward of a step in the record, without running them.
+
+A trace warms up with the very step that it measures, or measures first. What differs in the second step is the
+optimizer, whose state exists by then, and workspaces, which stay. So forward and backward are copied in the record,
+the model gets the gradients that they leave, and only the optimizer's part runs. If the first step leaves anything
+else (a table that the model keeps, say), which the second one would find, then nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt_ft.memory.record.tracker import Tracker
+
+from .fakes import Fakes
+from .skipped_blocks import is_whole
+
+
+class _Gradient(NamedTuple):
+    parameter: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ReplayStep:
+    """Follows the step of `model` that `tracker` records next, and may repeat it.
+
+    update: runs what comes after the step's backward.
+    """
+
+    def __init__(self, model: nn.Module, tracker: Tracker, fakes: Fakes, update: Callable[[], object]) -> None:
+        self.model, self.tracker, self.fakes, self.update = model, tracker, fakes, update
+        self.recorder = tracker.recorder
+        self._start = self.recorder.position
+        self._repeatable = False  # one optimizer phase, before which each gradient has a storage of its own
+        self._seen = False
+        tracker.context.phase_listeners.append(self._phase_begins)
+
+    def _phase_begins(self, phase: str) -> None:
+        if phase != "optimizer":
+            return
+        given = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        indices = {self.recorder.index_of(gradient): (p, gradient) for p, gradient in given if is_whole(gradient)}
+        begins_here = self.recorder.marks[-1] == (len(self.recorder.events), phase)
+        self._repeatable = begins_here and not self._seen and len(indices) == len(given) and None not in indices
+        self._seen = True
+        self.recorder.attached = {
+            index: _Gradient(parameter, gradient.shape, gradient.stride(), gradient.dtype)
+            for index, (parameter, gradient) in indices.items()
+            if index is not None
+        }
+
+    def replay(self) -> bool:
+        """Record the step once more; returns False if a second run of it might do something else."""
+        self.tracker.context.phase_listeners.remove(self._phase_begins)
+        gradients, self.recorder.attached = self.recorder.attached, {}
+        if not self._repeatable:
+            return False
+        marks = range(self._start.marks, len(self.recorder.marks))
+        stop = next(mark for mark in marks if self.recorder.marks[mark][1] == "optimizer")
+        held = self._held_until_return(self.recorder.marks[stop][0], gradients)
+        if held is None:
+            return False
+        number = self._copy(stop, gradients)
+        self.tracker.resume_after_backward()
+        self.update()
+        self.recorder.events.extend(~number[index] for index in held)
+        return True
+
+    def _held_until_return(self, stop: int, gradients: dict[int, Any]) -> list[int] | None:
+        """The storages, besides gradients, that live until the step returns (loss, batch), in the order of frees.
+
+        None if something else is left behind, or something older was freed.
+
+        stop: event with which the optimizer's part begins.
+        """
+        events = self.recorder.events
+        made = {event for event in events[self._start.events : stop] if event >= 0}
+        freed = {~event for event in events[self._start.events : stop] if event < 0}
+        freed_later = {~event for event in events[stop:] if event < 0}
+        left = made - freed - freed_later
+        lasting = {index for index in left if self.recorder.storages[index].category == "workspace"}
+        held = made - freed - lasting - gradients.keys()
+        last = [~event for event in events[len(events) - len(held) :]]
+        if not freed <= made or not gradients.keys() <= made & freed_later or set(last) != held:
+            return None
+        return last
+
+    def _copy(self, stop: int, gradients: dict[int, Any]) -> dict[int, int]:
+        """Append forward and backward to the record; returns the new index of each storage.
+
+        stop: the mark with which the optimizer's part begins.
+        """
+        recorder, start = self.recorder, self._start
+        events = recorder.events[start.events : recorder.marks[stop][0]]
+        optimizer = (at for at in range(start.ops, len(recorder.ops)) if recorder.ops[at].phase == "optimizer")
+        ops = recorder.ops[start.ops : next(optimizer, len(recorder.ops))]
+        marks = recorder.marks[start.marks : stop]
+        freed = {~event for event in recorder.events[start.events :] if event < 0}
+        number: dict[int, int] = {}
+        for index in sorted(event for event in events if event >= 0):
+            if index in gradients:
+                parameter, shape, stride, dtype = gradients[index]
+                parameter.grad = self.fakes.new(shape, stride, dtype)
+                number[index] = recorder.follow_like(parameter.grad, index)
+            elif index in freed:
+                number[index] = len(recorder.storages)
+                recorder.storages.append(recorder.storages[index].copy())
+        reached = [len(recorder.events)]  # events of the copy, after each of the original's
+        for event in events:
+            like = number.get(~event if event < 0 else event)
+            if like is not None:
+                recorder.events.append(~like if event < 0 else like)
+            reached.append(len(recorder.events))
+        recorder.ops += [op.later(reached[op.at - start.events] - op.at) for op in ops]
+        recorder.marks += [(reached[at - start.events], name) for at, name in marks]
+        return number

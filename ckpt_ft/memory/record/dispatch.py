@@ -1,0 +1,158 @@
+"""What a dispatch mode must know of an op: how it is to be treated, how it came, how a call of it is described.
+
+An op comes as a composite or as its parts, from autograd or from another Python dispatch, or under torch.compile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+_CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
+_RECORDING = tuple(f"ckpt_ft.memory.{room}" for room in ("record", "measure", "fake", "rules"))
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
+After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (recorder, op, args, kwargs, result)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Handling:
+    """How a tracker treats an op, worked out when the op is first called.
+
+    Looked up once per call, of which there are tens of thousands: OpOverload's hash is slow Python.
+
+    Attributes:
+        rule: called in place of the op.
+        after: called once its results are recorded.
+        collective: it is one of torch.distributed's.
+        silent: it has no tensors and does no work, like record_function: it is not recorded.
+    """
+
+    name: str
+    rule: Rule | None = None
+    after: After | None = None
+    collective: bool = False
+    silent: bool = False
+
+
+_is_wrapper = cache(is_traceable_wrapper_subclass_type)
+
+
+def wraps(types: Sequence[type]) -> bool:
+    """Whether an op is called on tensor subclasses that wrap other tensors."""
+    for kind in types:  # noqa: SIM110  no generator: once for every op
+        if _is_wrapper(kind):
+            return True
+    return False
+
+
+def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that lie in memory: a DTensor's shard, a wrapper's parts, a sparse tensor's indices and values."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # DTensor names its mesh too
+                yield from plain(part)
+    elif tensor.is_sparse:
+        with torch._C._DisableTorchDispatch():  # no op of the step
+            yield from (tensor._indices(), tensor._values())
+    else:
+        yield tensor
+
+
+@cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether an op only calls other ops, as aten.linear does.
+
+    Autograd replaces such an op by its parts; under inference mode the op itself is dispatched.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def in_parts(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a composite op so that `mode`, to which it was dispatched, sees its parts instead."""
+    _push_mode(mode)
+    try:
+        return func.decompose(*args, **kwargs)
+    finally:
+        _pop_mode()
+
+
+def from_python_dispatch() -> bool:
+    """Whether the op being recorded was called by another Python dispatch: a mode's (SAC's) or a DTensor's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+        frame = frame.f_back  # type: ignore[assignment]
+    return (
+        frame is not None
+        and frame.f_code is _CALL
+        and frame.f_back is not None
+        and frame.f_back.f_code.co_name == "__torch_dispatch__"
+    )
+
+
+def leave_uncompiled() -> None:
+    """Make torch.compile skip the tracker's own functions, if torch.compile is in use.
+
+    Otherwise it compiles every function of a dispatch mode that it meets, again and again, until it gives up.
+    """
+    if "torch._dynamo" in sys.modules:
+        _skip_recording()
+        # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+
+
+@cache
+def _skip_recording() -> None:
+    from torch._dynamo import trace_rules
+
+    for name in _RECORDING:
+        trace_rules.add(name)
+
+
+class Uncacheable(Exception):
+    """A call's result depends on more than the shapes of its arguments."""
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hashable description of an op's arguments, or None where its result depends on more than that."""
+    parts: list[Any] = [torch.get_default_dtype()]
+    try:
+        _describe(args, parts)
+        for name, value in kwargs.items():
+            parts.append(name)
+            _describe((value,), parts)
+    except Uncacheable:
+        return None
+    return tuple(parts)
+
+
+def _describe(values: Any, parts: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.is_sparse:
+                raise Uncacheable
+            parts += (value.shape, value.stride(), value.dtype, value.storage_offset())
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            _describe(value, parts)
+        elif isinstance(value, Tensor) or kind.__hash__ is None:
+            raise Uncacheable
+        else:
+            parts += (kind, value)  # the type too: 1, 1.0 and True are equal

@@ -1,0 +1,356 @@
+"""Recorder: the events of a step, and every storage from the op that allocated it until it is freed.
+
+Each storage is followed by a weak reference, so that autograd keeps and reuses tensors as it does without a record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_ft.memory.cost.op_work import Work, tensors
+from ckpt_ft.memory.gpus import GPU
+from ckpt_ft.units import format_bytes
+
+from .dispatch import plain
+from .events import EMPTIED, Op, Storage
+from .step_context import StepContext
+from .trace import StepTrace
+
+_NAMELESS = ("activations", "temporary")  # categories of storages that have no more specific one
+
+
+class Position(NamedTuple):
+    """The length of each list of a record."""
+
+    ops: int
+    storages: int
+    events: int
+    marks: int
+
+
+class _Followed(weakref.ref):
+    """A followed storage: its address, its index in the record (-1: ignored), and the zone it was allocated in."""
+
+    __slots__ = ("address", "index", "zone")
+    address: int
+    index: int
+    zone: int
+
+
+class Recorder:
+    """The record of a training step while it grows.
+
+    Args:
+        context: says in which phase and module the step is.
+        limit: bytes; an allocation beyond it raises torch.OutOfMemoryError, as on a card of that size.
+        keeps_ops: record `Op`s too; a long real run has no use for them.
+
+    Attributes:
+        storages, ops: in the order in which they began.
+        events: the index of a storage where it is allocated, its complement where it is freed.
+        marks: (number of events before it, name) of each phase, step or emptied cache.
+        residents: storages that were found after the record began but had existed before it.
+        notes: what the record assumes, one sentence each.
+        allocated, peak: bytes, unrounded: now, and the most since `restart`.
+        stream: CUDA stream that kernels are issued to, "" for the default one.
+        attached: what others note about storages, by index; `renumber` keeps the indices right.
+    """
+
+    def __init__(self, context: StepContext, limit: int | None = None, keeps_ops: bool = True) -> None:
+        self.context, self.limit, self.keeps_ops = context, limit, keeps_ops
+        self.allocated = self.peak = 0
+        self.stream = ""
+        self.notes: list[str] = []
+        self.attached: dict[int, Any] = {}
+        self._live: dict[int, _Followed] = {}  # by address
+        self._clear()
+
+    def _clear(self) -> None:
+        self.storages: list[Storage] = []
+        self.events: list[int] = []
+        self.residents: list[int] = []
+        self.ops: list[Op] = []
+        self.marks: list[tuple[int, str]] = []
+
+    # -- the record as a whole --------------------------------------------------------------------------------------
+
+    def trace(self, device: str, gpu: GPU | None, source: str) -> StepTrace:
+        """A copy of the record so far, with the residents first."""
+        late = len(self.residents)
+        ops = [op.later(late) for op in self.ops] if late else list(self.ops)
+        marks = [(at + late, name) for at, name in self.marks]
+        storages = [storage.copy() for storage in self.storages]
+        return StepTrace(
+            device, storages, self.residents + self.events, ops, marks, list(self.notes), gpu, source=source
+        )
+
+    def restart(self) -> None:
+        """Forget the past: storages that are alive become residents. Keeps the record of a long run short."""
+        live, storages = [seen for seen in self._live.values() if seen.index >= 0], self.storages
+        self._clear()
+        for seen in live:
+            storage = storages[seen.index]
+            seen.index = len(self.storages)
+            self.storages.append(storage.copy())
+            self.residents.append(seen.index)
+        self.peak = self.allocated
+
+    @property
+    def position(self) -> Position:
+        """How far the record has come."""
+        return Position(len(self.ops), len(self.storages), len(self.events), len(self.marks))
+
+    def rewind(self, to: Position) -> bool:
+        """Forget what was recorded since `to`.
+
+        Returns False, and forgets nothing, if some of it is alive or something older was freed since.
+        """
+        freed = {~event for event in self.events[to.events :] if event < 0}
+        if freed != set(range(to.storages, len(self.storages))):
+            return False
+        del self.ops[to.ops :], self.storages[to.storages :], self.events[to.events :], self.marks[to.marks :]
+        return True
+
+    def renumber(self, number: dict[int, int]) -> None:
+        """Storages have new indices in `storages` and `events`: index `i` is now `number[i]`."""
+        for seen in self._live.values():
+            seen.index = number.get(seen.index, seen.index)
+        self.residents = [number.get(index, index) for index in self.residents]
+        self.attached = {number.get(index, index): value for index, value in self.attached.items()}
+
+    def note(self, text: str) -> None:
+        """Add to `notes`, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def mark(self, name: str) -> None:
+        """Mark that a phase or step begins here."""
+        self.marks.append((len(self.events), name))
+
+    def empty_cache(self) -> None:
+        """Record a call of torch.cuda.empty_cache()."""
+        self.mark(EMPTIED)
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def add_op(self, name: str, work: Work, module: str, at: int, stream: str, wire: int, around: str) -> None:
+        """Record an op that began after `at` events; the other arguments are fields of `Op`."""
+        flops, nbytes, dtype, kernels, shape = work
+        phase = self.context.phase
+        self.ops.append(Op(name, flops, nbytes, dtype, phase, module, at, kernels, stream, wire, shape, around))
+
+    def synchronise(self, what: str, number: int, stream: str) -> None:
+        """Record what happens to CUDA event `number`: "record" in `stream`, or a "wait" of `stream` for it."""
+        if self.keeps_ops:
+            at, phase = len(self.events), self.context.phase
+            self.ops.append(Op(f"event.{what}", 0, 0, "", phase, str(number), at, 0, stream))
+
+    def await_device(self, device: Any = None) -> None:
+        """Record that the host waits until the device has finished everything issued to it."""
+        self.synchronise("await", 0, "")
+
+    # -- memory that no tensor holds --------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, category: str, op: str) -> int:
+        """Record memory that no tensor holds (a library's workspace); returns the index to `free` it by."""
+        index = self._add(nbytes, category, op)
+        self.events.append(index)
+        return index
+
+    def free(self, index: int) -> None:
+        """Record the end of what `allocate` recorded."""
+        self.events.append(~index)
+        self.allocated -= self.storages[index].nbytes
+
+    def scratch(self, nbytes: int, op: str) -> None:
+        """Record memory that a kernel allocates and frees while it runs."""
+        self.free(self.allocate(nbytes, "temporary", op))
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def add_resident(self, values: Iterable[torch.Tensor], category: str) -> None:
+        """Follow tensors that exist already."""
+        for value in values:
+            for tensor in plain(value):
+                seen = self._live.get(tensor.untyped_storage()._cdata)
+                if seen is not None and seen.index >= 0:
+                    self.storages[seen.index].category = category
+                else:
+                    self.follow(tensor, category, "", resident=True)
+
+    def add_resident_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Follow `tensor` as a resident if `like` is one."""
+        index = self.index_of(like)
+        if index is not None and index in self.residents:
+            self.follow(tensor, self.storages[index].category, "", resident=True)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a strided tensor is followed or ignored."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._live
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor out of the record: it is not on the device."""
+        storage = tensor.untyped_storage()
+        seen = self._live[storage._cdata] = _Followed(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, -1, self.context.zone
+
+    def is_ignored(self, tensor: torch.Tensor) -> bool:
+        """Whether `ignore` was called for it."""
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return seen is not None and seen.index < 0
+
+    def all_ignored(self, values: Any) -> bool:
+        """Whether there are tensors in `values` and all are ignored: they are the host's, like Adam's step counts."""
+        some = False
+        for tensor in tensors(values):
+            if tensor.layout is not torch.strided or not self.is_ignored(tensor):
+                return False
+            some = True
+        return some
+
+    def made_by(self, tensor: torch.Tensor) -> str:
+        """Name of the op that allocated the tensor's storage, "" if unknown."""
+        index = self.index_of(tensor)
+        return "" if index is None else self.storages[index].op
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Index of the tensor's storage in the record, None if it is not followed."""
+        seen = self._live.get(tensor.untyped_storage()._cdata)
+        return None if seen is None or seen.index < 0 else seen.index
+
+    def follow(
+        self, tensor: torch.Tensor, category: str, op: str, module: str | None = None, resident: bool = False
+    ) -> None:
+        """Record the tensor's storage as allocated here, unless it is known.
+
+        Args:
+            op: that made it, "" if it existed before the record.
+            module: that is running; asked of the context by default.
+            resident: it existed before the record began.
+        """
+        if tensor.layout is not torch.strided:
+            if tensor.is_sparse:
+                for part in plain(tensor):
+                    self.follow(part, category, op, module, resident)
+            return
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        seen = self._live.get(storage._cdata)
+        if seen is not None:
+            if seen.index < 0 or self.storages[seen.index].nbytes == nbytes:
+                return
+            self._freed(seen)  # resized: CUDA allocates anew and frees the old
+        if not nbytes:
+            return
+        index = self._add(nbytes, category, op, module)
+        self._hold(storage, index)
+        (self.residents if resident else self.events).append(index)
+
+    def follow_like(self, tensor: torch.Tensor, index: int) -> int:
+        """Follow `tensor` from here on as a storage like that of `index`, without an event; returns its own index."""
+        like = self.storages[index]
+        self.storages.append(like.copy())
+        self.allocated += like.nbytes
+        self._hold(tensor.untyped_storage(), len(self.storages) - 1)
+        return len(self.storages) - 1
+
+    def unfollow(self, tensor: torch.Tensor) -> None:
+        """Stop following this tensor; no free event is recorded for it."""
+        seen = self._live.pop(tensor.untyped_storage()._cdata)
+        self.allocated -= self.storages[seen.index].nbytes
+
+    def reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Record `new`, the result of an op, as if the op had written it into `old` in place."""
+        seen, storage = self._live.pop(old.untyped_storage()._cdata), new.untyped_storage()
+        again = self._live[storage._cdata] = _Followed(storage, self._freed)
+        again.address, again.index, again.zone = storage._cdata, seen.index, seen.zone
+
+    def label(self, value: torch.Tensor, category: str, owner: str) -> None:
+        """Set the category and owner of a tensor; follow it if it is not known."""
+        for tensor in plain(value):
+            seen = self._live.get(tensor.untyped_storage()._cdata)
+            if seen is None:
+                self.follow(tensor, category, "", resident=not self.events)
+            elif seen.index >= 0:
+                self.storages[seen.index].category = category
+        self.set_owner(value, owner)
+
+    def set_owner(self, value: torch.Tensor, owner: str) -> None:
+        """`value` belongs to the module called `owner`: its parameter, buffer, gradient or optimizer state."""
+        for tensor in plain(value):
+            index = self.index_of(tensor)
+            if index is not None:
+                self.storages[index].owner = owner
+
+    def label_sent(self, given: Iterable[torch.Tensor]) -> None:
+        """Count the operands of a collective as communication, such as DDP's buckets."""
+        for tensor in given:
+            index = self.index_of(tensor)
+            if index is not None and self.storages[index].category in _NAMELESS:
+                self.storages[index].category = "communication"
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage was given another size, or none: FSDP2 frees and refills gathered parameters so."""
+        seen = self._live.get(storage._cdata)
+        op = "aten.empty.memory_format"
+        if seen is not None and seen.index >= 0:
+            op = self.storages[seen.index].op or op
+            self._freed(seen)
+        if storage.nbytes():
+            self.context.locate()
+            index = self._add(storage.nbytes(), "communication", op)
+            self._hold(storage, index)
+            self.events.append(index)
+
+    @property
+    def resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """What to call in place of `UntypedStorage.resize_`."""
+        resize = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            result: torch.UntypedStorage = resize(storage, nbytes)
+            self.resized(storage)
+            return result
+
+        return followed
+
+    def _add(self, nbytes: int, category: str, op: str, module: str | None = None) -> int:
+        if self.limit is not None and self.allocated + nbytes > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {format_bytes(nbytes)} for {op or 'what is resident'}; of the "
+                f"limit of {format_bytes(self.limit)} set for this run, {format_bytes(self.allocated)} are allocated"
+            )
+        if self.stream and category in _NAMELESS:
+            category = "communication"
+        if op:
+            context = self.context
+            running = context.module() if module is None else module
+            made = Storage(nbytes, category, op, running, context.phase, self.stream)
+        else:
+            made = Storage(nbytes, category, "", "", "")
+        self.storages.append(made)
+        self.allocated += nbytes
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+        return len(self.storages) - 1
+
+    def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
+        seen = self._live[storage._cdata] = _Followed(storage, self._freed)
+        seen.address, seen.index, seen.zone = storage._cdata, index, self.context.zone
+
+    def _freed(self, seen: _Followed) -> None:
+        if self._live.get(seen.address) is not seen:
+            return
+        del self._live[seen.address]
+        if seen.index < 0:
+            return
+        self.context.locate(dispatching=False)
+        storage = self.storages[seen.index]
+        if storage.category == "activations" and seen.zone == self.context.zone:
+            storage.category = "temporary"
+        self.events.append(~seen.index)
+        self.allocated -= storage.nbytes

@@ -1,0 +1,155 @@
+"""StepContext: the phase that a training step is in, and the module whose forward or backward runs.
+
+No hook is put on tensors. The phase is read from autograd's graph task. An op in backward belongs to the module whose
+forward created its autograd node, found by the node's sequence number (torch/csrc/autograd/function.h).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class StepContext:
+    """Follows a training step by global module and optimizer hooks, while entered as a context manager.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer".
+        recomputing: a checkpoint re-runs a forward inside backward.
+        zone: counts changes of phase. What is freed in the zone that it was allocated in was temporary.
+        phase_listeners: called with the new phase before `phase` changes.
+        before_optimizer, after_optimizer: called around `optimizer.step()`, if set.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.recomputing, self.zone = "forward", False, 0
+        self.phase_listeners: list[Callable[[str], None]] = []
+        self.before_optimizer: Callable[[Optimizer], None] | None = None
+        self.after_optimizer: Callable[[Optimizer], None] | None = None
+        self._names: dict[int, str] = {}  # of modules, by id
+        self._stack: list[str] = []  # modules whose forward is running
+        self._node_starts: list[int] = []  # from this sequence number on, nodes belong to ...
+        self._node_modules: list[str] = []  # ... this module
+        self._kept_nodes = 0
+        self._stepping = False
+        self._thread = 0
+        self._hooks: list[Any] = []
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Report the modules of `model` by their qualified names; a module outside it counts as its caller."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def enter_phase(self, phase: str) -> None:
+        """Set the phase without telling the listeners, as where a step begins."""
+        self.phase, self.recomputing = phase, False
+
+    @property
+    def outside_modules(self) -> bool:
+        """Whether no module's forward is running."""
+        return not self._stack
+
+    @property
+    def calls_seen(self) -> int:
+        """Grows with every module call: two equal values mean that no module was called in between."""
+        return len(self._node_starts)
+
+    def locate(self, dispatching: bool = True) -> None:
+        """Bring phase and zone up to date.
+
+        dispatching: an op is being dispatched. A free alone never begins a forward: what backward used dies after it.
+        """
+        recomputing = False
+        if self._stepping:
+            phase = "optimizer"
+        elif torch._C._current_graph_task_id() >= 0:
+            phase = "backward"
+            recomputing = bool(self._stack) or torch.is_grad_enabled()  # a checkpoint's forward, inside backward
+        elif not self._stack and (
+            self.phase == "optimizer" or (self.phase == "backward" and not torch.is_grad_enabled())
+        ):
+            phase = "optimizer"  # unscaling, clipping, zero_grad: around the optimizer, until a module runs
+        elif dispatching:
+            phase = "forward"
+        else:
+            return
+        if phase != self.phase or recomputing != self.recomputing:
+            if phase != self.phase:
+                for listener in self.phase_listeners:
+                    listener(phase)
+            self.phase, self.recomputing = phase, recomputing
+            self.zone += 1
+
+    def module(self) -> str:
+        """Qualified name of the module whose forward or backward runs; "" outside of all."""
+        if self._stack:
+            return self._stack[-1]
+        if self.phase != "backward":
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        last = len(self._node_starts) - 1
+        if last < 0 or number >= 2**63:  # AccumulateGrad has no place in the order
+            return ""
+        return self._node_modules[max(bisect_right(self._node_starts, number) - 1, 0)]
+
+    # Module and optimizer hooks are global to the process: calls from other threads are not part of this step.
+
+    def __enter__(self) -> StepContext:
+        self._thread = get_ident()
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._leave_optimizer),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        name = self._names.get(id(module))
+        self._stack.append(self.module() if name is None else name)
+        self._note_node()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        self._stack.pop()
+        self._note_node()
+
+    def _note_node(self) -> None:
+        self._node_starts.append(_get_sequence_nr())
+        self._node_modules.append(self._stack[-1] if self._stack else "")
+
+    def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        self.locate()
+        if self.before_optimizer is not None:
+            self.before_optimizer(optimizer)
+        self._stepping = True
+        self.locate()
+
+    def _leave_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        if self.after_optimizer is not None:
+            self.after_optimizer(optimizer)
+        self._stepping = False
+        # Nodes from before the last optimizer step are dead: forget their modules.
+        del self._node_starts[: self._kept_nodes], self._node_modules[: self._kept_nodes]
+        self._kept_nodes = len(self._node_starts)

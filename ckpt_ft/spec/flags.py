@@ -1,0 +1,237 @@
+"""The flags of the command line, made from the fields of a spec: their options, their values, and the words again.
+
+`FLAGS` has every flag of every command that takes a spec. `fields_of` makes a spec's fields of the flags that were
+given, on the command line or in a file. `words_of` is the opposite: the shortest command line that says a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.units import parse_bytes
+
+from .fields import Declared
+from .launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
+from .launch_file import read_launch
+from .peft_file import read_peft
+from .training_spec import TrainingSpec, declared
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of the command line.
+
+    Attributes:
+        name: with underscores.
+        type: of its value: str, int, float or bool.
+        help: one line.
+        options: as they are typed, "--lora" and "--lora-r".
+        default: as `--help` shows it; "" for none worth a word.
+    """
+
+    name: str
+    type: Any
+    help: str
+    options: tuple[str, ...]
+    default: str = ""
+
+
+_LAUNCH = (
+    ("launch", str, "several GPUs: ddp, fsdp2, zero1, zero2, zero3, or an accelerate configuration file"),
+    ("processes", int, "number of GPUs; default: the file's"),
+    ("gpus", int, "number of GPUs that there are: plan chooses the launch (of --launch ddp,fsdp2, or others named)"),
+    ("machines", int, "number of machines with these GPUs; default: the file's, or one for every 8 GPUs"),
+    ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
+)
+_POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"
+
+
+@lru_cache(maxsize=1)
+def flags() -> dict[str, Flag]:
+    """Every flag by its name, in the order in which `--help` shows them."""
+    found = [Flag("policy", str, _POLICY, ("--policy",))]
+    for own in declared().values():
+        if own.flag is not None:
+            typed = own.setting.typed or own.flag
+            options = dict.fromkeys(map(option_of, (typed, *own.setting.also)))
+            found.append(Flag(own.flag, own.flag_type, own.setting.help, tuple(options), _default(own)))
+        found += [Flag(one.name, bool, one.help, (option_of(one.name),)) for one in own.setting.switches]
+    found += [Flag(name, kind, text, (option_of(name),)) for name, kind, text in _LAUNCH]
+    return {flag.name: flag for flag in found}
+
+
+def option_of(name: str) -> str:
+    """What is typed for the flag `name`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _default(own: Declared) -> str:
+    if own.setting.default_text or own.default in (None, "", (), False):
+        return own.setting.default_text
+    return str(own.default)
+
+
+def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec that flags set, for `TrainingSpec.of` and `edit`.
+
+    Args:
+        given: values by the flags' names; None and "" stand for a flag that is not given.
+
+    Raises:
+        UserError: text that a flag does not take, two flags for one field, or launch options that do not go together.
+    """
+    given = {name: value for name, value in given.items() if value is not None and value != ""}
+    found: dict[str, Any] = {"policy": str(given["policy"])} if "policy" in given else {}
+    for own in declared().values():
+        found |= _field(own, given)
+    for own in declared().values():
+        if own.key in found:
+            for key, value in own.setting.implies.items():
+                found.setdefault(key, value)
+    if "peft_config" in found:
+        found["peft"] = read_peft(found["peft_config"], f"--peft-config {found['peft_config']}")
+    return found | _launch_fields(given, found)
+
+
+def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
+    """{the field: its value} where flags set it."""
+    said: list[tuple[str, Any]] = []
+    if own.flag in given:
+        value = given[str(own.flag)]
+        value = str(value) if own.flag_type is str else value
+        value = own.setting.read(value) if own.setting.read else value
+        said.append((option_of(own.setting.typed or str(own.flag)), value))
+    for switch in own.setting.switches:
+        others = [one for one in said if one[1] != own.default]
+        if given.get(switch.name) and not (switch.weak and others):
+            same = any(value == switch.value for _, value in others)
+            said = others if same else [*others, (option_of(switch.name), switch.value)]
+    if len(said) > 1:
+        raise UserError(f"{' and '.join(option for option, _ in said)}: give one of them")
+    return {own.key: said[0][1]} if said else {}
+
+
+def _launch_fields(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    named, processes, machines, link = (
+        given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
+    )  # fmt: skip
+    precision = found.get("mixed_precision", "no")
+    words = {name: given[name] for name, *_ in _LAUNCH if name in given}
+    asked = tuple(word for name, value in words.items() for word in (option_of(name), str(value)))
+    if "gpus" in given:
+        if processes or Path(named).suffix:
+            said = f"--processes {processes}" if processes else f"--launch {named}"
+            raise UserError(
+                f"--gpus {given['gpus']} and {said}: --gpus chooses among strategies by name, a file is one launch"
+            )
+        strategies = [name.strip() for name in named.split(",")] if named else WORTH_A_LOOK
+        launches = launches_on(given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link))
+        return {"launches": tuple(launches), "asked": asked}
+    launch = _launch(named, processes, machines, link, precision)
+    if launch is None:
+        return {}
+    return {"launch": launch, "asked": asked} | (
+        {"mixed_precision": launch.mixed_precision} if precision == "no" else {}
+    )
+
+
+def _launch(named: str, processes: int, machines: int, link: str, precision: str) -> Launch | None:
+    """What `--launch` and the options beside it ask for; None for one process."""
+    if not named:
+        for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
+            if value:
+                raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
+        return None
+    if named in STRATEGIES:
+        if not processes:
+            raise UserError(f"--launch {named}: on how many GPUs? give --processes")
+        launch = Launch(named, processes, mixed_precision=precision)
+    elif Path(named).suffix in (".yaml", ".yml", ".json"):
+        launch = read_launch(named, processes or None, precision)
+    else:
+        raise UserError(
+            f"--launch {named}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
+        )
+    return replace(launch, machines=machines or launch.machines, link=_rate(link))
+
+
+def _rate(link: str) -> float | None:
+    """Bytes a second, of `--link`."""
+    try:
+        rate = parse_bytes(link.removesuffix("/s")) if link else None
+    except UserError:
+        rate = 0
+    if rate == 0:
+        raise UserError(f"--link {link}: give the bytes that a GPU sends in a second, 25GB/s for example")
+    return rate
+
+
+def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
+    """The shortest command line that says `spec`: its model, and the flags whose values are not the defaults.
+
+    Args:
+        without: names of fields that are left out.
+    """
+    words = [spec.model.name] if spec.model.name else []
+    if spec.policy != "none" and "policy" not in without:
+        words += ["--policy", spec.policy]
+    for own in declared().values():
+        if own.key not in without and spec.get(own.key) != own.default:
+            words += _words(own, spec.get(own.key))
+    return words + list(spec.launch.asked)
+
+
+def _words(own: Declared, value: Any) -> list[str]:
+    """What is typed for a field's value; [] if nothing can be typed for it, as for a switch that is off."""
+    switch = next((one for one in own.setting.switches if one.value == value and not one.weak), None)
+    if switch is not None:
+        return [option_of(switch.name)]
+    off = value is None or value is False or value in ("", ()) or (own.setting.switches and value == own.default)
+    if off or own.flag is None:
+        return []
+    option = option_of(own.setting.typed or own.flag)
+    return [option] if value is True else [option, own.setting.write(value)]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of some fields of a spec: what a suggestion proposes.
+
+    `Edit({"lora_r": 16, "dtype": "bfloat16"}).of(spec)` is the changed spec; a value that is not allowed raises there,
+    so that no suggestion is offered that cannot be typed.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, spec: TrainingSpec) -> TrainingSpec:
+        """`spec` with the changes.
+
+        Raises:
+            UserError: a field that does not exist, a value that it does not take, or fields that do not go together.
+        """
+        return spec.edit(**self.changes)
+
+    def words(self, spec: TrainingSpec) -> list[str]:
+        """What is typed behind a command for `spec`: the flags of the fields that change, in the edit's order."""
+        changed, words = self.of(spec), []
+        for key in self.changes:
+            if changed.get(key) == spec.get(key):
+                continue
+            words += ["--policy", changed.policy] if key == "policy" else _words(declared()[key], changed.get(key))
+        return words
+
+    def text(self, spec: TrainingSpec) -> str:
+        """The change of `spec` in a line: the flags to add, and those to leave out."""
+        changed = self.of(spec)
+        dropped = [
+            option_of(own.setting.typed or str(own.flag))
+            for own in declared().values()
+            if own.flag is not None and changed.get(own.key) != spec.get(own.key) != own.default
+            if not _words(own, changed.get(own.key))
+        ]
+        return " ".join(self.words(spec)) + (f" without {' '.join(dropped)}" if dropped else "")

@@ -1,0 +1,33 @@
+"""The settings of a live Trainer, read from its TrainingArguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .ecosystem import TABLE, Modelled, value_of
+from .flags import fields_of
+from .training_spec import TrainingSpec
+
+
+def spec_of_arguments(args: Any, mixed_precision: str = "") -> TrainingSpec:
+    """What transformers' `TrainingArguments` say, as `ecosystem.TABLE` reads them.
+
+    A Trainer builds its own optimizer, so that one which is not modelled by name stays at the default here. The
+    policy is not read: `gradient_checkpointing` of the Trainer is another way to checkpoint.
+
+    Args:
+        args: `TrainingArguments`, or those of TRL.
+        mixed_precision: of `accelerate launch`, where the arguments ask for none.
+    """
+    given: dict[str, Any] = {"mixed_precision": mixed_precision}
+    for name, entry in TABLE["transformers"].items():
+        value = getattr(args, name, None)
+        value = getattr(value, "value", value)  # of an enum
+        if isinstance(entry, Modelled) and str(value) not in entry.values:
+            continue
+        if value is None or not isinstance(entry, (str, Modelled)):
+            continue
+        flag, read = value_of(entry, value)
+        if flag != "policy":
+            given[flag] = read
+    return TrainingSpec.of(**fields_of(given))

@@ -1,0 +1,240 @@
+"""The training that a YAML file describes: a recipe's own, TRL's, axolotl's, or one of diffusers' scripts.
+
+The file becomes values of our flags, as if they had been typed; flags of the command line win over them. Which of our
+flags an entry is stands in `ecosystem.TABLE`. What has no effect on memory and time, or is unknown, is passed over and
+listed in `unread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.reading import load_yaml
+
+from .defaults import LORA_R
+from .ecosystem import OPTIMIZERS, PAGED, TABLE, Modelled, names_of
+
+RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
+MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # the entries that name the model
+# Entries that are true or false; axolotl writes some as words.
+_SWITCHES = {
+    "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
+    "use_8bit_adam", "flash_attention", "flex_attention", "sdp_attention", "eager_attention",
+}  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
+# What each kind of file means by an entry that it leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llm": {"batch_size": 8},
+    "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
+    "image_classification": {"batch_size": 8},
+    "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
+    "axolotl": {"batch_size": 1},
+    "diffusion_unet": {"batch_size": 16},
+    "diffusion_transformer": {"batch_size": 16},
+}
+# Flags that every kind of file sets by an entry of that name, or one of its other names.
+_PLAIN = (
+    "accumulation", "seq_length", "packing", "resolution", "aspect_ratio_buckets", "image_size", "max_pixels",
+    "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "mixed_precision",
+)  # fmt: skip
+_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
+_BOOLEANS: dict[Any, bool | None] = {
+    None: None, True: True, False: False, "true": True, "false": False,
+    "auto": True,  # axolotl's bf16
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingFile:
+    """What a file says.
+
+    Attributes:
+        model: that it names.
+        flags: values by the names of our flags.
+        unread: its entries that set nothing.
+        notes: how an entry was understood that may be understood otherwise, one sentence each.
+    """
+
+    model: str
+    flags: Mapping[str, Any]
+    unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_training_file(path: str, recipe: str = "", rows_have_images: bool = False) -> TrainingFile:
+    """The training that the YAML file `path` describes.
+
+    Args:
+        recipe: the kind of file, one of `RECIPES`; "" to tell it by its entries.
+        rows_have_images: a dataset says what images there are, so the file's number of them is not taken.
+
+    Raises:
+        UserError: the file cannot be read, names no model, or asks for what is not modelled.
+    """
+    content = read_yaml(path)
+    kind = recipe or _kind(content)
+    if kind == "dpo":
+        raise UserError(
+            f"--config {path}: a step on preferences, with its reference, is TRL's own; its recipe predicts it: "
+            f"python recipes/dpo.py --config {path} --ac_policy auto --ac_budget 24GiB"
+        )
+    if kind not in RECIPES:
+        raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
+    entries = _Entries(content, kind, path)
+    model = next((found for key in MODELS if (found := entries.get(key))), None)
+    if not model:
+        raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
+    flags = entries.flags()
+    if kind == "vlm" and not rows_have_images:
+        flags["images"] = entries.get("images") or 1
+    stated = {name: value for name, value in flags.items() if _says(value)}
+    return TrainingFile(str(model), stated, tuple(entries.unread), tuple(entries.notes))
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The entries of a `--config` file.
+
+    Raises:
+        UserError: it cannot be read, or has no 'flag: value' lines.
+    """
+    content = load_yaml(path, f"--config {path}") or {}
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected 'flag: value' lines, found {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+@dataclass
+class _Entries:
+    """The entries of a file; those that were asked for count as read."""
+
+    content: dict[str, Any]
+    kind: str
+    path: str
+    read: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def diffusion(self) -> bool:
+        return self.kind.startswith("diffusion")
+
+    @property
+    def unread(self) -> list[str]:
+        return [key for key, value in self.content.items() if key not in self.read and _says(value)]
+
+    def get(self, name: str) -> Any:
+        """The entry under any name of the flag `name`, else the kind's default; None if there is neither."""
+        for other in names_of(name):
+            if other in self.content:
+                self.read.add(other)
+                return _boolean(other, self.content[other]) if name in _SWITCHES else self.content[other]
+        return _DEFAULTS[self.kind].get(name)
+
+    def flags(self) -> dict[str, Any]:
+        """Values of our flags."""
+        policy, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
+        return {
+            "batch_size": self._batch_size(),
+            **{name: self.get(name) for name in _PLAIN},
+            "train_text_encoder": self.diffusion and self.get("train_text_encoder"),
+            "encode_each_step": self.diffusion and self._encodes_each_step(),
+            **self._precision(),
+            "optimizer": self._optimizer(),
+            **self._adapter(),
+            "attn_implementation": self._attention() or self.get("attn_implementation"),
+            "policy": str(policy) if policy and policy != "auto" else "full" if checkpointing else "",
+        }
+
+    def _batch_size(self) -> Any:
+        """Images of a batch: with prior preservation each of DreamBooth's comes with one of its class."""
+        samples = self.get("batch_size")
+        if not (self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int)):
+            return samples
+        self.notes.append(f"with_prior_preservation: a batch of {samples} is {2 * samples} images")
+        return 2 * samples
+
+    def _encodes_each_step(self) -> bool:
+        """Whether images and prompts are encoded in each step: as asked for, or because each is drawn anew."""
+        said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
+        return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
+
+    def _precision(self) -> dict[str, Any]:
+        dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
+        adapters = self.diffusion and (self.get("lora_r") or self.get("peft_config"))
+        if adapters and self.get("mixed_precision") in _DTYPES:
+            dtype = self.get("mixed_precision")  # the recipes hold frozen weights in it
+        if self.kind == "axolotl":
+            dtype = "bfloat16" if bf16 else "float16" if fp16 else None
+        return {
+            "dtype": _DTYPES.get(dtype, dtype) if dtype else None,
+            "bf16": bool(bf16) and not fp16,
+            "fp16": bool(fp16),
+        }
+
+    def _optimizer(self) -> str:
+        if self.get("use_8bit_adam"):
+            return "adamw_8bit"
+        named = str(self.get("optimizer") or "adamw_torch_fused")
+        if named not in OPTIMIZERS:
+            raise UserError(f"--config {self.path}: optimizer {named} is not modelled ({', '.join(OPTIMIZERS)})")
+        if named in PAGED:
+            self.notes.append(
+                f"{named}: its state is counted on the card; paging moves it to the host when memory runs out"
+            )
+        return OPTIMIZERS[named]
+
+    def _adapter(self) -> dict[str, Any]:
+        rank, config = self.get("lora_r"), self.get("peft_config")
+        if not (self.get("use_peft") or self.get("adapter") or config or self.diffusion):
+            return {}
+        found: dict[str, Any] = {"peft_config": config}
+        if not config:
+            targets = self.get("lora_targets")
+            targets = targets if isinstance(targets, list) else [targets] if targets else []
+            self.get("lora_target_linear")
+            found = {
+                "lora_r": rank or (None if self.diffusion else LORA_R),
+                "lora_targets": ",".join(str(target) for target in targets if target != "all-linear"),
+                "lora_dropout": self.get("lora_dropout"),
+                "dora": self.get("dora"),
+            }
+        four, eight = bool(self.get("load_in_4bit")), self.get("load_in_8bit")
+        return found | {
+            "load_in_4bit": four,
+            "load_in_8bit": eight,
+            "double_quant": four and (self.get("double_quant") or self.kind == "axolotl"),
+            "quant_storage": self.get("quant_storage"),
+            "prepare_kbit": self.kind == "axolotl" and (four or bool(eight)),
+        }
+
+    def _attention(self) -> str:
+        """The implementation that one of axolotl's switches turns on; "" without one."""
+        on = [
+            str(entry.values["True"])
+            for name, entry in TABLE["axolotl"].items()
+            if isinstance(entry, Modelled) and entry.flag == "attn_implementation" and self.get(name)
+        ]
+        return on[0] if on else ""
+
+
+def _boolean(name: str, value: Any) -> bool | None:
+    if not isinstance(value, (bool, str, int, type(None))) or value not in _BOOLEANS:
+        raise UserError(f"{name}: {str(value)[:40]!r} is neither true nor false")
+    return _BOOLEANS[value]
+
+
+def _says(value: Any) -> bool:
+    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    return not (value is None or value is False or value == "")
+
+
+def _kind(content: Mapping[str, Any]) -> str:
+    if "base_model" in content:
+        return "axolotl"
+    if "beta" in content:
+        return "dpo"
+    if _OF_IMAGES & content.keys():
+        return "vlm"
+    return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"

@@ -1,0 +1,302 @@
+"""The part of a pipeline that is trained: its adapters, its checkpoint files, and the saved result.
+
+LoRA is saved as `pipe.load_lora_weights` reads it, every other adapter in PEFT's own files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import write
+from ckpt_ft.reading import library_reads
+from ckpt_ft.training.peft_flag import adapter_of, kind_of
+from ckpt_ft.training.run.resume import PIPELINE_LORA
+from ckpt_ft.workloads.adapters import without_adapters
+from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS
+from ckpt_ft.workloads.pipeline_parts import TextAndUNet, add_text_adapters
+
+from .arguments import PipelineArguments
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftConfig
+
+# The settings of LoraConfig that `pipe.load_lora_weights` restores from a file.
+_PIPELINE_SETTINGS = {
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "init_lora_weights", "use_rslora",
+    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # initialisations that do not change the base weights
+_CLIP_PREFIX = "text_model."  # of names in files: transformers' CLIP had it, and other tools still expect it
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """The part of a pipeline that is trained.
+
+    Attributes:
+        component: its name in the pipeline, and its folder.
+        model: its class in diffusers.
+        pipeline: the class in diffusers that saves its adapters.
+        old_lora_names: whether adapters are saved under the names that diffusers had before PEFT.
+    """
+
+    component: str
+    model: str
+    pipeline: str
+    old_lora_names: bool = False
+
+    @property
+    def model_class(self) -> Any:
+        return _from_diffusers(self.model)
+
+    @property
+    def pipeline_class(self) -> Any:
+        return _from_diffusers(self.pipeline)
+
+
+UNET = TrainedPart("unet", "UNet2DConditionModel", "StableDiffusionPipeline", old_lora_names=True)
+UNET_XL = TrainedPart("unet", "UNet2DConditionModel", "StableDiffusionXLPipeline", old_lora_names=True)
+
+
+def _from_diffusers(name: str) -> Any:
+    import diffusers
+
+    try:
+        return getattr(diffusers, name)
+    except AttributeError:
+        raise UserError(f"diffusers {diffusers.__version__} has no {name}: pip install -U diffusers") from None
+
+
+def components_of(model: Any, component: str) -> dict[str, Any]:
+    """Returns the pipeline's components in `model`, by name: `component`, or a U-Net with its text encoders."""
+    return {"unet": model.unet, **model.text_encoders} if isinstance(model, TextAndUNet) else {component: model}
+
+
+def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: list[str] | None = None) -> Any:
+    """Returns `model` in train mode; with adapters its frozen weights are in `dtype` and the adapters in float32.
+
+    Args:
+        targets: names of the modules that get LoRA; the attention's projections by default.
+
+    Raises:
+        UserError: the model cannot have such adapters.
+    """
+    if isinstance(model, TextAndUNet):
+        model.unet = prepare(model.unet, args, dtype, targets)
+        assert args.rank is not None, "DiffusionModelArguments sees to it"
+        return add_text_adapters(model, args.rank, args.lora_alpha, args.lora_dropout)
+    if args.adapts:
+        from diffusers.training_utils import cast_training_params
+
+        if model.dtype != dtype:  # a transformer is loaded in it
+            nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
+        model = _with_adapters(model, args, targets)
+        cast_training_params(model, dtype=torch.float32)
+    return model.train()
+
+
+def _with_adapters(model: Any, args: PipelineArguments, targets: list[str] | None) -> Any:
+    """Freezes `model` and adds adapters: as diffusers does, or under PEFT's wrapper if pipelines cannot read them."""
+    model.requires_grad_(False)
+    if args.peft_config is None:
+        asked = f"--lora_target_modules {' '.join(targets or ATTENTION_PROJECTIONS)}"
+    else:
+        asked = f"--peft_config {args.peft_config}"
+    with library_reads(asked):
+        config = _adapter_config(args, targets)
+        if _pipelines_read(config):
+            model.add_adapter(config)
+            return model
+        from peft import get_peft_model
+
+        wrapped = get_peft_model(model, config)
+        config.base_model_name_or_path = args.pretrained_model_name_or_path  # PEFT does not know the pipeline
+        return wrapped
+
+
+def _adapter_config(args: PipelineArguments, targets: list[str] | None) -> PeftConfig:
+    if args.peft_config is not None:
+        return adapter_of(args.peft_config, targets=lambda asked: asked or list(ATTENTION_PROJECTIONS))
+    from peft import LoraConfig
+
+    assert args.rank is not None
+    return LoraConfig(
+        r=args.rank, lora_alpha=args.lora_alpha or args.rank, lora_dropout=args.lora_dropout,
+        init_lora_weights="gaussian", target_modules=targets or list(ATTENTION_PROJECTIONS),
+    )  # fmt: skip
+
+
+def _pipelines_read(config: PeftConfig) -> bool:
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig or config.init_lora_weights not in _PLAIN_INITS:
+        return False
+    ours, default = config.to_dict(), LoraConfig().to_dict()
+    return {name for name, value in ours.items() if value != default[name]} <= _PIPELINE_SETTINGS
+
+
+def parameter_groups(
+    model: nn.Module, parameters: list[nn.Parameter], text_rate: float | None
+) -> list[dict[str, Any]]:
+    """Returns the optimizer's parameter groups; text encoders that are trained have a learning rate of their own."""
+    if text_rate is None or not isinstance(model, TextAndUNet):
+        return [{"params": parameters}]
+    of_unet = {id(parameter) for parameter in model.unet.parameters()}
+    text = [parameter for parameter in parameters if id(parameter) not in of_unet]
+    return [{"params": [p for p in parameters if id(p) in of_unet]}, {"params": text, "lr": text_rate}]
+
+
+def register_checkpoint_hooks(accelerator: Accelerator, part: TrainedPart, lora: bool) -> None:
+    """Makes `accelerator.save_state` write only what is trained, as diffusers does, and `load_state` read it.
+
+    A LoRA checkpoint has no copy of the frozen model, and `pipe.load_lora_weights(checkpoint)` works on it.
+    """
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if accelerator.is_main_process:
+            save_trained(accelerator.unwrap_model(models[0]), part, output_dir, lora)
+        weights.clear()  # accelerate would write what is left there
+
+    def load(models: list[Any], input_dir: str) -> None:
+        load_trained(accelerator.unwrap_model(models.pop()), part, input_dir, lora)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_trained(model: Any, part: TrainedPart, output_dir: str | Path, lora: bool) -> None:
+    """Writes adapters for `pipe.load_lora_weights` or `PeftModel.from_pretrained`, else the component's folder."""
+    from diffusers.training_utils import _collate_lora_metadata
+    from diffusers.utils import convert_state_dict_to_diffusers
+    from peft import PeftModel
+    from peft.utils import get_peft_model_state_dict
+
+    if isinstance(model, PeftModel):
+        model.save_pretrained(output_dir, save_embedding_layers=False)
+        return
+    if not lora:
+        model.save_pretrained(Path(output_dir) / part.component)
+        return
+    layers, components = {}, components_of(model, part.component)
+    for name, component in components.items():
+        weights = get_peft_model_state_dict(component, save_embedding_layers=False)
+        weights = weights if name == part.component else text_encoder_to_file(weights)
+        layers[f"{name}_lora_layers"] = convert_state_dict_to_diffusers(weights) if part.old_lora_names else weights
+    part.pipeline_class.save_lora_weights(output_dir, **layers, **_collate_lora_metadata(components))
+
+
+def load_trained(model: Any, part: TrainedPart, input_dir: str | Path, lora: bool) -> None:
+    """Loads what `save_trained` wrote into `model`.
+
+    Raises:
+        OSError: a file does not exist.
+        RuntimeError: the weights do not fit `model`.
+    """
+    from diffusers.utils import convert_unet_state_dict_to_peft
+    from peft import PeftModel
+    from peft.utils import load_peft_weights
+
+    if not lora:
+        model.load_state_dict(type(model).from_pretrained(input_dir, subfolder=part.component).state_dict())
+        return
+    if isinstance(model, PeftModel):
+        _load_adapters(model, load_peft_weights(str(input_dir), device="cpu"))
+        return
+    weights = part.pipeline_class.lora_state_dict(input_dir, weight_name=PIPELINE_LORA)
+    weights = weights[0] if isinstance(weights, tuple) else weights  # a U-Net's come with the scales of its adapters
+    for name, component in components_of(model, part.component).items():
+        ours = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        own = name == part.component
+        ours = convert_unet_state_dict_to_peft(ours) if own else _text_encoder_from_file(component, ours)
+        _load_adapters(component, ours)
+
+
+def text_encoder_to_file(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a text encoder's adapters under the names in files that all tools read, below `text_model`."""
+    return {f"{_CLIP_PREFIX}{name.removeprefix(_CLIP_PREFIX)}": value for name, value in weights.items()}
+
+
+def _text_encoder_from_file(encoder: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Converts the names of a text encoder's adapters in a file to PEFT's names in `encoder`."""
+    from diffusers.utils import convert_state_dict_to_peft
+
+    flat = not hasattr(encoder, _CLIP_PREFIX[:-1])
+    ours = {name.removeprefix(_CLIP_PREFIX) if flat else name: value for name, value in weights.items()}
+    return dict(convert_state_dict_to_peft(ours))
+
+
+def _load_adapters(model: Any, weights: dict[str, Any]) -> None:
+    from peft.utils import set_peft_model_state_dict
+
+    outcome = set_peft_model_state_dict(model, weights, adapter_name="default")
+    if outcome.unexpected_keys:
+        kind = type(without_adapters(model)).__name__
+        raise RuntimeError(f"adapter weights that this {kind} has no place for: {outcome.unexpected_keys[:3]}")
+
+
+def save_result(model: Any, part: TrainedPart, vae: Any, args: PipelineArguments, output_dir: str) -> None:
+    """Writes the adapters, or a whole pipeline that `from_pretrained(output_dir)` loads.
+
+    Raises:
+        RuntimeError: the pipeline that training began with cannot be loaded any more; the model alone is saved.
+    """
+    if args.adapts:
+        save_trained(model, part, output_dir, lora=True)
+        if without_adapters(model) is not model:
+            _write_card(part.component, args, output_dir)
+        return
+    from diffusers import DiffusionPipeline
+
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            args.pretrained_model_name_or_path, vae=vae, revision=args.revision, variant=args.variant,
+            **{part.component: model},
+        )  # fmt: skip
+    except Exception as error:  # whatever happened to its other parts, the trained weights must not be lost
+        save_trained(model, part, output_dir, lora=False)
+        raise RuntimeError(
+            f"the {part.component} is in {output_dir}/{part.component}, and the rest of its pipeline cannot be "
+            f"loaded: {error}"
+        ) from error
+    set_prediction_type(pipeline.scheduler, args)
+    pipeline.save_pretrained(output_dir)
+
+
+def set_prediction_type(scheduler: Any, args: PipelineArguments) -> None:
+    """Sets `--prediction_type`, if it is given, in a pipeline's scheduler."""
+    prediction_type = getattr(args, "prediction_type", None)
+    if prediction_type is not None:
+        scheduler.register_to_config(prediction_type=prediction_type)
+
+
+def _write_card(component: str, args: PipelineArguments, output_dir: str) -> None:
+    """Writes README.md for an adapter in PEFT's own files: the lines that load it."""
+    base, place, kind = args.pretrained_model_name_or_path, Path(output_dir), str(kind_of(args.peft_config))
+    named = "" if base is None or Path(base).exists() else f"base_model: {one_line(base)}\n"
+    lines = f"""---
+library_name: peft
+{named}tags:
+- diffusers
+- {kind.lower()}
+---
+
+# {kind} of the {component} of {base}
+
+```python
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+
+pipe = DiffusionPipeline.from_pretrained("{base}")
+PeftModel.from_pretrained(pipe.{component}, "{place}")  # in place: the pipeline draws with it
+```
+
+`ckpt-ft merge {place} --output merged` makes a pipeline of both, which loads without peft.
+"""
+    write(place / "README.md", lines)

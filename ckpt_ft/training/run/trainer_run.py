@@ -1,0 +1,42 @@
+"""The part of a run that all Trainer recipes share: training with checkpoints, metrics, evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpt_ft.training.oom import advise_on_oom
+from ckpt_ft.training.replan import train_within
+
+from .directory import RunDirectory
+from .trainer_checkpoints import keep_checkpoints
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from ckpt_ft.training.callback import ACCallback
+
+
+def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
+    """Trains from `directory.checkpoint` on, and saves the weights or adapters, the trainer's state and its metrics.
+
+    Checkpoints are complete or absent, a signal is deferred to the end of a step, and under `--ac_policy auto` a run
+    that is out of memory continues with a policy that needs less.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM came; the last step has a checkpoint.
+        UserError: the checkpoint does not fit, or no step can be made with these flags and data.
+        WorkFailed: memory ran out, or a file could not be written.
+    """
+    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
+        metrics = train_within(trainer, memory, directory)
+    trainer.save_state()
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+
+
+def evaluate(trainer: Trainer, **metrics: Any) -> None:
+    """Evaluates, then logs and saves the results with other `metrics`."""
+    results = trainer.evaluate() | metrics
+    trainer.log_metrics("eval", results)
+    trainer.save_metrics("eval", results)

@@ -1,0 +1,462 @@
+"""The training step of a diffusers U-Net or transformer on the meta device: noise in and out, mean squared error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.peft_file import takes
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+from .adapters import Valueless, adapt, without_adapters
+from .pipeline_parts import (
+    TEXT_ENCODERS,
+    UNET,
+    Encoding,
+    TextAndUNet,
+    add_text_adapters,
+    build_text_encoder,
+    build_vae,
+    inpaints,
+    part_configs,
+    text_inputs,
+    unet_sizes,
+)
+from .sample_sizes import Lengths, sizes_of
+from .workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
+
+CLIP_TOKENS = 77  # of a prompt, as CLIP's text encoders have it
+_META_SIZES = 6  # original size, crop and target size of an image
+
+
+@dataclass(frozen=True)
+class Latents:
+    """A micro-batch of noisy latents: `size` samples of `height` x `width`, `frames` of them where they are videos.
+
+    prompt_tokens: of a U-Net's prompts.
+    """
+
+    config: Any
+    size: int
+    height: int
+    width: int
+    frames: int
+    dtype: torch.dtype
+    prompt_tokens: int = CLIP_TOKENS
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """One for every sample, in the latents' dtype."""
+        return torch.zeros(self.size, *shape, dtype=self.dtype)
+
+    def image(self) -> torch.Tensor:
+        return self.zeros(self.config.in_channels, self.height, self.width)
+
+    def video(self) -> torch.Tensor:
+        return self.zeros(self.config.in_channels, self.frames, self.height, self.width)
+
+    def tokens(self, patch: int) -> int:
+        """Squares of `patch` x `patch` in an image."""
+        return (self.height // patch) * (self.width // patch)
+
+    def prompt(self, tokens: int, width: int) -> torch.Tensor:
+        return self.zeros(tokens, width)
+
+    def times(self) -> torch.Tensor:
+        return torch.zeros(self.size, dtype=torch.long)
+
+    def mask(self, tokens: int) -> torch.Tensor:
+        """No prompt has padding."""
+        return torch.ones(self.size, tokens, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a class is called. `scale`: pixels of an image's side for one of a latent; `frames`: of a video, likewise.
+
+    inputs: those of its forward; the first of them are the latents.
+    """
+
+    inputs: Callable[[Latents], Batch]
+    scale: int | Callable[[Any], int] = 8
+    frames: int = 0
+    own_side: int = 128  # of a latent, for configurations that name none
+
+    def pixels(self, config: Any) -> int:
+        return self.scale(config) if callable(self.scale) else self.scale
+
+
+def _unet(x: Latents) -> Batch:
+    return {"sample": x.image(), "timestep": x.times()}
+
+
+def _conditional_unet(x: Latents) -> Batch:
+    config = x.config
+    batch = {**_unet(x), "encoder_hidden_states": x.prompt(x.prompt_tokens, config.cross_attention_dim)}
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - _META_SIZES * config.addition_time_embed_dim
+        batch["added_cond_kwargs"] = {"text_embeds": x.zeros(pooled), "time_ids": x.zeros(_META_SIZES)}
+    return batch
+
+
+def _sd3(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.image(),
+        "encoder_hidden_states": x.prompt(333, x.config.joint_attention_dim),
+        "pooled_projections": x.zeros(x.config.pooled_projection_dim),
+        "timestep": x.times(),
+    }
+
+
+def _packed(x: Latents, patch: int, prompt: int, axes: int) -> Batch:
+    """Latents as a sequence, each token a square of `patch` x `patch`, with positions on `axes` axes."""
+    tokens = x.tokens(patch)
+    return {
+        "hidden_states": x.zeros(tokens, x.config.in_channels),
+        "encoder_hidden_states": x.prompt(prompt, x.config.joint_attention_dim),
+        "timestep": x.zeros(),
+        "img_ids": torch.zeros(tokens, axes, dtype=x.dtype),
+        "txt_ids": torch.zeros(prompt, axes, dtype=x.dtype),
+    }
+
+
+def _flux(x: Latents) -> Batch:
+    batch = {**_packed(x, 2, 512, 3), "pooled_projections": x.zeros(x.config.pooled_projection_dim)}
+    return {**batch, **({"guidance": x.zeros()} if x.config.guidance_embeds else {})}
+
+
+def _flux2(x: Latents) -> Batch:
+    return {**_packed(x, 1, 512, 4), **({"guidance": x.zeros()} if x.config.guidance_embeds else {})}
+
+
+def _chroma(x: Latents) -> Batch:
+    return _packed(x, 2, 512, 3)
+
+
+def _qwen_image(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.zeros(x.tokens(2), x.config.in_channels),
+        "encoder_hidden_states": x.prompt(512, x.config.joint_attention_dim),
+        "encoder_hidden_states_mask": x.mask(512),
+        "timestep": x.zeros(),
+        "img_shapes": [[(1, x.height // 2, x.width // 2)]] * x.size,
+    }
+
+
+def _pixart(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.image(),
+        "encoder_hidden_states": x.prompt(120, x.config.caption_channels),
+        "timestep": x.times(),
+        "added_cond_kwargs": {"resolution": x.zeros(2), "aspect_ratio": x.zeros(1)},
+    }
+
+
+def _dit(x: Latents) -> Batch:
+    return {"hidden_states": x.image(), "timestep": x.times(), "class_labels": x.times()}
+
+
+def _sana(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.image(),
+        "encoder_hidden_states": x.prompt(300, x.config.caption_channels),
+        "encoder_attention_mask": x.mask(300),
+        "timestep": x.times(),
+        **({"guidance": x.zeros()} if x.config.guidance_embeds else {}),
+    }
+
+
+def _aura_flow(x: Latents) -> Batch:
+    prompt = x.prompt(256, x.config.joint_attention_dim)
+    return {"hidden_states": x.image(), "encoder_hidden_states": prompt, "timestep": x.zeros()}
+
+
+def _hunyuan_dit(x: Latents) -> Batch:
+    config = x.config
+    rotary = x.tokens(config.patch_size), config.attention_head_dim
+    return {
+        "hidden_states": x.image(),
+        "timestep": x.zeros(),  # whose dtype the class takes for all of its embeddings
+        "encoder_hidden_states": x.prompt(config.text_len, config.cross_attention_dim),
+        "text_embedding_mask": x.mask(config.text_len),
+        "encoder_hidden_states_t5": x.prompt(config.text_len_t5, config.cross_attention_dim_t5),
+        "text_embedding_mask_t5": x.mask(config.text_len_t5),
+        "image_meta_size": x.zeros(_META_SIZES),
+        "style": x.times(),
+        "image_rotary_emb": (torch.zeros(rotary), torch.zeros(rotary)),
+    }
+
+
+def _cogview4(x: Latents) -> Batch:
+    sizes = ("original_size", "target_size", "crop_coords")
+    return {
+        "hidden_states": x.image(),
+        "encoder_hidden_states": x.prompt(224, x.config.text_embed_dim),
+        "timestep": x.times(),
+        **{name: x.zeros(2) for name in sizes},
+    }
+
+
+def _lumina2(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.image(),
+        "timestep": x.zeros(),
+        "encoder_hidden_states": x.prompt(256, x.config.cap_feat_dim),
+        "encoder_attention_mask": x.mask(256),
+    }
+
+
+def _z_image(x: Latents) -> Batch:
+    """Every sample on its own, in lists."""
+    latents = torch.zeros(x.config.in_channels, 1, x.height, x.width, dtype=x.dtype)
+    prompt = torch.zeros(512, x.config.cap_feat_dim, dtype=x.dtype)
+    return {
+        "x": [latents.clone() for _ in range(x.size)],
+        "t": x.zeros(),
+        "cap_feats": [prompt.clone() for _ in range(x.size)],
+    }
+
+
+def _wan(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.video(),
+        "timestep": x.times(),
+        "encoder_hidden_states": x.prompt(512, x.config.text_dim),
+    }
+
+
+def _ltx(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.zeros(x.frames * x.tokens(1), x.config.in_channels),
+        "encoder_hidden_states": x.prompt(128, x.config.caption_channels),
+        "timestep": x.times(),
+        "encoder_attention_mask": x.mask(128),
+        "num_frames": x.frames,
+        "height": x.height,
+        "width": x.width,
+    }
+
+
+def _hunyuan_video(x: Latents) -> Batch:
+    return {
+        "hidden_states": x.video(),
+        "timestep": x.times(),
+        "encoder_hidden_states": x.prompt(256, x.config.text_embed_dim),
+        "encoder_attention_mask": x.mask(256),
+        "pooled_projections": x.zeros(x.config.pooled_projection_dim),
+        **({"guidance": x.zeros()} if x.config.guidance_embeds else {}),
+    }
+
+
+def _cogvideox(x: Latents) -> Batch:
+    config = x.config
+    batch: Batch = {
+        "hidden_states": x.zeros(x.frames, config.in_channels, x.height, x.width),
+        "encoder_hidden_states": x.prompt(config.max_text_seq_length, config.text_embed_dim),
+        "timestep": x.times(),
+    }
+    if config.use_rotary_positional_embeddings:
+        frames = math.ceil(x.frames / (config.patch_size_t or 1))
+        rotary = frames * x.tokens(config.patch_size), config.attention_head_dim
+        batch["image_rotary_emb"] = (torch.zeros(rotary), torch.zeros(rotary))
+    return batch
+
+
+KINDS = {
+    "UNet2DModel": Kind(_unet, scale=1),
+    "UNet2DConditionModel": Kind(_conditional_unet),
+    "DiTTransformer2DModel": Kind(_dit),
+    "PixArtTransformer2DModel": Kind(_pixart),
+    "SD3Transformer2DModel": Kind(_sd3),
+    "FluxTransformer2DModel": Kind(_flux),
+    "Flux2Transformer2DModel": Kind(_flux2, scale=16, own_side=64),
+    "ChromaTransformer2DModel": Kind(_chroma),
+    "QwenImageTransformer2DModel": Kind(_qwen_image),
+    "SanaTransformer2DModel": Kind(_sana, scale=32, own_side=32),
+    "AuraFlowTransformer2DModel": Kind(_aura_flow),
+    "HunyuanDiT2DModel": Kind(_hunyuan_dit),
+    "CogView4Transformer2DModel": Kind(_cogview4),
+    "Lumina2Transformer2DModel": Kind(_lumina2),
+    "ZImageTransformer2DModel": Kind(_z_image),
+    "WanTransformer3DModel": Kind(_wan, lambda config: 16 if config.in_channels == 48 else 8, frames=4, own_side=60),
+    "LTXVideoTransformer3DModel": Kind(_ltx, scale=32, frames=8, own_side=16),
+    "HunyuanVideoTransformer3DModel": Kind(_hunyuan_video, frames=4, own_side=60),
+    "CogVideoXTransformer3DModel": Kind(_cogvideox, frames=4, own_side=60),
+}
+
+
+ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
+_LEAST = 8  # pixels that a resolution is a multiple of, also where a latent is one pixel
+_FRAMES = 49  # of a video, where none are asked for: about two seconds
+
+
+def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
+    """The workload of a diffusers model config (the one with `_class_name`).
+
+    Raises:
+        UserError: the class is not one that is trained on noise, or the resolution does not fit its VAE.
+    """
+    model, called = _build(name, config, spec)
+    kind = config["_class_name"]
+    sized = unet_sizes(name) if kind == UNET else None
+    scale, prompt_tokens = sized or (called.pixels(model.config), CLIP_TOKENS)
+    side = _latent_side(model.config, called, scale, spec.data.resolution)
+    spec = _adapting_attention(spec)
+    dtype = torch.float32 if spec.precision.mixed_precision != "no" else DTYPES[spec.precision.dtype]
+    frames = (spec.data.frames or _FRAMES) if called.frames else 0
+    latent_frames = (frames - 1) // called.frames + 1 if frames else 0
+
+    sizes = sizes_of(spec.data.buckets, side * scale, max(scale, _LEAST)) if spec.data.buckets else []
+    sides = {high * wide: (high // scale, wide // scale) for high, wide in sizes} or {0: (side, side)}
+
+    inputs = partial(_inputs, called, model.config, latent_frames, dtype, prompt_tokens)
+    masked = kind == UNET and inpaints(model.config)
+    whole = {**model.config, "_class_name": kind}
+    model, encoding = adapt(model, spec), None
+    if spec.adapter.train_text_encoder or spec.data.encode_each_step or masked:
+        prompt = inputs(1, (side, side)).get("encoder_hidden_states")
+        tokens = None if kind == UNET else 0 if prompt is None else prompt.shape[1]
+        model, encoding = _with_parts(name, part_configs(name, whole), spec, model, tokens, masked)
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        nearest = max(sides) if length is None else min(sides, key=lambda pixels: abs(pixels - length))
+        height, width = sides[nearest]
+        if encoding is not None:
+            encoding(samples, (height * scale, width * scale))
+        batch = inputs(samples, (height, width))
+        joint = isinstance(model, TextAndUNet)
+        return text_inputs(batch, list(model.text_encoders.values())) if joint else batch
+
+    height, width = sides[max(sides)]
+    shape = {"resolution": side * scale, **({"frames": frames} if frames else {})}
+    notes: tuple[str, ...] = ()
+    if sizes:
+        shape = {**shape, "height": height * scale, "width": width * scale}
+        notes = (f"buckets: a batch of {height * scale}x{width * scale} pixels, the largest of {len(sizes)}",)
+    return Workload(
+        model,
+        make_batch,
+        noise_loss,
+        kind="diffusion model",
+        shape=shape,
+        auxiliary_models=() if encoding is None else encoding.modules,
+        notes=notes,
+        lengths=Lengths.of((high * wide for high, wide in sizes), by_length=True, unit="pixels") if sizes else None,
+    )
+
+
+def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[Any, Kind]:
+    """The model on meta, in the settings' dtype, and how its class is called.
+
+    Raises:
+        UserError: diffusers is missing or has no such class, no training step is known for it, or its config makes no
+            model.
+    """
+    try:
+        import diffusers
+    except ImportError as error:
+        raise UserError(
+            f"{name} is a diffusers model and diffusers is not installed: pip install 'ckpt_ft[diffusion]'"
+        ) from error
+    kind = config["_class_name"]
+    if kind not in KINDS:
+        raise UserError(f"{name}: no training step is known for {kind} ({', '.join(KINDS)})")
+    if not hasattr(diffusers, kind):
+        raise UserError(f"{name}: diffusers {diffusers.__version__} has no {kind}")
+    try:
+        with torch.device("meta"):
+            model = getattr(diffusers, kind).from_config(dict(config))
+            nn.Module.to(model, DTYPES[spec.precision.dtype])  # diffusers' own warns of modules that want float32
+    except Exception as error:
+        raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
+    return model.train(), KINDS[kind]
+
+
+def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
+    """Latents of a side of images of `resolution` pixels, `scale` of them for a latent; 0 pixels for the model's own.
+
+    Raises:
+        UserError: it is no whole number of latents, or none is given and the model's own is no square.
+    """
+    if resolution % max(scale, _LEAST):
+        raise UserError(
+            f"resolution {resolution}: a latent holds {scale} x {scale} pixels, so it must be a multiple of "
+            f"{max(scale, _LEAST)}"
+        )
+    own = config.get("sample_size") or called.own_side
+    if not resolution and not isinstance(own, int):
+        raise UserError(f"resolution: the model's own is no square ({own} latents); give the side of one in pixels")
+    return resolution // scale if resolution else int(own)
+
+
+def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
+    """`settings` whose adapters stand on the attention's projections where no other modules are named."""
+    targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
+    spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
+    peft = spec.adapter.peft
+    if peft and not peft.get("target_modules") and takes(peft, "target_modules", "the PEFT configuration"):
+        spec = spec.edit(peft={**peft, "target_modules": list(ATTENTION_PROJECTIONS)})
+    return spec
+
+
+def _inputs(
+    called: Kind,
+    config: Any,
+    frames: int,
+    dtype: torch.dtype,
+    prompt_tokens: int,
+    samples: int,
+    shape: tuple[int, int],
+) -> Batch:
+    return called.inputs(Latents(config, samples, *shape, frames, dtype, prompt_tokens))
+
+
+def _with_parts(
+    name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
+) -> tuple[Any, Encoding | None]:
+    """`model`, with its text encoders where they are trained too; and what encodes in each step, if anything does.
+
+    Raises:
+        UserError: the pipeline's other parts are not known, or text encoders are to be trained that are no U-Net's.
+    """
+    if spec.adapter.train_text_encoder and tokens is not None:
+        raise UserError(f"train text encoder: {name} is no U-Net, whose text encoders alone are trained with it")
+    dtype = MIXED_PRECISION[spec.precision.mixed_precision] or DTYPES[spec.precision.dtype]
+    encoders = [build_text_encoder(name, parts[part], dtype) for part in TEXT_ENCODERS if part in parts]
+    if spec.adapter.train_text_encoder:
+        with torch.device("meta"), Valueless():
+            model = TextAndUNet(model, encoders)
+            add_text_adapters(model, spec.adapter.lora_r, dropout=spec.adapter.lora_dropout or 0.0)
+        encoders = []
+    if not (spec.data.encode_each_step or masked):
+        return model, None
+    return model, Encoding(build_vae(name, parts["vae"]), encoders, tokens, masked)
+
+
+def unet_batch(
+    model: Any, size: int, shape: tuple[int, int], dtype: torch.dtype, prompt_tokens: int = CLIP_TOKENS
+) -> Batch:
+    """What a U-Net, alone or with its text encoders, is called with, as zeros, of latents `shape` (h, w).
+
+    prompt_tokens: of a prompt that is encoded already.
+    """
+    joint = isinstance(model, TextAndUNet)
+    unet = without_adapters(model.unet if joint else model)
+    inputs = KINDS[type(unet).__name__].inputs(Latents(unet.config, size, *shape, 0, dtype, prompt_tokens))
+    return text_inputs(inputs, list(model.text_encoders.values())) if joint else inputs
+
+
+def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:
+    """Mean squared error in fp32 against noise of the prediction's shape: the batch's "target", if it has one."""
+    inputs = {key: value for key, value in batch.items() if key != "target"}
+    prediction = model(**inputs, return_dict=False)[0]
+    if isinstance(prediction, list):  # a sample each
+        prediction = torch.stack(prediction)
+    target = batch["target"] if "target" in batch else torch.zeros_like(prediction)
+    return torch.nn.functional.mse_loss(prediction.float(), target.float(), reduction="mean")

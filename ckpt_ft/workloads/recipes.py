@@ -1,0 +1,20 @@
+"""Which recipe trains a model."""
+
+from __future__ import annotations
+
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+from .batches import class_for, task_of
+from .model_config import read_config
+
+
+def recipe_for(spec: TrainingSpec, dataset: str = "") -> str:
+    """The name of the recipe that trains the spec's model on text; "" for other models.
+
+    dataset: that it is trained on; a model that sees may find images there, which recipes/llm.py does not read.
+    """
+    config = read_config(spec.model.name)
+    named = (config.get("architectures") or [""])[0] or class_for(config.get("model_type", ""))
+    task = task_of(named)
+    pictured = bool(dataset) and "vision_config" in config
+    return "llm" if task is not None and task.kind == "language model" and not pictured else ""

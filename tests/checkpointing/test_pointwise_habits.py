@@ -1,0 +1,200 @@
+"""What `pointwise` must not rebuild, or not by its usual way: norms with odd insides, keyword calls, containers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.pointwise.install import is_norm
+
+WIDTH = 8
+
+
+class RMSNorm(nn.Module):
+    """A norm of a library's: treated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.scaled(x)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class DropoutRMSNorm(RMSNorm):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().scaled(x), 0.5, self.training)
+
+
+class NoisyLayerNorm(nn.LayerNorm):
+    """Its noise is drawn in a function: the code of its forward does not say so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * _noise(x)
+
+
+def _noise(x: torch.Tensor) -> torch.Tensor:
+    return 1 + 0.1 * torch.randn_like(x)
+
+
+class RunningRMSNorm(RMSNorm):
+    """Its output reads a statistic that it updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.9).add_(x.detach().pow(2).mean().sqrt(), alpha=0.1)
+        return x / self.scale
+
+
+class CountingRMSNorm(RMSNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().scaled(x) * self.calls
+
+
+class ListingLayerNorm(nn.LayerNorm):
+    """Its state is in a list, which no attribute's identity shows."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1.0)
+        return super().forward(x) * sum(self.seen)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = norm, nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(input=self.act(input=self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(blocks), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x))
+        return x
+
+
+def _train(model: nn.Module, steps: int = 3, autocast: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.01), []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            loss = model(torch.randn(4, WIDTH)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.zero_grad()
+    return found + [b.clone() for b in model.buffers()] + [torch.get_rng_state()]
+
+
+def _proved(model: nn.Module, autocast: bool = False) -> None:
+    plain = _train(copy.deepcopy(model), autocast=autocast)
+    apply_policy(model, "pointwise")
+    for ours, wanted in zip(_train(model, autocast=autocast), plain, strict=True):
+        assert torch.allclose(ours.double(), wanted.double(), rtol=1e-6, atol=1e-7)
+
+
+NORMS = [DropoutRMSNorm, NoisyLayerNorm, RunningRMSNorm, CountingRMSNorm, ListingLayerNorm, RMSNorm]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_a_norm_with_odd_insides_has_the_plain_gradients(norm: Any) -> None:
+    torch.manual_seed(0)
+    args = (WIDTH,) if norm is NoisyLayerNorm else ()
+    _proved(Stack(*(Block(norm(*args)) for _ in range(3))))
+
+
+def test_a_norm_that_names_a_draw_or_writes_an_attribute_is_none() -> None:
+    assert is_norm(RMSNorm())
+    assert is_norm(nn.LayerNorm(WIDTH))
+    assert not is_norm(DropoutRMSNorm())
+    assert not is_norm(CountingRMSNorm())
+
+
+def test_the_first_call_decides() -> None:
+    model = Stack(Block(RMSNorm()), Block(NoisyLayerNorm(WIDTH)), Block(ListingLayerNorm()))
+    apply_policy(model, "pointwise")
+    stand_ins = [block.norm.forward for block in model.blocks]
+    assert [stand_in.repeats for stand_in in stand_ins] == [None, None, None]
+    _train(model, 1)
+    assert [stand_in.repeats for stand_in in stand_ins] == [True, False, False]
+
+
+def test_what_a_first_call_kept_and_was_written_to_is_an_error() -> None:
+    class Written(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.norm(x).exp_().mul_(2))
+
+    model = Stack(Written(NoisyLayerNorm(WIDTH)), Written(NoisyLayerNorm(WIDTH)))
+    model.blocks[0].down = model.blocks[1].down = nn.Identity()
+    apply_policy(model, "pointwise")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _train(model, 1)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Named(nn.Module):
+    """Everything is called with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.drop = nn.LayerNorm(WIDTH), Gated(), nn.Dropout(0.2)
+        self.relu, self.products = nn.ReLU(inplace=True), Products()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(input=x + self.mlp(x=self.norm(input=x)))
+        return self.relu(input=x + self.products(x))
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.back, self.act = (
+            nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.SiLU(),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.act(self.one(input=x)), self.two(x)
+        out = torch.mul(input=a, other=b) + torch.add(a, b, alpha=2) + F.gelu(input=b, approximate="tanh")
+        return self.back(out + torch.mul(a, other=b))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_cheap_calls_with_keywords_have_the_plain_gradients(autocast: bool) -> None:
+    torch.manual_seed(0)
+    _proved(Stack(Named(), Named(), Named()), autocast)

@@ -1,0 +1,479 @@
+"""Habits of blocks that once made gradients silently wrong: under policies that re-run, each is equal or raised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.verify import VerificationError
+from ckpt_ft.errors import UserError
+
+POLICIES = ["full", "segments:2", "save:matmul"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = 1.0
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], call: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        return x
+
+
+def numbers(model: nn.Module, steps: int = 2, between: Callable[[nn.Module], Any] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for step in range(steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = model(torch.randn(3, 4)).square().sum()
+        if between is not None:
+            between(model)
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        found |= {f"{name} {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
+    return found | {"random": torch.get_rng_state()}
+
+
+def assert_equal(model: nn.Module, policy: str, **kwargs: Any) -> None:
+    plain = copy.deepcopy(model)
+    expected = numbers(plain, **kwargs)
+    apply_policy(model, policy, verify="always")
+    found = numbers(model, **kwargs)
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+class StatefulTuple(Block):
+    """As a stateful LSTM: carries a tuple from call to call."""
+
+    state: Any = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mlp(x + (self.state[0] if self.state else 0))
+        self.state = (out.detach().tanh(),)
+        return out
+
+
+class Counter(Block):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.mlp(x * self.calls)
+
+
+class ListOfSeen(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.history = {"last": [0.0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(x.detach().sum()))
+        self.history["last"] = [*self.history["last"], 1.0]
+        return self.mlp(x * len(self.seen) + len(self.history["last"]))
+
+
+class InPlaceAttribute(Block):
+    """A tensor in an attribute and one in a list, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.more = torch.zeros(4), [torch.zeros(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mlp(x + self.average + self.more[0])
+        self.average.mul_(0.9).add_(x.detach().mean(0))
+        self.more[0].add_(1)
+        return out
+
+
+class LazyBuffer(Block):
+    """Makes a buffer, a submodule and a parameter in its first forward, and draws dropout behind them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "position" not in self._buffers:
+            self.register_buffer("position", torch.randn(4))
+            self.extra = nn.Linear(4, 4)
+        return self.mlp(F.dropout(self.extra(x) + self.position, 0.5))
+
+
+class LazyLayer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(F.dropout(self.lazy(x), 0.5))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", [StatefulTuple, Counter, ListOfSeen, InPlaceAttribute, LazyBuffer])
+def test_what_a_block_keeps_from_call_to_call(block: type[Block], policy: str) -> None:
+    assert_equal(Net(block), policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning", "ignore:policy .* no (block|operator):UserWarning")
+def test_lazy_layers_are_made_once(policy: str) -> None:
+    plain, model = Net(LazyLayer), Net(LazyLayer)
+    apply_policy(model, policy, verify="always")
+    found, expected = numbers(model), numbers(plain)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_attribute_that_is_set_around_forward_is_put_back(policy: str) -> None:
+    """As diffusers and PEFT do with the scale of a LoRA, in an attribute and in a dict of a layer."""
+
+    class Scaled(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                block.scale, block.scaling["default"] = 0.5, 0.25
+            try:
+                return super().forward(x)
+            finally:
+                for block in self.blocks:
+                    block.scale, block.scaling["default"] = 1.0, 1.0
+
+    class Layer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaling = {"default": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(x) * self.scaling["default"]
+
+    model = Scaled(Layer)
+    assert_equal(model, policy)
+    assert [(block.scale, block.scaling) for block in model.blocks] == [(1.0, {"default": 1.0})] * 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_attribute_that_changes_between_two_forwards_of_one_backward(policy: str) -> None:
+    def step(model: Net) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, 4)
+        first = model(x)
+        for block in model.blocks:
+            block.scale = 3.0
+        (first.sum() + model(x).square().sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    plain, model = Net(Block), Net(Block)
+    apply_policy(model, policy, verify="always")
+    assert all(map(torch.equal, step(model), step(plain)))
+
+
+def test_peft_scales_its_layers() -> None:
+    peft = pytest.importorskip("peft")
+
+    class Scaled(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            layers = [m for m in self.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+            for layer in layers:
+                layer.scale_layer(0.5)
+            out = super().forward(x)
+            for layer in layers:
+                layer.unscale_layer(0.5)
+            return out
+
+    model = Scaled(Block)
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    for policy in ("full", "save:matmul"):
+        assert_equal(copy.deepcopy(model), policy)
+
+
+class Written(Block):
+    """Normalises its own weight in forward (EDM2)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.9)
+        return self.mlp(x)
+
+
+class WrittenThroughData(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.mul_(0.9)
+        return self.mlp(x)
+
+
+def test_parameters_that_are_written_in_forward_are_refused() -> None:
+    model = Net(Written)
+    apply_policy(model, "full")
+    with pytest.raises(UserError, match=r"Written: its parameter 'up.weight' is written in forward"):
+        numbers(model)
+    model = Net(WrittenThroughData)
+    apply_policy(model, "full")
+    with pytest.raises(VerificationError, match=r"blocks.\d .*parameter 'up.weight'|made by"):
+        numbers(model)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    calls: int = 0
+
+
+def in_dataclass(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(Batch(x))
+
+
+def in_namespace(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(SimpleNamespace(x=x, calls=0))
+
+
+class Unpacking(Block):
+    """Writes into the object that it is given."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        batch.calls += 1
+        batch.x = batch.x * batch.calls
+        return self.mlp(batch.x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("call", [in_dataclass, in_namespace])
+@pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")
+def test_arguments_in_records(call: Any, policy: str) -> None:
+    assert_equal(Net(Unpacking, call), policy)
+
+
+class Array(Block):
+    def forward(self, x: torch.Tensor, array: Any) -> torch.Tensor:
+        array += 1
+        return self.mlp(x * float(array[0]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_numpy_arrays_are_copied(policy: str) -> None:
+    assert_equal(Net(Array, lambda block, x: block(x, np.zeros(2))), policy)
+
+
+class Reading(Block):
+    def forward(self, x: torch.Tensor, numbers: Any) -> torch.Tensor:
+        return self.mlp(x * sum(numbers))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("made", [lambda: (i for i in (1, 2)), lambda: iter([1, 2])])
+def test_arguments_that_can_be_read_once_are_refused(made: Any, policy: str) -> None:
+    model = Net(Reading, lambda block, x: block(x, made()))
+    apply_policy(model, policy)
+    with pytest.raises(UserError, match="which its first run uses up.*give it a list"):
+        numbers(model)
+
+
+class WritingGiven(Block):
+    """Writes in place into tensors that it is given by name, in a tuple and in a dict, with and without gradient."""
+
+    def forward(self, x: torch.Tensor, pair: Any = (), **named: Any) -> torch.Tensor:
+        tensors = [*pair, *named.get("more", {}).values(), *(v for v in named.values() if isinstance(v, torch.Tensor))]
+        out = x
+        for tensor in tensors:
+            out = out + tensor.mul_(2)
+        return self.mlp(out)
+
+
+GIVEN: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "by name": lambda t: {"own": t},
+    "in a tuple": lambda t: {"pair": (t,)},
+    "in a dict": lambda t: {"more": {"a": t}},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_tensors_that_are_written_wherever_they_are_given(given: str, gradient: bool, policy: str) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        tensor = x * 1.5 if gradient else x.detach() + 1
+        return block(x, **GIVEN[given](tensor))
+
+    assert_equal(Net(WritingGiven, call), policy)
+
+
+class OwnCache(Block):
+    """A block of one's own whose arguments are called like a library's."""
+
+    def forward(self, x: torch.Tensor, layer_past: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        return self.mlp(x + layer_past) * (2 if use_cache else 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_arguments_are_not_dropped_by_name(policy: str) -> None:
+    assert_equal(Net(OwnCache, lambda block, x: block(x, layer_past=x.detach() * 2, use_cache=True)), policy)
+
+
+class Outside(Block):
+    """Reads a global."""
+
+    factor: ClassVar[list[float]] = [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x * Outside.factor[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_nothing_can_put_back_raises_before_a_weight_changes(policy: str) -> None:
+    model = Net(Outside)
+    apply_policy(model, policy)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(torch.randn(3, 4)).square().sum()
+    Outside.factor[0] = 2.0
+    try:
+        with pytest.raises(VerificationError) as error:  # out of backward, so no optimizer is reached
+            loss.backward()
+    finally:
+        Outside.factor[0] = 1.0
+    assert error.value.region == "blocks.0"
+    assert error.value.differs == "values"
+    assert "blocks.0 (Outside), saved tensor" in str(error.value)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+class OwnGenerator(Block):
+    generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x * torch.rand(x.shape, generator=OwnGenerator.generator))
+
+
+def test_a_generator_of_ones_own_raises() -> None:
+    model = Net(OwnGenerator)
+    apply_policy(model, "full")
+    with pytest.raises(VerificationError, match="made by|an input"):
+        numbers(model)
+
+
+class OtherDraws(Block):
+    calls: ClassVar[list[int]] = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        OtherDraws.calls[0] += 1
+        if OtherDraws.calls[0] > 4:  # in second runs alone
+            torch.rand(1)
+        return self.mlp(x)
+
+
+def test_random_state_that_only_the_second_run_moves_raises() -> None:
+    model = Net(OtherDraws)
+    apply_policy(model, "full")
+    with pytest.raises(VerificationError, match="random state: the second run drew from cpu"):
+        numbers(model)
+
+
+class SavedThenWritten(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).sigmoid()
+        y.mul_(2)
+        return self.down(y)
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_saved_tensor_that_is_written_raises_as_in_plain_autograd(policy: str) -> None:
+    plain, model = Net(SavedThenWritten), Net(SavedThenWritten)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        numbers(plain)
+    apply_policy(model, policy)
+    with pytest.raises(VerificationError, match="it was written in place after it was saved"):
+        numbers(model)
+
+
+class AnotherPath(Block):
+    paths: ClassVar[list[int]] = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        AnotherPath.paths[0] += 1
+        return self.mlp(x) if AnotherPath.paths[0] <= 4 else x + self.up(x).sum(-1, keepdim=True)
+
+
+def test_a_second_run_on_another_path_raises() -> None:
+    model = Net(AnotherPath)
+    apply_policy(model, "full")
+    with pytest.raises(VerificationError, match="saved other tensors|shape: "):
+        numbers(model)
+
+
+def test_per_sample_hooks_append_once() -> None:
+    """As Opacus: a forward hook keeps each layer's input in a list on the layer."""
+
+    def keep(module: nn.Module, args: Any, out: Any) -> None:
+        if not hasattr(module, "activations"):
+            module.activations = []
+        module.activations.append(args[0].detach())
+
+    model = Net(Block)
+    for block in model.blocks:
+        block.up.register_forward_hook(keep)
+    apply_policy(model, "full", verify="always")
+    model(torch.randn(3, 4)).sum().backward()
+    assert [len(block.up.activations) for block in model.blocks] == [1, 1, 1, 1]
+
+
+def test_data_that_is_written_between_blocks_of_a_segment() -> None:
+    """`x.data` counts no version, so the frame links the output of the block before as it was."""
+
+    class Between(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x.data.mul_(2)
+            return x
+
+    model = Between(Block)
+    apply_policy(model, "segments:2")
+    with pytest.raises(VerificationError):
+        numbers(model)
+
+
+def test_full_keeps_no_more_than_what_is_written() -> None:
+    """A frozen quantised base holds its statistics in buffers: no copies of them between forward and backward."""
+
+    class Frozen(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("statistics", torch.ones(50_000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(x * self.statistics[0])
+
+    def kept(verify: str) -> int:
+        model = Net(Frozen)
+        apply_policy(model, "full", verify=verify)
+        numbers(model, steps=1)  # learns
+        with torch.profiler.profile(profile_memory=True) as profile:
+            model(torch.randn(3, 4))
+        return sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.key == "aten::clone")
+
+    assert kept("never") <= 0

@@ -1,0 +1,95 @@
+"""Suggestions for a step that does not fit: each is a valid edit of the spec, and its memory is that of the edit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.budget import MemoryBudget
+from ckpt_ft.planning.results import Suggestion, Suggestions
+from ckpt_ft.planning.suggestions import suggest
+from ckpt_ft.planning.tracing import trace_policies
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+REFUSED = {"peft_type": "LOHA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}  # over weights in 4 bits
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    return str(file)
+
+
+def traced(spec: TrainingSpec, policy: str) -> StepTrace:
+    workload = load(spec, "t4")
+    (trace,) = trace_policies(workload, [policy], workload.step(1))
+    assert isinstance(trace, StepTrace)
+    return trace
+
+
+def suggested(spec: TrainingSpec, policy: str, limit: int) -> Suggestions:
+    return suggest(partial(load, device="t4"), spec, policy, 1, traced(spec, policy), MemoryBudget(limit))
+
+
+def only(found: Suggestions) -> Suggestion:
+    (way,) = found.ways
+    return way
+
+
+def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> None:
+    """From fp32: LoRA on fp32 weights does not fit, on bf16 weights it does."""
+    spec = TrainingSpec.of(config, seq_length=128)
+    edits: dict[str, Any] = {"lora_r": 16, "dtype": "bfloat16"}
+    limit = traced(spec.edit(**edits), "full,head").peak_reserved
+    assert traced(spec.edit(lora_r=16), "full,head").peak_reserved > limit
+    way = only(suggested(spec, "full,head", limit))
+    assert (way.edits, way.change, way.reserved) == (edits, "--lora 16 --dtype bfloat16", limit)
+    assert way.command == (
+        f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --per_device_train_batch_size 1 "
+        "--max_length 128 --dtype bfloat16 --use_peft --lora_r 16 --optim adamw_torch_fused --dataset_name DATASET"
+    )
+
+
+def test_eight_bits_are_left_out_where_four_fit(config: str) -> None:
+    """Two kinds of quantised weights do not go together: it was an error of the suggestion."""
+    spec = TrainingSpec.of(config, seq_length=128, lora_r=16, load_in_8bit=True)
+    edits = {"load_in_8bit": False, "load_in_4bit": True, "dtype": "bfloat16"}
+    limit = traced(spec.edit(**edits), "full,head").peak_reserved
+    way = only(suggested(spec, "full,head", limit))
+    assert (way.edits, way.reserved) == (edits, limit)
+    assert way.change == "--dtype bfloat16 --load-in-4bit without --load-in-8bit"
+    assert "--use_peft --lora_r 16 --load_in_4bit" in way.command
+
+
+def test_the_policy_that_was_asked_for_is_tried_in_leaner_settings(config: str) -> None:
+    """It is the leanest at the full length, so a quarter of the length is tried under it."""
+    Path(config).write_text(json.dumps({**LLAMA, "vocab_size": 32768}))
+    spec = TrainingSpec.of(config, seq_length=1024, dtype="bfloat16", lora_r=16, load_in_4bit=True)
+    quarter = spec.edit(seq_length=256)
+    limit = traced(quarter, "full,head").peak_reserved
+    assert traced(quarter, "pointwise,head").peak_reserved > limit  # the leanest of the others at 1024 tokens
+    way = only(suggested(spec, "full,head", limit))
+    assert (way.edits, way.change, way.reserved) == ({"seq_length": 256}, "--seq-length 256", limit)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft about its defaults
+def test_what_a_library_refuses_is_not_offered(config: str) -> None:
+    """Adapters of a PEFT configuration stay as they are; those that do not run over 4 bits are not put there."""
+    spec = TrainingSpec.of(config, seq_length=128, peft=REFUSED)
+    limit = traced(spec.edit(dtype="bfloat16"), "full,head").peak_reserved
+    way = only(suggested(spec, "full,head", limit))
+    assert (way.edits, way.reserved) == ({"dtype": "bfloat16"}, limit)
+    nothing = suggested(spec, "full,head", limit - 1)
+    assert (nothing.ways, nothing.needed) == ([], limit)

@@ -1,0 +1,61 @@
+"""The commands that run a spec: the recipe's parser reads them back, and what no recipe trains is left open."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ckpt_ft.spec.command import command_for, training_command
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+
+def test_the_command_of_one_process_is_whole() -> None:
+    spec = TrainingSpec.of(
+        "Qwen/Qwen2.5-0.5B", policy="full,head", batch_size=2, accumulation=4, seq_length=512, lora_r=8,
+        lora_targets=("q_proj", "v_proj"), dtype="bfloat16", mixed_precision="bf16", max_grad_norm=0.5,
+        attn_implementation="sdpa", optimizer="adamw", alloc_conf="expandable_segments:True",
+    )  # fmt: skip
+    assert training_command(spec, "llm", "rows.jsonl") == (
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B "
+        "--ac_policy full,head --per_device_train_batch_size 2 --max_length 512 --dtype bfloat16 --bf16 "
+        "--gradient_accumulation_steps 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj "
+        "--attn_implementation sdpa --max_grad_norm 0.5 --optim adamw_torch --dataset_name rows.jsonl"
+    )
+
+
+def test_words_that_a_shell_would_read_are_quoted() -> None:
+    command = training_command(TrainingSpec.of("my model; rm x", policy="full"), "llm")
+    assert shlex.split(command)[3:5] == ["--model_name_or_path", "my model; rm x"]
+
+
+def test_several_processes_are_launched() -> None:
+    spec = TrainingSpec.of("gpt2", policy="full", launch=Launch("fsdp2", 16, mixed_precision="bf16"))
+    start, _, rest = training_command(spec, "llm", config_file="launch.yaml").partition(' "$(ckpt-ft recipe')
+    expected = "accelerate launch -q --config_file launch.yaml --machine_rank RANK --main_process_ip HOST"
+    assert start == expected
+    assert rest.startswith(' --path llm)" --model_name_or_path gpt2 --ac_policy full')
+    assert "--use_fsdp --num_processes 16 --num_machines 2" in training_command(spec, "llm")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": "prodigy"},  # which `TrainingArguments.optim` does not have
+        {"ema": True},
+        {"lora_r": 4, "load_in_8bit": True},
+        {"frozen": ("embed",)},
+        {"images": 1},
+        {"peft": {"peft_type": "IA3"}},
+    ],
+)
+def test_what_the_recipe_does_not_know_is_left_open(fields: dict[str, object]) -> None:
+    spec = TrainingSpec.of("gpt2", policy="full").edit(**fields)
+    launched = spec.edit(launch=Launch("ddp", 2))
+    assert training_command(launched, "llm").endswith(
+        "YOUR_SCRIPT.py --ac_policy full --per_device_train_batch_size 1"
+    )
+    assert "prodigy" not in training_command(launched, "llm")
+    assert command_for(spec, "language model").startswith("ckpt-ft estimate gpt2 --policy full")
+    assert command_for(TrainingSpec.of("resnet-50"), "image classifier") == "ckpt-ft estimate resnet-50"
