@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.spec.launch import Launch
-from ckpt_ft.spec.zero_options import ZeroOptions
+from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.workloads.from_trainer import precision_of
 
 if TYPE_CHECKING:

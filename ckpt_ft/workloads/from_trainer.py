@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.sharded import shard_again
+from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
 
