@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ckpt_ft.units import MIB, format_bytes
 
@@ -316,5 +317,5 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
 
 def _storages(module: nn.Module) -> set[int]:
     """The storages of parameters and buffers, which stay where they are."""
-    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}
