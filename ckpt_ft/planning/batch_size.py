@@ -1,7 +1,7 @@
-"""find_max_batch_size: the largest batch that fits, predicted from traces, then proved by real steps.
+"""find_max_batch_size: the largest batch that fits, predicted from traces and then proved by real steps.
 
-Two steps at the prediction: the first makes the optimizer's state, the second is what every later one is like. Its
-peak corrects the prediction; only where the corrected one leaves room for a larger batch is that tried too. On a
+Two real steps run at the predicted batch: the first allocates the optimizer's state, the second is like all later
+ones. Its peak corrects the prediction, and a larger batch is tried only if the corrected prediction allows one. On a
 machine without a GPU the steps run under a Tracker that raises torch.OutOfMemoryError at the budget.
 """
 
@@ -29,13 +29,14 @@ class MaxBatchSize:
     """The largest batch that fits, 0 if none does.
 
     Attributes:
-        batch: proved; where nothing was run, as predicted.
-        predicted: before any step was run; its reserved bytes fit.
-        last: predicted only: the largest that runs at all on a GPU, because its allocator gives cached segments back
-            before it runs out. `retries` of its allocations in each step wait for the device meanwhile.
-        trials: the real steps in order, the first one included, which only makes the optimizer's state.
-        room: the bytes that were to be kept to.
-        needed: where not one sample is predicted to fit, the smallest budget that would do; else 0.
+        batch: the proved batch; the predicted one if no step was run.
+        predicted: the largest batch whose predicted bytes fit.
+        room: the memory budget.
+        trials: the real steps in order, with the first one, which only allocates the optimizer's state.
+        last: only predicted: the largest batch that runs at all on a GPU, because the allocator returns cached
+            segments before it runs out of memory.
+        retries: allocations per step at `last` that wait for the device because of that.
+        needed: the smallest budget that works, if not one sample fits; else 0.
     """
 
     batch: int
@@ -57,7 +58,7 @@ class MaxBatchSize:
 
     @property
     def price(self) -> str:
-        """What the batches above `predicted` cost."""
+        """What batches above `predicted` cost, in words."""
         if not self.retries:
             return f"up to {self.last} runs: the first step gives cached memory back, later ones need not"
         times = "once" if self.retries == 1 else f"{self.retries} times"
@@ -75,19 +76,19 @@ def find_max_batch_size(
     margin: str | float | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
-    """The largest batch whose training step fits, under the policy that stands on the model: predicted, then proved.
+    """The largest batch whose training step fits under the model's policy: predicted, then proved by real steps.
 
-    With a loop of one's own: `find_max_batch_size(model, step_for_batch, budget, make_optimizer=...)`, where
-    `step_for_batch(samples)` is `step(model, optimizer)`, one optimizer step on the longest samples there are.
+    For a training loop of your own: `find_max_batch_size(model, step_for_batch, budget, make_optimizer=...)`, where
+    `step_for_batch(samples)` returns `step(model, optimizer)`, one optimizer step on the longest samples.
+
+    In a distributed run every rank calls this function, and all ranks get the smallest of their results.
 
     Args:
-        workload: its model has weights, on the device that it is to be trained on, unwrapped (no DDP). Weights,
-            buffers, gradients and random state are afterwards as before; a host copy of what is trained is held
-            meanwhile. Of its launch ("ddp" or none) the steps are run without the others and less the buckets.
-        budget: bytes or "24GiB"; None for the whole GPU. A CPU needs one.
-        margin: kept free, as in `plan`.
-
-    In a distributed run every rank calls it, and all get the smallest of their answers.
+        workload: its model has weights, lies on the device that it will be trained on, and is not wrapped (no DDP).
+            Weights, buffers, gradients and random state are restored afterwards from a copy on the host. Under a
+            launch ("ddp" or none) the steps run in one process, and the budget is lowered by DDP's buckets.
+        budget: bytes or "24GiB"; None for the whole GPU. A CPU needs a budget.
+        margin: memory to keep free, as in `plan`.
 
     Raises:
         UserError: a budget that the device does not have, or none on a CPU; a model without parameters.
@@ -97,11 +98,11 @@ def find_max_batch_size(
     if device is None:
         raise UserError(f"{type(model).__name__} has no parameters: nothing of it is trained")
     gpu = current_gpu(device.index) if device.type == "cuda" else None
-    workload = replace(workload, device=gpu or "cpu")  # the one at hand, whatever was asked for
+    workload = replace(workload, device=gpu or "cpu")  # the device that the model is on
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
     room = memory_budget(budget, gpu, margin, workload.launch)
-    room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # ranks try the same batches together
+    room = replace(room, budget=room.budget - room.limit + agreed(room.limit))  # all ranks try the same batches
     estimates, predicted, _ = largest_in_room(workload, policy, room, max_batch_size, report)
     predicted = agreed(predicted)
     buckets = 0 if workload.launch is None else sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -123,7 +124,7 @@ def predict_max_batch_size(
     margin: str | float | None = None,
     report: Report | None = None,
 ) -> MaxBatchSize:
-    """The largest batch that fits the workload's device under `policy`, predicted only: the model may be on meta.
+    """The largest batch that fits the workload's device under `policy`, predicted only. The model may be on meta.
 
     Raises:
         UserError: a budget that the device does not have, or a policy that does not suit the model.
@@ -141,7 +142,7 @@ def predict_max_batch_size(
 def largest_in_room(
     workload: Workload, policy: str, room: MemoryBudget, most: int, report: Report | None = None
 ) -> tuple[Estimates, int, int]:
-    """What the traces say, the largest batch that they say fits, and where none does the smallest budget for one.
+    """The estimates, the largest batch that fits, and the smallest budget for one sample if none fits (else 0).
 
     Raises:
         UserError: a policy that does not suit the model.
@@ -159,10 +160,10 @@ def largest_in_room(
 
 
 def keep_effective(batch: int, accumulation: int, largest: int) -> tuple[int, int, str]:
-    """Micro-batch and accumulation steps for the same effective batch with micro-batches of at most `largest`.
+    """Micro-batch and accumulation for the same effective batch, with micro-batches of at most `largest`.
 
-    Returns them and a sentence that says what changed. Where the effective batch has no divisor between half of
-    `largest` and `largest`, the nearest effective batch above it is taken, and the sentence says so.
+    Returns both and a sentence that says what changed. If the effective batch has no divisor between half of `largest`
+    and `largest`, the next larger effective batch is used, and the sentence says so.
     """
     total = batch * accumulation
     fits = [n for n in range(1, min(largest, total) + 1) if total % n == 0]

@@ -19,14 +19,15 @@ from ckpt_ft.units import format_bytes, parse_budget
 
 from .candidate import Candidate
 
-MARGIN = 0.02  # of the budget, on a GPU: for library handles, NCCL and kernels' scratch, which no trace sees
+MARGIN = 0.02  # share of a GPU's budget: for library handles, NCCL and kernels' scratch, which no trace sees
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a step may take: `budget` bytes, less the CUDA context, less a margin for what no trace sees.
+    """The memory of a step: `budget` bytes, less the CUDA context, less a margin for what no trace sees.
 
-    share: of the budget, where the margin is one: of a larger budget it is more.
+    Attributes:
+        share: the margin as a share of the budget, 0 if it is an amount. A larger budget has a larger such margin.
     """
 
     budget: Bytes
@@ -36,7 +37,7 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """Bytes that the allocator may reserve."""
+        """Bytes that the caching allocator may reserve."""
         return self.budget - self.context - self.margin
 
     def fits(self, candidate: Candidate) -> bool:
@@ -46,21 +47,26 @@ class MemoryBudget:
         return trace.peak_reserved <= self.limit
 
     def needs(self, candidate: Candidate) -> int:
-        """The smallest budget in which `candidate` fits with this context and margin, or this share for one."""
+        """The smallest budget in which `candidate` fits, with the same context and the same margin or share."""
         if not self.share:
             return candidate.reserved + self.context + self.margin
-        return math.ceil((candidate.reserved + self.context + 1) / (1 - self.share))  # 1: the margin is rounded
+        return math.ceil(
+            (candidate.reserved + self.context + 1) / (1 - self.share)
+        )  # + 1, because the margin is rounded
 
 
 def memory_budget(
     budget: str | int | None, gpu: GPU | None, margin: str | float | None = None, launch: Launch | None = None
 ) -> MemoryBudget:
-    """The room under a budget on `gpu` (None: the CPU, where there is neither context nor margin unless given).
+    """The memory budget on `gpu`; None for the CPU, which has no context, and no margin unless one is given.
 
-    margin: an amount of memory; a float is a share of the budget.
+    Args:
+        budget: bytes or text such as "24GiB"; None for all memory of the GPU.
+        margin: an amount of memory, or a share of the budget as a float; None for 2 % on a GPU.
+        launch: adds NCCL's buffers to the context.
 
     Raises:
-        UserError: no budget for the CPU, more than the GPU has, or a margin that is no share of it.
+        UserError: no budget for the CPU, more than the GPU has, or a margin that is not a share of the budget.
     """
     if gpu is None:
         if budget is None:
@@ -87,8 +93,8 @@ def _with_margin(budget: int, context: int, margin: str | float) -> MemoryBudget
 def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: Mapping[int, int] | None = None) -> int:
     """The largest n of 1 ... `most` with needs(n) <= limit, 0 if there is none; `needs` must not fall with n.
 
-    Interpolates between the ends of the bracket, which is exact after few calls where `needs` is linear, and halves
-    it every third time, which bounds the calls where it is not. `known` holds values of `needs`.
+    Interpolates between the ends of the bracket, which needs few calls if `needs` is linear, and halves the bracket
+    every third time, which bounds the number of calls if it is not. `known` has values of `needs`.
     """
     values = dict(known or {})
 
@@ -112,7 +118,7 @@ def largest_fitting(needs: Callable[[int], int], limit: int, most: int, known: M
 
 
 def _interpolated(values: Mapping[int, int], fits: int, over: int, limit: int) -> int:
-    """Where the line through the two known points nearest to the edge crosses `limit`."""
+    """The n at which the line through the two known points nearest to the edge crosses `limit`."""
     below = sorted(n for n in values if n <= fits)
     points = [*below[-1:], over] if over in values else below[-2:]
     if len(points) < 2:

@@ -1,7 +1,7 @@
-"""budget_sweep: a plan, what it would be at other budgets, and the steps behind it: what `plan --html` draws.
+"""budget_sweep: the plans at several memory budgets, for the page of `plan --html`.
 
-Each budget is searched as `plan` searches it; the traces that one makes serve the others. So a pick that is shown for
-a budget is what `plan` says for that budget.
+Each budget is searched as `plan` searches it, so the pick at a budget is what `plan` answers for that budget. The
+searches share their traces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .results import Plan
 from .search import search
 from .tracing import Report, Traced
 
-OTHERS = 8  # budgets beside the one asked for, at most
+OTHERS = 8  # at most so many budgets besides the one that was asked for
 _ROUND = (1, 2, 5, 10, 20, 25, 50)
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A budget, and what fits in it, the pick first."""
+    """A budget and the candidates that fit it, the pick first."""
 
     room: MemoryBudget
     candidates: list[Candidate]
@@ -76,9 +76,9 @@ def budget_sweep(
     jobs: int = 1,
     report: Report | None = None,
 ) -> BudgetSweep:
-    """The plan for `budget`, and the picks for others up to the card's memory (on "cpu" up to twice `budget`).
+    """The plan for `budget`, and the picks for other budgets up to the GPU's memory (on "cpu" up to twice `budget`).
 
-    Arguments and errors are those of `plan`. It takes about three times as long: budgets share their traces.
+    Arguments and errors are those of `plan`. A sweep takes about three times as long as a plan.
     """
     question = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies)
     say = report or (lambda line: None)
@@ -104,7 +104,7 @@ def _trace(traced: Traced) -> StepTrace:
 
 
 def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
-    """Round budgets from the smallest that works to all there is, and that one."""
+    """Round budgets from the smallest that works up to all memory, and all memory."""
     gpu, room = gpu_of(workload.device), estimates.room
     highest = gpu.memory if gpu else 2 * room.budget
     lowest = room.needs(estimates.leanest())
@@ -114,7 +114,7 @@ def _budgets(workload: Workload, estimates: Estimates) -> list[int]:
 
 
 def _apart(span: int) -> int:
-    """The smallest round distance by which at most `OTHERS` budgets lie within `span` bytes."""
+    """The smallest round distance that puts at most `OTHERS` budgets within `span` bytes."""
     unit = GIB if span >= 2 * GIB else MIB if span >= 2 * MIB else 1024
     share = span / (OTHERS - 1) / unit
     scale = 10 ** math.floor(math.log10(share)) if share >= 1 else 1 / 4

@@ -1,4 +1,4 @@
-"""`ckpt-ft check`: parity of a policy on a real model, with its saved weights where it has any."""
+"""`ckpt-ft check`: parity of a policy on a real model, with its saved weights if there are any."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.workload import Batch, Workload
 
-_CARD = "a100-80gb"  # whose step stands for a CPU's
-_TOPS = {"timestep": 1000, "class_labels": 1000}  # of a diffusion model's whole numbers; masks and styles stay
+_CARD = "a100-80gb"  # a step on it stands for a step on a CPU
+_TOPS = {
+    "timestep": 1000,
+    "class_labels": 1000,
+}  # ranges of a diffusion model's integer inputs; masks and styles stay zero
 
 
 def check_model(spec: TrainingSpec, seed: int) -> Parity:
     """Parity of the spec's policy on its model (Hub id, directory or config file) and a batch of random data.
 
-    Weights are the saved ones of a directory or Hub model (offline: those in the Hub's cache), and random ones where
-    there is only a config; a note says which.
+    The weights are those saved in a directory or on the Hub (offline: in the Hub's cache), or random ones if there is
+    only a config. A note says which.
 
     Raises:
-        UserError: no such model, weights that cannot be read, a step that does not fit into memory, or the policy does
-            not fit the model.
+        UserError: an unknown model, weights that cannot be read, a step too large for memory, or a policy that
+            does not suit the model.
     """
     name, batch_size = spec.model.name, spec.data.batch_size
     torch.manual_seed(seed)
@@ -47,7 +50,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, spec, batch_size))
-    if _of_diffusers(without_adapters(workload.model)):  # a trace takes memory as it is for the noise
+    if _of_diffusers(without_adapters(workload.model)):  # a trace needs no noise, only its size
         batch["target"] = torch.randn_like(_noise_like(model, batch))
     parity = check_parity(model, batch, spec.policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
@@ -55,7 +58,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
 
 
 def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
-    """Raises UserError where not even the weights and the gradients, which are kept twice, fit: said before a kill."""
+    """Raises UserError, before the system kills the process, if weights and two copies of gradients do not fit."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     needed = sum(size for size, _ in sizes) + 2 * sum(size for size, trained in sizes if trained)
     free = _free(device)
@@ -67,16 +70,17 @@ def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
 
 
 def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.device) -> list[str]:
-    """Raises UserError where a step does not fit; a note where that cannot be told.
+    """Raises UserError if a step does not fit; returns a note if that cannot be told.
 
-    Of a card's step, because a CPU's is traced by making it; without an optimizer, and with the gradients once more.
+    The step is traced for a GPU, because a CPU's step would really run. It has no optimizer, but a second copy of the
+    gradients.
     """
     step = replace(workload, device=current_gpu() or find_gpu(_CARD), make_optimizer=None)
     try:
         trace = step.trace(batch_size)
     except UserError:
         raise
-    except Exception as error:  # of any model: a check runs what a trace cannot
+    except Exception as error:  # any library's: a check can run what a trace cannot
         return [f"note: a step cannot be traced, so whether it fits is not known: {one_line(error, 200)}"]
     gradients = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
     needed, free = trace.peak_allocated + gradients, _free(device)
@@ -95,7 +99,7 @@ def _free(device: torch.device) -> int:
 
 
 def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:
-    """The model that `meta` describes, and whether its weights are saved ones, not the initialisation of its class."""
+    """The model that `meta` describes, and whether it has saved weights instead of newly initialised ones."""
     adapted: Any = meta
     base = without_adapters(meta)
     real = _saved(name, base)
@@ -111,7 +115,7 @@ def _with_weights(name: str, meta: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _saved(name: str, base: Any) -> Any:
-    """The model with the weights of the directory or Hub model `name`; None where there are none."""
+    """The model with the weights of the directory or Hub model `name`; None if there are none."""
     if Path(name).is_file():
         return None
     source, local = (name, True) if Path(name).is_dir() else (hub_id(name), not hub_answers())
@@ -143,7 +147,7 @@ def _of_diffusers(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _noise_like(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """A tensor of the prediction's shape, which the prediction alone tells; of each sample, or of all."""
+    """A prediction, for its shape; a list of predictions is stacked."""
     prediction: Any = model(**batch, return_dict=False)[0]
     return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
@@ -156,7 +160,7 @@ def _random(workload: Workload, spec: TrainingSpec, batch_size: int) -> dict[str
     fields = task.fields(base, spec) if task is not None else {}
 
     def fill(name: str, x: torch.Tensor) -> torch.Tensor:
-        if name == "input_ids" and spec.data.images:  # which tokens stand for images
+        if name == "input_ids" and spec.data.images:  # its tokens mark the places of images
             return x
         if x.is_floating_point():
             return torch.randn(x.shape)

@@ -1,4 +1,4 @@
-"""The proof of a predicted batch size: real steps within the limit, each peak correcting what is tried next."""
+"""Proves a predicted batch size by real steps within a memory limit; each measured peak corrects the prediction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ckpt_ft.workloads.workload import Workload
 
 from .budget import MemoryBudget, largest_fitting
 
-_SHRINK = 0.97  # after an OOM at a batch that should have fitted: the limit that the next guess is made for, each time
+_SHRINK = 0.97  # after an OOM at a batch that should fit, the next guess is made for this share of the limit
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One real step. `peak`: bytes reserved (on CPU, allocated); None where memory ran out."""
+    """One real step. `peak`: bytes reserved (allocated on a CPU); None if it ran out of memory."""
 
     batch: int
     peak: int | None
@@ -35,7 +35,7 @@ class Trial:
 
 
 def agreed(value: int) -> int:
-    """The smallest `value` of all ranks."""
+    """The minimum of `value` over all ranks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return value
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
@@ -45,13 +45,15 @@ def agreed(value: int) -> int:
 
 
 def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, most: int) -> int:
-    """Try `first`, then what the measured peaks make of the prediction, until the largest batch that fits is known."""
-    known: dict[int, int] = {}  # batch -> bytes measured, or more than the limit
+    """Try `first`, then the batches that the corrected prediction names, until the largest that fits is known."""
+    known: dict[int, int] = {}  # batch -> measured bytes; limit + 1 if it ran out of memory
     limit = runner.room.limit
     ratio, aim, batch = 1.0, float(limit), min(max(first, 1), most)
     while True:
         peak = runner.attempt(batch)
-        known[batch] = limit + 1 if peak is None else min(peak, limit)  # it ran: it fits, whatever the counters say
+        known[batch] = (
+            limit + 1 if peak is None else min(peak, limit)
+        )  # a step that ran fits, whatever the counters say
         if peak is None:
             aim *= _SHRINK
         else:
@@ -60,14 +62,14 @@ def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, mos
         guess = largest_fitting(lambda n, scale=scale: round(predicted_bytes(n) * scale), limit, most, known)  # type: ignore[misc]
         guess = agreed(guess)
         if guess == 0 and 1 not in known:
-            guess = 1  # nothing is predicted to fit any more: does a single sample?
+            guess = 1  # nothing is predicted to fit any more: try a single sample
         if guess in known or guess == 0:
             return guess
         batch = guess
 
 
 class Runner:
-    """Runs real steps within a limit; keeps the optimizer from one to the next, until memory runs out."""
+    """Runs real steps within a memory limit; keeps the optimizer between steps until one runs out of memory."""
 
     def __init__(self, workload: Workload, room: MemoryBudget, device: torch.device) -> None:
         self.workload, self.model = workload, workload.model
@@ -77,7 +79,7 @@ class Runner:
         self.warm = False
 
     def attempt(self, batch: int) -> int | None:
-        """The peak of a step as all later ones are like, the largest of all ranks; None where memory ran out."""
+        """Peak of a steady-state step, maximum over ranks; None if it ran out of memory."""
         if not self.warm:
             make = self.workload.make_optimizer
             self.optimizer = make(self.model) if make else None
@@ -93,7 +95,7 @@ class Runner:
         except Exception as error:
             if not is_oom(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold activations
+            traceback.clear_frames(error.__traceback__)  # its frames hold activations
         everywhere = agreed(int(peak is not None))
         peak = -agreed(-(peak or 0)) if everywhere else None
         if peak is None:
@@ -117,10 +119,12 @@ class Runner:
             step(self.model, self.optimizer)
             torch.cuda.synchronize(self.device)
             retried = torch.cuda.memory_stats(self.device)["num_alloc_retries"] > retries
-            return None if retried else torch.cuda.max_memory_reserved(self.device)  # a retry stalls every step
+            return (
+                None if retried else torch.cuda.max_memory_reserved(self.device)
+            )  # such a retry would stall every step
 
     def clean(self) -> None:
-        """Drop all that steps left: gradients, optimizer state, the graph of a step that broke off."""
+        """Free what steps left: gradients, optimizer state, the graph of an interrupted step."""
         self.model.zero_grad(set_to_none=True)
         self.optimizer, self.warm = None, False
         torch.clear_autocast_cache()
@@ -131,7 +135,7 @@ class Runner:
 
 @contextmanager
 def _limited(device: torch.device, nbytes: int) -> Iterator[None]:
-    """The allocator may reserve `nbytes` on `device`, or less where the user has set a smaller fraction of it."""
+    """Limits the allocator to `nbytes` on `device`, or to the user's own fraction if that is less."""
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(fraction, nbytes / total), device)
@@ -143,9 +147,9 @@ def _limited(device: torch.device, nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Trained parameters, buffers, gradients, modes and random state as they were, from a copy on the host.
+    """Restores trained parameters, buffers, gradients, modes and random state on exit, from copies on the host.
 
-    Gradients that are there are put aside: a step would add to them, and they take room that it is not to count.
+    Existing gradients are moved to the host meanwhile: a step would add to them, and its peak would include them.
     """
     modes = [(module, module.training) for module in model.modules()]
     changing = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]

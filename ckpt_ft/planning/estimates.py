@@ -1,4 +1,4 @@
-"""What a search knows: the traces made so far, and from them every policy's bytes and seconds at any batch size."""
+"""Estimates of bytes and seconds of every policy at any batch size, from the traces that a search has made so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from .candidate import Candidate, better
 from .scaling import Growth
 from .tracing import Tracer
 
-_SHOWN = 4  # of what does not fit
+_SHOWN = 4  # candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
 
 @dataclass
 class Estimates:
-    """Candidates of one plan. `batch` fixes the batch size; without it sizes up to `most` are looked at."""
+    """The candidates of one plan.
+
+    Attributes:
+        batch: the only batch size to look at; None for all sizes up to `most`.
+        anchors: the trace of each policy at `batch`, or at `LOW`.
+        rejected: policies that are no candidates for this model, each with the reason.
+        scaled: candidates that were estimated from an anchor instead of traced.
+        bests: the best candidate of each policy; None if none fits.
+        typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.
+    """
 
     tracer: Tracer
     room: MemoryBudget
@@ -26,20 +35,20 @@ class Estimates:
     batch: int | None = None
     most: int = 1024
     growth: Growth = field(default_factory=lambda: Growth(LOW, HIGH))
-    anchors: dict[str, StepTrace] = field(default_factory=dict)  # policy -> its trace at the fixed batch or at LOW
-    rejected: dict[str, str] = field(default_factory=dict)  # policy -> why it is no candidate
-    scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)  # from anchors, where nothing was traced
+    anchors: dict[str, StepTrace] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    scaled: dict[tuple[str, int], Candidate] = field(default_factory=dict)
     bests: dict[str, Candidate | None] = field(default_factory=dict)
-    typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # of a typical batch, if rows differ
-    _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by `_scaled_peaks`
-    _floors: dict[tuple[str, int], int] = field(default_factory=dict)  # by `floor`
+    typical_seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    _peaks: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    _floors: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
-        """Trace the anchors of `policies`, and of those that grow in unknown ways a second point."""
+        """Trace the anchors of `policies`, and a second point of policies whose growth with the batch is unknown."""
         fresh = [p for p in dict.fromkeys(policies) if p not in self.anchors and p not in self.rejected]
         at = self.batch or LOW
         extra: list[tuple[str, int]] = []
-        if self.batch is None and self.tracer.parallel:  # traced beside the others, what must be learned costs no wait
+        if self.batch is None and self.tracer.parallel:  # in parallel these traces cost no waiting time
             extra = [(policy, HIGH) for policy in self._novel(fresh)]
         traced = self.tracer.all([(policy, at) for policy in fresh], extra=extra)
         for policy, trace in zip(fresh, traced, strict=True):
@@ -51,7 +60,7 @@ class Estimates:
             self._learn([policy for policy in fresh if policy in self.anchors])
 
     def absorb_cached_traces(self) -> None:
-        """Take what was traced for an anchor where `consider` was stopped before it could."""
+        """Use the traces that were made before `trace_candidates` was interrupted."""
         traced = {key: trace for key, trace in self.tracer.traced.items() if isinstance(trace, StepTrace)}
         for (policy, batch), trace in traced.items():
             if batch == (self.batch or LOW):
@@ -62,7 +71,7 @@ class Estimates:
                 self.growth.learn(anchor, large)
 
     def _novel(self, policies: list[str]) -> list[str]:
-        """Of `policies` the plainest that runs ops of its own: the model's, the head's, the copies of offload."""
+        """The shortest policy of each kind that no anchor has yet; kinds differ in `head` and `offload`."""
         kinds = {frozenset(policy.split(",")) & {"head", "offload"} for policy in self.anchors}
         plainest: dict[frozenset[str], str] = {}
         for policy in sorted(policies, key=len):
@@ -70,17 +79,17 @@ class Estimates:
         return [policy for kind, policy in plainest.items() if kind not in kinds]
 
     def _learn(self, policies: list[str]) -> None:
-        for policy in policies:  # one after another: what one teaches, the next need not
+        for policy in policies:  # in order: what one teaches need not be traced for the next
             if not self.growth.knows(self.anchors[policy]):
                 self._learn_from(policy)
 
     def _learn_from(self, policy: str) -> None:
         large = self.tracer.trace(policy, HIGH)
-        assert not isinstance(large, str), "its trace at LOW was made"
+        assert not isinstance(large, str), "it was traced at LOW"
         self.growth.learn(self.anchors[policy], large)
 
     def estimate(self, policy: str, batch: int) -> Candidate:
-        """The candidate of `policy` at `batch`: traced if it was, else scaled from its anchor."""
+        """The candidate of `policy` at `batch`: from its trace if there is one, else scaled from the anchor."""
         traced = self.tracer.traced.get((policy, batch))
         if isinstance(traced, StepTrace):
             return self._candidate(policy, batch, traced)
@@ -91,7 +100,7 @@ class Estimates:
         return self.scaled[key]
 
     def over_budget(self) -> list[Candidate]:
-        """Of each policy that was traced and found to hold more than the room, the smallest step that does."""
+        """For each policy that was traced over budget, the smallest such step, sorted by bytes."""
         over: dict[str, Candidate] = {}
         for (policy, batch), trace in sorted(self.tracer.traced.items()):
             if isinstance(trace, StepTrace) and trace.peak_reserved > self.room.limit:
@@ -99,7 +108,7 @@ class Estimates:
         return sorted(over.values(), key=lambda candidate: candidate.reserved)[:_SHOWN]
 
     def _candidate(self, policy: str, batch: int, trace: StepTrace, peaks: tuple[int, int] | None = None) -> Candidate:
-        """The candidate of a trace, which is of the longest batch; the seconds are a usual one's."""
+        """The candidate of a trace: its bytes are those of the longest batch, its seconds those of a typical one."""
         workload = self.tracer.workload
         candidate = Candidate.of(policy, batch, trace, workload.accumulation, peaks)
         lengths = workload.lengths
@@ -109,17 +118,17 @@ class Estimates:
         return replace(candidate, seconds=self.typical_seconds.get((policy, batch), by_tokens))
 
     def reserved(self, policy: str, batch: int) -> int:
-        """Bytes reserved, estimated."""
+        """Estimated bytes reserved."""
         if (policy, batch) in self.tracer.traced or (policy, batch) in self.scaled:
             return self.estimate(policy, batch).reserved
         return self.scaled_reserved(policy, batch)
 
     def scaled_reserved(self, policy: str, batch: int) -> int:
-        """Bytes reserved, scaled from the anchor whether `policy` was traced at `batch` or not."""
+        """Bytes reserved, scaled from the anchor even if `policy` was traced at `batch`."""
         return self._scaled_peaks(policy, batch)[1]
 
     def floor(self, policy: str, batch: int) -> int:
-        """Bytes below which `scaled_reserved` cannot be, without a replay."""
+        """A lower bound of `scaled_reserved` that needs no replay."""
         key = (policy, batch)
         if key not in self._floors:
             anchor = self.anchors[policy]
@@ -127,7 +136,7 @@ class Estimates:
         return self._floors[key]
 
     def _scaled_peaks(self, policy: str, batch: int) -> tuple[int, int]:
-        """Bytes allocated and reserved: a replay serves the search for a batch size and the candidate found."""
+        """Peak bytes allocated and reserved, from one replay of the scaled anchor."""
         key = (policy, batch)
         if key not in self._peaks:
             anchor = self.anchors[policy]
@@ -136,13 +145,13 @@ class Estimates:
         return self._peaks[key]
 
     def retries(self, policy: str, batch: int) -> int | None:
-        """How often a step gives cached segments back to stay within the room; None where it runs out even so."""
+        """How often a step returns cached segments to the device to fit; None if it runs out of memory even so."""
         trace = self.anchors[policy]
         replay = trace.replay_with(self.growth.sizes(trace, batch), self.room.limit)
         return None if replay.oom_at is not None else sum(at >= trace.start for at in replay.retried)
 
     def best(self, policy: str) -> Candidate | None:
-        """The largest batch of `policy` that fits, as a candidate; the smallest there is for the target "memory"."""
+        """The candidate of `policy` at the largest batch that fits, or at batch 1 for the target "memory"."""
         if policy not in self.bests:
             self.bests[policy] = self._best(policy)
         return self.bests[policy]
@@ -157,12 +166,14 @@ class Estimates:
     def _largest(
         self, policy: str, near: int, reserved: Callable[[int], int], known: dict[int, int], ratio: float = 1.0
     ) -> int:
-        """The largest batch whose `reserved` bytes fit, `known` for some of them.
+        """The largest batch whose `reserved` bytes fit.
 
-        A floor costs no replay. What is reserved is about the same share of it at any batch as at `near`, which says
-        where to look first; and where the floor is more than the room, there is no need to look.
+        `floor` needs no replay. The ratio of bytes reserved to the floor is about the same at every batch as at
+        `near`: it gives the first guess. A batch whose floor is over the limit needs no replay at all.
 
-        ratio: of `reserved` to `scaled_reserved`.
+        Args:
+            known: values of `reserved` that are known already.
+            ratio: of `reserved` to `scaled_reserved`.
         """
         limit, share = self.room.limit, reserved(near) / max(self.floor(policy, near), 1)
         guess = largest_fitting(lambda n: round(self.floor(policy, n) * share), limit, self.most)
@@ -176,7 +187,7 @@ class Estimates:
         return largest_fitting(needs, limit, self.most, known)
 
     def following(self, policy: str, batch: int) -> int | None:
-        """The batch size to trace next, after `batch`; None where the best of `policy` is settled, and set."""
+        """The batch size to trace after `batch`; None if the best batch of `policy` is known, which is then stored."""
         if self.batch is None and self.target != "memory":
             ratio = self.estimate(policy, batch).reserved / self.scaled_reserved(policy, batch)
             known = {at: self.estimate(policy, at).reserved for at in self._traced_batches(policy)}
@@ -190,15 +201,15 @@ class Estimates:
         return None
 
     def _traced_batches(self, policy: str) -> list[int]:
-        """Batch sizes at which `policy` was traced on its own; those that it was estimated from are left out."""
+        """Batch sizes at which `policy` was traced, without the two that growth is learned from."""
         return [batch for name, batch in self.tracer.traced if name == policy and batch not in (LOW, HIGH)]
 
     def candidates(self) -> list[Candidate]:
-        """The best of every policy that fits."""
+        """The best candidate of every policy that fits."""
         return [candidate for candidate in map(self.best, self.anchors) if candidate is not None]
 
     def beats(self, one: str, other: str) -> bool:
-        """Whether `one` is better than `other` by the target, or needs less where neither fits."""
+        """Whether policy `one` is better than `other` by the target, or needs fewer bytes if neither fits."""
         candidates = self.best(one), self.best(other)
         if candidates[0] is None or candidates[1] is None:
             at = self.batch or 1
@@ -208,7 +219,7 @@ class Estimates:
         return better(self.target)(candidates[0]) > better(self.target)(candidates[1])
 
     def leanest(self) -> Candidate:
-        """The policy of fewest bytes at the fixed batch, or at batch size 1."""
+        """The candidate with the fewest bytes at the fixed batch, or at batch size 1."""
         at = self.batch or 1
 
         def least(policy: str) -> int:

@@ -1,9 +1,9 @@
-"""Several launches of one workload: which of them is best with which policy and batch, and how few GPUs would do.
+"""The search over several launches of one workload: the best launch, policy and batch, and the fewest GPUs that work.
 
-A trace of one process is cheaper than one under a launch, and a policy changes both alike. So policies are explored in
-one process, and what a launch changes is learned from one candidate traced under it as well, that which may well be
-the best there; from two, as a line between them, where FSDP2 changes the precision. Whatever is shown has been traced
-under its own launch, which corrects the estimate.
+A trace of one process is cheaper than one under a launch, and a policy changes both in the same way. So policies are
+explored in one process. What a launch changes is learned from one candidate, probably the best one, that is traced
+under the launch as well; from two, as a line through both, if FSDP2 changes the precision. Every candidate that is
+shown was traced under its own launch.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .estimates import LOW, Estimates
 from .search import ends, pick_first, search, settle, timed
 from .tracing import Tracer, trace_all
 
-_SLACK = 1.05  # what may fit for all that an estimate says
-_SHOWN = 3  # candidates of the leading launch beside its frontier's first
+_SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
+_SHOWN = 3  # candidates of the best launch
 _SHARDED = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class _Line:
-    """What a figure of one process becomes under a launch."""
+    """A linear function from a figure of one process to the figure under a launch."""
 
     start: float = 0.0
     slope: float = 1.0
 
     @classmethod
     def through(cls, one: tuple[float, float], other: tuple[float, float]) -> _Line:
-        """Two points (in one process, under the launch); a shift where they are too near to each other, or one."""
+        """The line through two points (one process, under the launch); a shift if they are too close or the same."""
         run = other[0] - one[0]
         slope = (other[1] - one[1]) / run if abs(run) > 0.05 * one[0] else 1.0
         return cls(one[1] - slope * one[0], slope)
@@ -49,21 +49,21 @@ class _Line:
 
 @dataclass
 class Launched(Estimates):
-    """Estimates under a launch, the tracer's, from those of one process."""
+    """Estimates under the tracer's launch, derived from the estimates `alone` of one process."""
 
     alone: Estimates = field(kw_only=True)
     lines: dict[str, _Line] = field(default_factory=dict, kw_only=True)
 
     @property
     def launch(self) -> Launch:
-        """The tracer's."""
+        """The tracer's launch."""
         launch = self.tracer.workload.launch
         assert launch is not None
         return launch
 
     @cached_property
     def points(self) -> list[tuple[str, int]]:
-        """What is to be traced under the launch: what may well be its best; a lean policy where precision changes."""
+        """The candidates to trace under the launch: the likely best, and a lean policy if the precision changes."""
         likely = self._likely()
         found = [(likely.policy, likely.batch)]
         if self._casts():
@@ -71,13 +71,13 @@ class Launched(Estimates):
         return list(dict.fromkeys(found))
 
     def _casts(self) -> bool:
-        """Whether what FSDP2 gathers is in another precision than most of the model is held in."""
+        """Whether FSDP2 gathers the weights in another precision than most of them are stored in."""
         gathered = MIXED_PRECISION.get(self.launch.mixed_precision) if self.launch.strategy == "fsdp2" else None
         sizes = [(p.nbytes, p.dtype == gathered) for p in self.tracer.workload.model.parameters()]
         return gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2
 
     def _likely(self) -> Candidate:
-        """The best in one process, had it the bytes that the launch has other ranks hold."""
+        """The best candidate of one process, if it had the bytes that other ranks hold under the launch."""
         trace = next(iter(self.alone.anchors.values()))
         held = sum(trace.at_peak[category] for category in _SHARDED)
         away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes
@@ -88,18 +88,18 @@ class Launched(Estimates):
         return max(roomy.candidates(), key=better(self.target), default=self.alone.leanest())
 
     def learn(self) -> None:
-        """What the launch changes, from the traces of `points`."""
+        """Learn what the launch changes from the traces of `points`."""
         pairs = []
         for policy, at in self.points:
             trace = self.tracer.trace(policy, at)
-            assert isinstance(trace, StepTrace), "it has an anchor"
+            assert isinstance(trace, StepTrace), "its policy has an anchor"
             pairs.append((self.alone.estimate(policy, at), self._candidate(policy, at, trace)))
         for figure in ("peak", "reserved", "seconds"):
             ends = [(getattr(one, figure), getattr(under, figure)) for one, under in pairs]
             self.lines[figure] = _Line.through(ends[0], ends[-1])
 
     def trace_candidates(self, policies: Iterable[str]) -> None:
-        """Their anchors are traces of one process."""
+        """Trace the anchors of `policies`, in one process."""
         self.alone.trace_candidates(policies)
         self.anchors, self.rejected = self.alone.anchors, self.alone.rejected
 
@@ -119,9 +119,14 @@ class Launched(Estimates):
 
 
 class Launches:
-    """The search over several launches of the tracer's workload, which is of one process.
+    """The search over several launches of a workload.
 
-    room: of a process under a launch; alone: of one by itself. rejected: launches that do not suit the model, and why.
+    Args:
+        tracer: of the workload in one process.
+        rooms: the memory budgets of a process under a launch, and of a single process.
+
+    Attributes:
+        rejected: launches that do not suit the model, each with the reason.
     """
 
     def __init__(
@@ -134,16 +139,16 @@ class Launches:
         self.alone = Estimates(tracer, alone, *self.more)
         self.under = [self._under(launch) for launch in launches]
         self.rejected: dict[str, str] = {}
-        self.first: list[str] = []  # policies that a search begins with
+        self.first: list[str] = []  # policies that were traced first
 
     def _under(self, launch: Launch) -> Estimates:
         tracer = self.alone.tracer.under(launch)
-        if launch.stage:  # in another precision: nothing of one process carries over
+        if launch.stage:  # DeepSpeed changes the precision: estimates of one process do not apply
             return Estimates(tracer, self.room, *self.more)
         return Launched(tracer, self.room, *self.more, alone=self.alone)
 
     def search(self, policies: list[str] | None = None) -> list[Candidate]:
-        """Candidates, best first, each traced: what is near of the leading launch, and the best of each other one.
+        """Candidates, best first, each traced: several of the best launch, and the best one of every other launch.
 
         Raises:
             UserError: no launch suits the model.
@@ -169,7 +174,7 @@ class Launches:
     def _of(
         self, estimates: Estimates, found: dict[int, list[Candidate]], policies: list[str] | None, known: list[str]
     ) -> list[Candidate]:
-        """The settled best of a launch that came second; what a search finds where it should have come first."""
+        """The settled best candidate of another launch; if it beats the leader, all that a search finds there."""
         best = self._best(estimates, known)
         leader = max((c for each in found.values() for c in each), key=self.key, default=None)
         if best is not None and leader is not None and self.key(best) > self.key(leader):
@@ -178,7 +183,7 @@ class Launches:
 
     def _learn(self, first: list[str]) -> None:
         launched = [estimates for estimates in self.under if isinstance(estimates, Launched)]
-        with suppress(UserError):  # of which of them is found out next
+        with suppress(UserError):  # the loop below finds out which launch it was
             trace_all([(estimates.tracer, estimates.points) for estimates in launched], alone=True)
         for estimates in list(self.under):
             try:
@@ -197,7 +202,7 @@ class Launches:
         return max(fitting, key=self.key, default=None)
 
     def _rank(self, estimates: Estimates) -> tuple[float, ...]:
-        """By the best that fits; where nothing does, by the fewest bytes."""
+        """A sort key of launches: by the best candidate that fits, or else by the fewest bytes."""
         best = self._best(estimates, self.first)
         if best is not None:
             return 1.0, *self.key(best)
@@ -212,9 +217,9 @@ class Launches:
         return min(self.under, key=lambda estimates: estimates.leanest().reserved)
 
     def fewest(self, pick: Candidate) -> Candidate | None:
-        """A candidate on as few GPUs as one fits on; None where that is as many as `pick` is on.
+        """A candidate on the fewest GPUs that work; None if `pick` is on as few.
 
-        What is sharded grows as there are fewer; a launch that shards nothing fits on any number, or on one.
+        Shards grow as the number of GPUs falls. A launch that shards nothing fits on one GPU if it fits at all.
         """
         assert pick.launch is not None
         known = [*self.first, pick.policy]
@@ -239,7 +244,7 @@ class Launches:
         return None
 
     def _might_fit(self, estimates: Estimates, lean: Candidate, gpus: int) -> bool:
-        """Whether the leanest is worth a trace: it would fit, or nearly, if nothing but what is sharded grew."""
+        """Whether `lean` may fit on `gpus` GPUs, if only the sharded bytes grow."""
         trace = estimates.tracer.trace(lean.policy, lean.batch)
         assert isinstance(trace, StepTrace), "its policy has an anchor"
         assert trace.launch is not None

@@ -1,7 +1,9 @@
 """plan: from a memory budget to the fastest policy and batch size that fit.
 
-Every candidate is a trace (memory/fake/) of the user's own step; what fits is decided by the bytes that the caching
-allocator would reserve, plus the CUDA context, plus a margin.
+A `PlanRequest` becomes a ranked `Plan` in four steps: a memory budget (budget.py), candidates (search.py) with their
+traces (tracing.py) and estimates in between (estimates.py), the ranked candidates that fit, and fixes for the first of
+them (suggestions.py). Every candidate is a trace of the user's own step. It fits if the bytes that the caching
+allocator would reserve, the CUDA context and a margin are within the budget.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from .tracing import Report, Tracer
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a workload; `plan` says what each is.
+    """What a plan is asked for; the arguments of `plan` that are no part of the workload.
 
     Raises:
-        UserError: a target, a policy or a number of samples that is none.
+        UserError: an unknown target, a malformed policy or less than one sample.
     """
 
     budget: str | int | None
@@ -51,14 +53,14 @@ class PlanRequest:
         for name, samples in (("batch_size", self.batch_size), ("max_batch_size", self.max_batch_size)):
             if samples is not None and samples < 1:
                 raise UserError(f"{name} {samples}: a batch has at least 1 sample")
-        self.chosen  # noqa: B018  refused before anything is traced
+        self.chosen  # noqa: B018  malformed policies are refused before anything is traced
 
     @property
     def chosen(self) -> list[str] | None:
         return None if self.policies is None else [str(Policy.parse(policy)) for policy in self.policies]
 
 
-_FEW = 3  # candidates: with fewer, what did not fit is shown too
+_FEW = 3  # with fewer candidates than this, a plan also shows some that do not fit
 
 
 @or_loop
@@ -77,26 +79,28 @@ def plan(
 ) -> Plan:
     """The policies and batch sizes that fit a budget, best first.
 
-    With a loop of one's own: `plan(model, step_for_batch, budget, device, make_optimizer=..., name=...)`, where
-    `step_for_batch(samples)` is `step(model, optimizer)`, one optimizer step on the worst micro-batch of so many
-    samples there is, and `device` a name in gpus.py, a GPU, or "cpu".
+    For a training loop of your own: `plan(model, step_for_batch, budget, device, make_optimizer=..., name=...)`, where
+    `step_for_batch(samples)` returns `step(model, optimizer)`, one optimizer step on the largest micro-batch with that
+    many samples, and `device` is a name in gpus.py, a GPU, or "cpu".
 
     Args:
-        workload: what is trained and how; a policy that stands on its model is put back afterwards. The longest row
-            decides the bytes, usual batches the seconds, which are nominal and only rank on "cpu".
-        budget: memory that the process may take, "24GiB" or bytes; None for all of the device's.
-        batch_size: only this micro-batch size; None looks at all up to `max_batch_size`.
-        target: "throughput" (of speeds within 1 % of the best, the one of fewest bytes), "memory" (fewest bytes, at
-            batch size 1 unless given) or "effective_batch" (the largest batch).
-        margin: kept free beside the CUDA context, an amount or, as a float, a share of the budget;
-            None for 2 % of the budget on a GPU, nothing on "cpu".
-        policies: those to look at; None for all that suit the model.
-        jobs: processes to trace on; 0 for as many as there are cores.
-        report: told what is being traced.
-        launches: to choose from, in place of the workload's own; all on as many GPUs (see `launches_on`).
+        workload: what is trained and how. A policy that is applied to its model is applied again afterwards. The
+            longest row decides the bytes, typical batches the seconds; on "cpu" seconds are nominal and only rank.
+        budget: bytes or "24GiB" for the process; None for all memory of the device.
+        batch_size: the only micro-batch size to look at; None for all sizes up to `max_batch_size`.
+        target: "throughput" (among speeds within 1 % of the best, the fewest bytes), "memory" (fewest bytes, at batch
+            size 1 unless `batch_size` is given) or "effective_batch" (the largest batch).
+        margin: memory to keep free besides the CUDA context: an amount, or a share of the budget as a float;
+            None for 2 % of the budget on a GPU, and nothing on "cpu".
+        policies: the policies to look at; None for all that suit the model.
+        jobs: number of processes that trace; 0 for one per core.
+        report: called with a line before each trace.
+        launches: launches to choose from, in place of the workload's own; all on the same number of GPUs (see
+            `launches_on`).
 
     Raises:
-        UserError: the budget is above the device, or below what any policy needs (says the smallest that works).
+        UserError: the budget is larger than the device, or smaller than any policy needs; the message has the
+            smallest budget that works.
         Stopped: Ctrl-C, a KeyboardInterrupt with the best plan so far; not with `launches`.
     """
     asked = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies, tuple(launches))
@@ -106,13 +110,13 @@ def plan(
 
 @contextmanager
 def searching(workload: Workload, jobs: int, report: Report | None) -> Iterator[Tracer]:
-    """A tracer of `workload`, whose model has no policy meanwhile."""
+    """A tracer of `workload`; any policy on its model is suspended meanwhile."""
     with suspended(workload.model), Tracer(workload, jobs, report) as tracer:
         yield tracer
 
 
 def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
-    """The plan, and what its search found out on the way.
+    """The plan, and the estimates of its search, which a budget sweep uses again.
 
     Raises:
         UserError: as `plan`.
@@ -145,7 +149,7 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
 
 
 def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan:
-    """The plan of these candidates; `best` is the trace of the first."""
+    """The plan of the candidates `found`; `best` is the trace of the first one."""
     workload = estimates.tracer.workload
     gpu = gpu_of(workload.device)
     return Plan(
@@ -164,7 +168,7 @@ def _made(estimates: Estimates, found: list[Candidate], best: StepTrace) -> Plan
 
 @contextmanager
 def _stoppable(estimates: Estimates) -> Iterator[None]:
-    """A Ctrl-C inside brings the best that was found."""
+    """Turns a Ctrl-C inside into `Stopped` with the best plan so far."""
     try:
         yield
     except KeyboardInterrupt as stop:

@@ -70,7 +70,7 @@ def _unwrapped(model: Any) -> nn.Module:
         elif list(model._modules) == ["module"]:
             model = model.module
         else:
-            return model  # type: ignore[no-any-return]
+            return model
 
 
 def _of_an_adapter(name: str, wrappers: Collection[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The results of searches: a Plan, the Suggestions for a step that does not fit. They are read without torch."""
+"""Results of the planner: a Plan, and Suggestions for a step that does not fit. Reading them needs no torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Fix:
     """One change and what it is predicted to save.
 
     Attributes:
-        change: what to do, as a person would.
-        saves: bytes reserved, of the plan's best candidate at its batch size.
+        change: what to do, in words.
+        saves: bytes reserved that the plan's best candidate saves at its batch size.
         slower: seconds per sample over those of the best candidate, less 1; below 0 is faster.
     """
 
@@ -44,11 +44,11 @@ class Suggestion:
     """A change under which the step fits.
 
     Attributes:
-        change: the flags to type, beside those that were given or in their place.
+        change: the flags to add or replace, and those to leave out.
         reserved: bytes reserved, predicted.
         slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
-        edits: what changes of the spec, fields by their names.
-        command: the whole command that trains so; for what no recipe trains, the one that estimates it.
+        edits: what changes in the spec: its fields by their names.
+        command: the whole command that trains with the change; if no recipe trains the model, the estimate's.
     """
 
     change: str
@@ -60,7 +60,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """The ways that fit, the quickest first; `needed`: the smallest budget that would do for the leanest there is."""
+    """Suggestions that fit, the quickest first; if none fits, `needed` is the smallest budget of those tried."""
 
     ways: list[Suggestion]
     needed: int
@@ -71,17 +71,17 @@ class Plan:
     """What fits, best first.
 
     Attributes:
-        candidates: traced policies at their best batch size, by the target.
+        candidates: traced policies at their best batch sizes, ranked by the target.
         room: budget, context and margin in bytes.
-        fixes: what lowers the peak of `best` beside another policy, each with its predicted saving.
-        data: how long the dataset's rows are, in words; "" for batches that are all alike.
-        notes: what the traces assume, one sentence each.
+        model, device, target: what the plan was made for; `fingerprint` is the model's.
+        fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
         holders: the largest holders of the peak of `best`.
-        rejected: policies and launches that are no candidates for this model, and why.
-        beyond: where few fit, what else was traced and holds more than the room, the smallest first.
-        fewest: of several launches, what fits on the fewest GPUs, where these are fewer than the launches have.
-        model, device, target: what the plan is for; `fingerprint` is the model's.
-        versions: what it was made with.
+        rejected: policies and launches that do not suit this model, each with the reason.
+        data: the lengths of the dataset's rows in words; "" if all batches are alike.
+        notes: what the traces assume, one sentence each.
+        fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.
+        beyond: if few candidates fit, those that were traced over budget, the smallest first.
+        versions: the versions of the packages that made it.
     """
 
     candidates: list[Candidate]
@@ -106,12 +106,12 @@ class Plan:
 
     @property
     def frontier(self) -> list[Candidate]:
-        """The candidates that none beats in both bytes reserved and samples a second."""
+        """The Pareto frontier of the candidates in bytes reserved and samples a second."""
         return frontier(self.candidates)
 
     @property
     def why(self) -> str:
-        """One sentence on the pick."""
+        """One sentence about the pick."""
         best, room = self.best, self.room
         left = f"{format_bytes(room.limit - best.reserved)} of {format_bytes(room.budget)} left over"
         aims = {
@@ -124,7 +124,7 @@ class Plan:
         return f"{launched}{best.policy} at batch {best.batch}: {aims[self.target]}, {left} ({kept})"
 
     def to_json(self) -> str:
-        """The plan as JSON; `from_json` takes it back, and a recipe's `--ac_policy plan.json`."""
+        """The plan as JSON, for `from_json` and for a recipe's `--ac_policy plan.json`."""
         return json.dumps({**asdict(self), "best": {**asdict(self.best), "why": self.why}}, indent=2)
 
     @classmethod
@@ -132,7 +132,7 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            UserError: not a plan, or made with other versions than those at hand.
+            UserError: the text is not a plan, or the plan was made with other versions than the installed ones.
         """
         plan = read_json(cls, text, source, "a plan; `ckpt-ft plan MODEL --output plan.json` writes one")
         check_versions(plan.versions, source)
@@ -144,7 +144,7 @@ class Plan:
         return plan
 
     def check_model(self, model: nn.Module, source: str = "plan") -> None:
-        """Raises UserError where `model` is not the one that the plan was made for."""
+        """Raises UserError if the plan was made for another model."""
         if fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"{source}: made for {self.model}, and this {type(model).__name__} has other weights (names, shapes "
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """What its speeds are: those of "cpu" are nominal."""
+        """The unit of the speeds, which are nominal on "cpu"."""
         return "samples/s" if self.device != "cpu" else "nominal samples/s"
 
     @property
@@ -207,7 +207,7 @@ class Plan:
 
 
 class Stopped(Interrupted):
-    """A search was stopped: `plan` is the best so far, parts of it estimated; None where too little was traced."""
+    """A search was interrupted. `plan` is the best so far, partly estimated; None if too little was traced."""
 
     def __init__(self, message: str, plan: Plan | None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""A trace at one batch size as it would be at another: which storages live when stays, how large each is grows.
+"""Scales a trace to another batch size: the order of events stays, and the sizes of storages and ops grow.
 
-How much a storage or an op grows with the batch is learned once, from two traces of one policy, and then holds for all
-policies: they change what is kept and what runs twice, not the size of anything. An estimate that steers the search:
-whatever the planner shows has been traced at the batch size that it is shown for.
+How much each storage and op grows with the batch is learned once, from two traces of one policy. It holds for every
+policy, because policies change what is kept and what runs twice, but no sizes. These estimates only steer the search:
+every candidate that a plan shows has been traced at its own batch size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STAYS = ("parameters", "buffers", "gradients", "optimizer", "workspace")
 
 
 class _Table(Generic[Value]):
-    """What a record at `low` becomes at `high`, by a fine key and, where that was not met, by a coarse one."""
+    """Values of records at the batch size `high`, by a fine key, or by a coarse key if the fine one is new."""
 
     def __init__(self) -> None:
         self._fine: dict[Hashable, Value | None] = {}
@@ -38,21 +38,21 @@ class _Table(Generic[Value]):
 
 
 class Growth:
-    """How traces grow from batch size `low` to `high`, linearly in between and beyond."""
+    """How traces grow from batch size `low` to `high`; linear between and beyond them."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
         self._storages: _Table[tuple[int]] = _Table()
         self._ops: _Table[tuple[int, ...]] = _Table()
-        self._learned = 0  # how often; what was resolved before is then resolved anew
+        self._learned = 0  # how often `learn` was called: cached sizes of before are stale
         self._sizes: dict[int, tuple[int, StepTrace, list[tuple[int, int]]]] = {}
         self._costs: dict[int, tuple[int, StepTrace, list[tuple[int, ...]]]] = {}
 
     def learn(self, small: StepTrace, large: StepTrace) -> None:
         """Pair the records of one policy's traces at `low` and `high`, module by module and in order.
 
-        Where a module made more of them for the larger batch (a loss in chunks), each stays as it is and there are
-        more of them. What only the warm-up made (the optimizer's state) stays as it is too.
+        If a module made more records for the larger batch (a loss in chunks), their size stays and their number grows.
+        Records that only the warm-up made (the optimizer's state) keep their size, too.
         """
         self._learned += 1
         for one, other in _paired(_measured(small), _measured(large), lambda s: (s.module, s.phase, s.op)):
@@ -74,13 +74,13 @@ class Growth:
                 self._ops.learn(*_op_keys(op), _figures(grown))
 
     def knows(self, trace: StepTrace) -> bool:
-        """Whether all but a 0.1 % of the bytes that `trace` (at `low`) allocates and moves have been learned."""
+        """Whether the growth of all but 0.1 % of the bytes that `trace` (at `low`) allocates and moves is known."""
         unknown = sum(s.nbytes for s in trace.storages if self._storages.get(*_storage_keys(s)) is None)
         unmoved = sum(o.nbytes for o in trace.ops if self._ops.get(*_op_keys(o)) is None)
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
-        """`trace` (at `low`) at `batch`; what has not been learned stays as it is."""
+        """`trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
         storages = [
             s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
             for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)
@@ -88,7 +88,7 @@ class Growth:
         return replace(trace, storages=storages, ops=self.ops(trace, batch))
 
     def ops(self, trace: StepTrace, batch: int) -> list[Op]:
-        """Its ops at `batch`."""
+        """The ops of `trace`, scaled to `batch`."""
         share = (batch - self.low) / (self.high - self.low)
         scaled = []
         for o, more in zip(trace.ops, self._dearer(trace), strict=True):
@@ -102,13 +102,13 @@ class Growth:
         return scaled
 
     def sizes(self, trace: StepTrace, batch: int) -> list[int]:
-        """The bytes of each of its storages at `batch`."""
+        """The bytes of each storage of `trace`, scaled to `batch`."""
         share = (batch - self.low) / (self.high - self.low)
         grown = self._grown(trace)
         return [max(0, round(before + more * share)) if more else before for before, more in grown]
 
     def _grown(self, trace: StepTrace) -> list[tuple[int, int]]:
-        """For each storage its bytes, and how many more it has at `high`."""
+        """For each storage its bytes at `low`, and how many more it has at `high`."""
         known = self._sizes.get(id(trace))
         if known is None or known[0] != self._learned:
             sizes = [
@@ -119,7 +119,7 @@ class Growth:
         return known[2]
 
     def _dearer(self, trace: StepTrace) -> list[tuple[int, ...]]:
-        """For each op how much more of everything it costs at `high`; () for nothing."""
+        """For each op how much its figures grow up to `high`; () if they do not."""
         known = self._costs.get(id(trace))
         if known is None or known[0] != self._learned:
             costs: list[tuple[int, ...]] = []
@@ -137,7 +137,7 @@ Record = TypeVar("Record", Storage, Op)
 
 
 def _paired(small: Sequence[Record], large: Sequence[Record], key) -> Iterable[tuple[list[Record], list[Record]]]:  # type: ignore[no-untyped-def]
-    """The records of both traces that have the same key, in order."""
+    """Pairs of lists: the records of either trace that have the same key, in order."""
     groups: dict[Hashable, tuple[list[Record], list[Record]]] = defaultdict(lambda: ([], []))
     for side, records in enumerate((small, large)):
         for record in records:
@@ -146,7 +146,7 @@ def _paired(small: Sequence[Record], large: Sequence[Record], key) -> Iterable[t
 
 
 def _measured(trace: StepTrace) -> list[Storage]:
-    """The storages that the measured step allocates, and those that were there all along."""
+    """The storages that the measured step allocates, and those that were resident before it."""
     made = {event for event in trace.events[trace.start :] if event >= 0}
     return [s for index, s in enumerate(trace.storages) if index in made or not s.op]
 
@@ -156,11 +156,11 @@ def _storage_keys(s: Storage) -> tuple[Hashable, Hashable]:
 
 
 def _figures(o: Op) -> tuple[int, ...]:
-    """What of an op grows."""
+    """The figures of an op that grow with the batch."""
     return o.flops, o.nbytes, o.kernels, *o.shape
 
 
 def _op_keys(o: Op) -> tuple[Hashable, Hashable]:
-    """With its shape: a weight's gradient has the flops and bytes of its forward, and grows along another side."""
+    """Keys include the shape: a weight's gradient has the flops and bytes of forward, but grows along another side."""
     figures = o.flops, o.nbytes, o.dtype, o.shape
     return (o.name, o.module, *figures), (o.name, *figures)

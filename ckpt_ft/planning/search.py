@@ -1,11 +1,12 @@
 """The search of a plan: which policies to trace, at which batch sizes, in which order.
 
-1. The ends: `none`, `full`, `pointwise`, each with and without `head`, say whether the head is what holds the peak.
-2. Every other policy, and what of it pays: offload of the leanest.
-3. Splits: the first K blocks `full`, the rest as they are or `pointwise`. Between the values of K traced so far bytes
-   and seconds are taken to be linear; the best K under that is traced next, until it is one that has been.
-4. What is to be shown is traced on its own at the batch size that it is shown for. Where that refutes the estimate,
-   the estimate is corrected by as much and the batch size that follows is traced, until it is one that has been.
+1. The first policies: `none`, `full` and `pointwise`, each with and without `head`. They show whether the loss head
+   holds the peak.
+2. All other policies that suit the model, with `head` if it helps, and `offload` of the leanest policy.
+3. Splits: the first K blocks under `full`, the other blocks under nothing or `pointwise`. Bytes and seconds are taken
+   to be linear between the values of K that were traced. The best K is traced next, until it was traced already.
+4. Candidates that will be shown are traced alone at their own batch sizes. If the trace differs from the estimate, the
+   estimate is corrected by the ratio, and the batch size that follows is traced, until it was traced already.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from .candidate import Candidate, better, frontier, seconds
 from .estimates import LOW, Estimates
 from .tracing import trace_all
 
-FIRST = ("none", "full", "pointwise")  # the ends of what can be had, and the middle that costs least time
+FIRST = ("none", "full", "pointwise")  # the two extremes, and the cheapest in between
 _SAVE = ("save:attention", "save:attention+matmul", "save:matmul/2")
 _SAVE_CONV = ("save:conv", "save:attention+matmul+conv")
-_SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # every:N re-runs as many blocks as some split, which is finer
-_FEW_STAGES = 4  # up to here every run of stages from either end is tried; of more (a U-Net's), the two halves
-_RESTS = ("", "pointwise")  # of a split: what the blocks after the first K do
+_SCOPES = ("sqrt", "modules:attention", "modules:mlp")  # not every:N: a split re-runs as many blocks and is finer
+_FEW_STAGES = 4  # with more stages (a U-Net's) only the two halves are tried, not every cut
+_RESTS = ("", "pointwise")  # policies of the blocks after the first K of a split
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """The model's blocks; none where it has no repeated ones."""
+    """The model's blocks; none if it has no repeated blocks."""
     try:
         return find_blocks(model)
     except UserError:
@@ -42,7 +43,7 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def other_policies(model: nn.Module) -> list[str]:
-    """Every policy beyond `FIRST` that could suit `model`, without head and offload."""
+    """Every policy besides `FIRST` that could suit `model`, without head and offload."""
     blocks = blocks_of(model)
     if not blocks.blocks:
         return []
@@ -60,11 +61,11 @@ def other_policies(model: nn.Module) -> list[str]:
 
 
 def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
-    """Policies that treat one tower otherwise than the rest; none where only one keeps anything for backward."""
+    """Policies for single towers; none if only one tower keeps anything for backward."""
     towers = [
         tower.name
         for tower in find_towers(model, blocks.blocks)
-        if tower.name == "language"  # which comes last: what it keeps does not hang on its own weights
+        if tower.name == "language"  # the last one: it keeps activations even if its own weights are frozen
         or any(p.requires_grad for module in tower.modules.values() for p in module.parameters())
     ]
     terms = ("full@{}", "full,pointwise@{}") if len(towers) > 1 else ()
@@ -72,22 +73,22 @@ def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
 
 
 def with_term(policy: str, term: str) -> str:
-    """`policy` and `term` ("head", "offload"), canonical."""
+    """`policy` with `term` ("head" or "offload"), in canonical form."""
     return str(Policy.parse(term if policy == "none" else f"{policy},{term}"))
 
 
 def without_term(policy: str, term: str) -> str:
-    """`policy` less `term`, canonical."""
+    """`policy` without `term`, in canonical form."""
     return str(Policy.parse(",".join(part for part in policy.split(",") if part != term) or "none"))
 
 
 def splits(head: bool) -> list[tuple[str, ...]]:
-    """The terms beside `first:K` of each family of splits."""
+    """The terms of each family of splits besides `first:K`."""
     return [tuple(term for term in (rest, "head" if head else "") if term) for rest in _RESTS]
 
 
 def split(first: int, count: int, rest: tuple[str, ...]) -> str:
-    """The first `first` of `count` blocks checkpointed, the others under `rest`; with all of them, `full`."""
+    """The policy with the first `first` of `count` blocks checkpointed and the others under `rest`."""
     if first == 0:
         terms: tuple[str, ...] = rest
     elif first >= count:
@@ -102,7 +103,7 @@ class Split:
 
     def __init__(self, estimates: Estimates, rest: tuple[str, ...], count: int) -> None:
         self.estimates, self.rest, self.count = estimates, rest, count
-        self.nodes = [0, count]  # the K that have been traced, in order
+        self.nodes = [0, count]  # the values of K that were traced, in order
 
     def policy(self, first: int) -> str:
         return split(first, self.count, self.rest)
@@ -112,7 +113,7 @@ class Split:
         return all(self.policy(end) in self.estimates.anchors for end in self.nodes)
 
     def next_policy(self) -> str | None:
-        """The split to trace next, None when the best one under the present estimate has been traced already."""
+        """The split to trace next; None if the best one by the present estimate was traced already."""
         first = self._best()
         if first is None or first in self.nodes:
             return None
@@ -120,7 +121,7 @@ class Split:
         return self.policy(first)
 
     def _best(self) -> int | None:
-        """The K, at whichever batch size, that is best when bytes and seconds are linear between the nodes."""
+        """The best K at any batch size, if bytes and seconds are linear between the nodes."""
         lines = {node: _LinearInBatch.through(self.estimates, self.policy(node)) for node in self.nodes}
         found: list[tuple[tuple[float, ...], int]] = []
         key = better(self.estimates.target)
@@ -138,12 +139,12 @@ class Split:
 
 @dataclass(frozen=True)
 class _LinearInBatch:
-    """Bytes reserved and seconds of a policy, linear in the batch size."""
+    """Bytes reserved and seconds of a policy as linear functions of the batch size."""
 
     batch: int
     reserved: int
     seconds: float
-    more_reserved: float  # for each further sample
+    more_reserved: float  # per further sample
     more_seconds: float
 
     @classmethod
@@ -165,7 +166,7 @@ class _LinearInBatch:
 
 
 def _crossing(left: int, right: int, at_left: float, at_right: float, limit: int) -> int | None:
-    """The smallest K of `left` ... `right` that fits when bytes go linearly from one end to the other."""
+    """The smallest K of `left` ... `right` that fits, if bytes are linear between the two; None if none fits."""
     if at_left <= limit:
         return left
     if at_right > limit or at_right >= at_left:
@@ -173,18 +174,18 @@ def _crossing(left: int, right: int, at_left: float, at_right: float, limit: int
     return left + max(1, math.ceil((at_left - limit) / (at_left - at_right) * (right - left)))
 
 
-_TIE = 0.01
-_SHOWN = 5  # candidates beside the pick that are worth a trace each
-_OFFLOADED, _SPLITS = 1, 4  # traces that these take, mostly
+_TIE = 0.01  # relative; predicted speeds this close cannot be told apart
+_SHOWN = 5  # candidates that are traced alone to be shown
+_OFFLOADED, _SPLITS = 1, 4  # traces that they usually take, for the progress report
 
 
 def search(estimates: Estimates, policies: list[str] | None = None, shown: int = _SHOWN) -> list[Candidate]:
-    """Candidates of the frontier and next to it, best first, each traced; empty where nothing fits.
+    """The best candidates and the frontier, best first, each of them traced; empty if nothing fits.
 
-    What is found out on the way stays in `estimates`.
-
-    policies: those to look at; None for all that suit the model.
-    shown: at most so many candidates.
+    Args:
+        estimates: gets every trace and estimate of the search.
+        policies: the policies to look at; None for all that suit the model.
+        shown: the largest number of candidates.
     """
     if policies is not None:
         estimates.trace_candidates(policies)
@@ -195,14 +196,14 @@ def search(estimates: Estimates, policies: list[str] | None = None, shown: int =
 
 
 def ends() -> list[str]:
-    """The policies that a search begins with."""
+    """The policies that a search traces first."""
     return [*FIRST, *(with_term(policy, "head") for policy in FIRST)]
 
 
 def _about(estimates: Estimates, shown: int) -> int:
-    """How many traces a search takes, about."""
+    """About how many traces a search takes, for the progress report."""
     count = len(other_policies(estimates.tracer.workload.model))
-    grown = 3 if estimates.batch is None else 0  # second points: of the plain model, the head, offload
+    grown = 3 if estimates.batch is None else 0  # second batch sizes: of the plain model, head and offload
     return len(ends()) + count + grown + _OFFLOADED + _SPLITS * bool(count) + shown
 
 
@@ -212,7 +213,7 @@ def _explore(estimates: Estimates) -> None:
     head = any(estimates.beats(headed[i], FIRST[i]) for i in range(len(headed)) if headed[i] in estimates.anchors)
     others = other_policies(estimates.tracer.workload.model)
     estimates.trace_candidates([with_term(policy, "head") for policy in others] if head else others)
-    if head:  # the head costs a little time: what leads with it may lead without
+    if head:  # head costs a little time: a leader with it may be faster without
         leaders = {candidate.policy for candidate in frontier(estimates.candidates())}
         estimates.trace_candidates(without_term(policy, "head") for policy in leaders)
     estimates.trace_candidates([with_term(estimates.leanest().policy, "offload")])
@@ -230,7 +231,7 @@ def _split(estimates: Estimates, head: bool) -> None:
 
 
 def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
-    """The frontier and its neighbours, traced; estimates that a trace refutes are corrected on the way."""
+    """The best candidates and the frontier, each traced alone until its best batch size is settled."""
     key = better(estimates.target)
     settled: set[str] = set()
     while True:
@@ -244,7 +245,7 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
 
 
 def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
-    """What a search that was stopped would have shown next, best first: estimated where it was not traced."""
+    """The candidates of an interrupted search, best first; those that were not traced are estimates."""
     estimates.absorb_cached_traces()
     key = better(estimates.target)
     known = [p for p, trace in estimates.anchors.items() if estimates.batch or estimates.growth.knows(trace)]
@@ -253,7 +254,7 @@ def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
 
 
 def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
-    """`candidates`, best first; where batches differ in length, by traces of usual ones."""
+    """`candidates`, best first; if rows differ in length, their seconds are those of traced typical batches."""
     if estimates.tracer.workload.lengths is not None:
         keys = [(candidate.policy, candidate.batch) for candidate in candidates]
         for key, trace in zip(keys, estimates.tracer.trace_typical(keys), strict=True):
@@ -266,7 +267,7 @@ def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
 
 
 def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
-    """Of those within 1 % of the fastest, which no prediction can tell apart, the one of fewest bytes leads."""
+    """`candidates`, led by the one with the fewest bytes among those within 1 % of the fastest (for throughput)."""
     if target != "throughput" or not candidates:
         return candidates
     fastest = max(candidate.samples_per_second for candidate in candidates)
@@ -276,7 +277,7 @@ def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
 
 
 def settle(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
-    """Trace each of these policies alone, at the batch size that follows from its trace, until that is traced."""
+    """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already."""
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:
         trace_all([(estimates.tracer, [(policy, batch)]) for estimates, policy, batch in wanted], alone=True)

@@ -25,7 +25,6 @@ from torch import nn
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.command import command_for
-from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_at_least, format_bytes
@@ -41,8 +40,8 @@ from .search import blocks_of, with_term
 from .tracing import Traced, Tracer, trace_policies
 
 Load = Callable[[TrainingSpec], Workload]
-Edits = dict[str, Any]  # fields of a TrainingSpec by their names -> new values
 
+LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
 _SHOWN = 3
 _SHORTEST = 128  # tokens: a shorter sequence is no suggestion
@@ -58,12 +57,12 @@ def suggest(
         policy, batch: of the step that does not fit.
         asked: the trace of that step.
     """
+    spec = spec.edit(policy=policy, batch_size=batch)
     workload = load(spec)
-    if "seq_length" in workload.shape and not spec.data.images:  # the length that the model's positions allow
-        spec = spec.edit(seq_length=workload.shape["seq_length"])
-    misfit = _Misfit(policy, batch, spec, workload.kind, seconds(asked) / (batch * spec.data.accumulation))
+    tokens = workload.shape.get("seq_length", spec.data.tokens)  # as many as the model has positions
+    misfit = _Misfit(spec, workload.kind, tokens, seconds(asked) / (batch * spec.data.accumulation))
     others = dict(_policies(workload, policy, batch))
-    fitting = {name: trace for name, trace in others.items() if trace.peak_reserved <= room.limit}
+    fitting = {name: trace for name, trace in others.items() if room.holds(trace)}
     quickest = sorted(fitting, key=lambda name: seconds(fitting[name]))[:_SHOWN]
     # Traced again, each alone: a shared session shifts the bytes reserved.
     alone = {name: _trace_alone(workload, name, batch) for name in quickest}
@@ -78,44 +77,38 @@ def suggest(
         if largest:
             steps = -(-batch * spec.data.accumulation // largest)
             trace = _trace_alone(replace(several, accumulation=steps), leanest, largest)
-            edits = {"policy": leanest, "batch_size": largest, "accumulation": steps}
-            return Suggestions([misfit.suggestion(trace, edits, samples=largest * steps)], 0)
+            return Suggestions(
+                [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
+            )
     needed = min(trace.peak_reserved for trace in traced.values())
-    for edits in _leaner(spec, workload):
-        found = _traced_edit(load, spec, edits, leanest)
-        if found is None:
+    for changes in _leaner(spec, workload, tokens):
+        changes = {"policy": leanest, "batch_size": 1, **changes}
+        leaner = _traced_edit(load, spec, changes)
+        if leaner is None:
             continue
-        leaner, trace = found
-        if room.holds(trace):
-            samples = spec.data.accumulation * leaner.data.tokens / spec.data.tokens
-            everything = {"policy": leanest, "batch_size": 1, **edits}
-            return Suggestions([misfit.suggestion(trace, everything, samples=samples)], 0)
-        needed = min(needed, trace.peak_reserved)
+        if room.holds(leaner):
+            return Suggestions([misfit.suggestion(leaner, changes)], 0)
+        needed = min(needed, leaner.peak_reserved)
     return Suggestions([], room.context + room.margin + needed)
 
 
 @dataclass(frozen=True)
 class _Misfit:
-    """The step that does not fit; `seconds` are those of one of its samples."""
+    """The step that does not fit: its spec, kind of model, tokens of a sequence, and seconds per sample."""
 
-    policy: str
-    batch: int
     spec: TrainingSpec
-    kind: str  # of workload
+    kind: str
+    tokens: int
     seconds: float
 
-    def suggestion(self, trace: StepTrace, edits: Edits, *, samples: float = 0) -> Suggestion:
-        """The suggestion of `edits`, under which the step has this trace.
-
-        samples: of the changed step, counted in samples as long as those that were asked for; 0 for as many.
-        """
-        given = {"policy": self.policy, "batch_size": self.batch}
-        asked = self.spec.edit(**given)
-        edits = {name: value for name, value in edits.items() if given.get(name) != value}
-        each = seconds(trace) / (samples or self.batch * self.spec.data.accumulation)
+    def suggestion(self, trace: StepTrace, changes: dict[str, Any]) -> Suggestion:
+        """The suggestion of `changes`, under which the step has this trace."""
+        changes = {name: value for name, value in changes.items() if self.spec.get(name) != value}
+        edit, edited = Edit(changes), self.spec.edit(**changes)
+        shorter = changes.get("seq_length", self.tokens) / self.tokens  # seconds are compared per token
+        each = seconds(trace) / (edited.data.batch_size * edited.data.accumulation * shorter)
         slower = round(each / self.seconds - 1, 4)
-        edit = Edit(edits)
-        return Suggestion(edit.text(asked), trace.peak_reserved, slower, edits, command_for(edit.of(asked), self.kind))
+        return Suggestion(edit.text(self.spec), trace.peak_reserved, slower, changes, command_for(edited, self.kind))
 
 
 def _policies(workload: Workload, policy: str, batch: int) -> Iterator[tuple[str, StepTrace]]:
@@ -134,41 +127,39 @@ def _trace_alone(workload: Workload, policy: str, batch: int) -> StepTrace:
     return trace
 
 
-def _traced_edit(load: Load, spec: TrainingSpec, edits: Edits, policy: str) -> tuple[TrainingSpec, StepTrace] | None:
-    """The edited spec and the trace of its step on one sample; None if the edited spec is refused anywhere."""
+def _traced_edit(load: Load, spec: TrainingSpec, changes: dict[str, Any]) -> StepTrace | None:
+    """The trace of the edited spec's step; None if the edited spec is refused by its own checks, its model or PEFT."""
     try:
-        leaner = spec.edit(**edits)
-        workload = load(leaner)
-        (trace,) = trace_policies(workload, [policy], workload.step(1))
+        edited = spec.edit(**changes)
+        workload = load(edited)
+        (trace,) = trace_policies(workload, [edited.policy], workload.step(edited.data.batch_size))
     except UserError:
         return None
-    return (leaner, trace) if isinstance(trace, StepTrace) else None
+    return trace if isinstance(trace, StepTrace) else None
 
 
-def _leaner(spec: TrainingSpec, workload: Workload) -> Iterator[Edits]:
-    """Edits that lower the memory of `spec`, by how much they change the training."""
+def _leaner(spec: TrainingSpec, workload: Workload, tokens: int) -> Iterator[dict[str, Any]]:
+    """Changes that lower the memory of `spec`; the first ones change the training least."""
     if spec.optimizer.name in ("adamw", "adamw_fused") and not spec.adapter.trains:
         yield {"optimizer": "adamw_8bit"}
     for part in (2, 4):
-        tokens = spec.data.tokens // part
         if spec.data.images:
             wide, high = (max(side // part, 1) for side in spec.data.image_size)
             yield {"image_size": (wide, high)}
-        elif "seq_length" in workload.shape and tokens >= _SHORTEST:
-            yield {"seq_length": tokens}
-    lora: Edits = {} if spec.adapter.trains else {"lora_r": LORA_R}
-    half: Edits = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
+        elif "seq_length" in workload.shape and tokens // part >= _SHORTEST:
+            yield {"seq_length": tokens // part}
+    lora = {} if spec.adapter.trains else {"lora_r": LORA_R}
+    half = {"dtype": "bfloat16"} if spec.precision.dtype == "float32" else {}
     if lora:
-        yield lora
+        yield {**lora}
     if half and not spec.quantisation.bits:
         yield {**lora, **half}
     if spec.quantisation.bits != 4:
-        eight: Edits = {"load_in_8bit": False} if spec.quantisation.load_in_8bit else {}
-        yield {**lora, **eight, "load_in_4bit": True, **half}
+        yield {**lora, **half, "load_in_4bit": True, "load_in_8bit": False}
 
 
 def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
-    """What to say when nothing fits: by how much, and the smallest budget that would do."""
+    """The error message if nothing fits: by how much, and the smallest budget that works."""
     room, at = estimates.room, estimates.batch or 1
     if not estimates.anchors:
         return f"no policy suits {type(model).__name__}: " + "; ".join(estimates.rejected.values())
@@ -190,15 +181,15 @@ def no_policy_fits(estimates: Estimates, model: nn.Module) -> str:
     )
 
 
-_WORTH = 0.01  # of the bytes reserved: what saves less is not worth a line
-_FASTER = 0.05  # or of the seconds
-_NEARLY_ALL = 0.99  # of a dataset's rows: what is longer may be cut
+_WORTH = 0.01  # share of the bytes reserved; smaller savings are not listed
+_FASTER = 0.05  # share of the seconds
+_NEARLY_ALL = 0.99  # share of a dataset's rows; longer rows may be cut
 
 
 def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: bool) -> list[Fix]:
-    """The fixes that save at least 1 % of `candidate`'s bytes or 5 % of its time, largest saving first.
+    """Changes that save at least 1 % of `candidate`'s bytes or 5 % of its time, the largest saving first.
 
-    fixed_batch: the batch size was asked for, so that smaller micro-batches are a change worth naming.
+    fixed_batch: whether the batch size was given; only then are smaller micro-batches a fix.
     """
     per_sample = seconds(trace) / candidate.batch
 
@@ -228,7 +219,7 @@ def advise(tracer: Tracer, candidate: Candidate, trace: StepTrace, fixed_batch: 
 
 
 def _padding(workload: Workload, lengths: Lengths, candidate: Candidate) -> Iterator[Fix]:
-    """Less of it: fewer bytes where few rows are the longest, less time where rows of like length go together."""
+    """Less padding: fewer bytes if the few longest rows are cut, less time if rows of similar length are grouped."""
     batch = candidate.batch
     cut = lengths.quantile(_NEARLY_ALL)
     if cut < lengths.longest:
@@ -256,7 +247,7 @@ def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
 
 @contextmanager
 def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """torch's fused optimizer in place of foreach's, where the temporaries of that are part of the peak."""
+    """The fused optimizer in place of the foreach one, if the temporaries of that one are part of the peak."""
     make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
@@ -274,7 +265,7 @@ def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Scaled dot product attention in place of eager matmuls, whose weights grow with the square of the length."""
+    """Scaled dot product attention in place of eager attention, whose scores grow with the square of the length."""
     able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
@@ -289,7 +280,7 @@ def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """No KV cache in training: it keeps every key and value alive through backward."""
+    """No KV cache in training, where it keeps every key and value alive through backward."""
     configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
     if not configs:
         yield None
@@ -309,9 +300,9 @@ _CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
 
 
 def without_kept(trace: StepTrace) -> StepTrace | None:
-    """`trace` had the loop dropped, when forward ended, what it keeps of forward beyond the end of backward.
+    """`trace` as if the loop had dropped at the end of forward what it now keeps until after backward.
 
-    None where it keeps nothing of size.
+    None if it keeps nothing.
     """
     begins = next((at for at, name in trace.marks if name == "backward" and at >= trace.start), None)
     if begins is None:

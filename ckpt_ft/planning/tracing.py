@@ -1,4 +1,4 @@
-"""Traces policies of one model at batch sizes, several at once on forked processes, each only once."""
+"""Traces of a model under several policies and batch sizes, each made only once, on forked processes if asked."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from ckpt_ft.workloads.workload import Step, Workload
 
 
 def split_steps(trace: StepTrace) -> list[StepTrace]:
-    """Each step of `trace` as a trace of its own: what was resident, then the step twice, the first as a warm-up.
+    """Split a trace of several steps into one trace per step.
 
-    What the step leaves alive is taken to be dropped before the second time.
+    Each has the resident storages, then the step twice: as warm-up and as measured step. What a step leaves alive is
+    freed before its second run.
     """
     starts = [at for at, name in trace.marks if name == "step"] + [len(trace.events)]
     alive: dict[int, None] = {}
@@ -50,7 +51,7 @@ def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> Step
     freed = {~event for event in window if event < 0}
     left = [event for event in window if event >= 0 and event not in freed]
     gone = [index for index in resident if index in freed]
-    first = [event for event in window if event >= 0 or ~event not in gone]  # lives on: the second step frees it
+    first = [event for event in window if event >= 0 or ~event not in gone]  # the second run frees these
     warm = [*resident, *first, *(~index for index in reversed(left))]
     number = {index: place for place, index in enumerate(dict.fromkeys(e if e >= 0 else ~e for e in [*warm, *window]))}
     events = [number[event] if event >= 0 else ~number[~event] for event in [*warm, *window]]
@@ -64,22 +65,22 @@ def _twice(trace: StepTrace, resident: list[int], start: int, stop: int) -> Step
     )
 
 
-Traced = StepTrace | str  # the trace, or why there is none
+Traced = StepTrace | str  # the trace, or the reason why there is none
 Key = tuple[str, int]  # policy, batch size
 Report = Callable[[str], None]
 
 
 def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> list[Traced]:
-    """For each policy the trace of `step`, one of the workload's, or the reason why it is no candidate for the model.
+    """The trace of `step` under each policy, or the reason why the policy does not suit the model.
 
-    Several policies share one warm-up and what it learned of the ops, which makes them two to three times cheaper: the
-    step under each is then counted twice, once as its own warm-up.
+    All policies share one session: one warm-up and the ops that it has seen. That is two to three times cheaper than a
+    session each. The step under each policy then serves as its own warm-up, too.
     """
     return _traced(workload, [(policy, step) for policy in policies])
 
 
 def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
-    """The same of a step for each policy."""
+    """As `trace_policies`, with a step for each policy."""
     session = _Session(workload, wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,7 +88,7 @@ def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
 
 
 class _Session:
-    """One call of trace_step, in which every step runs under a policy of its own."""
+    """One trace of several steps, each under a policy of its own."""
 
     def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:
         self.workload, self.wanted = workload, wanted
@@ -104,7 +105,7 @@ class _Session:
         ]
 
     def _windows(self, todo: list[tuple[str, Step]]) -> list[StepTrace]:
-        """Of each its step; the first one warms up. What is refused does nothing in its step."""
+        """The trace of each step; the first one warms up. The step of a refused policy does nothing."""
         if not todo:
             return []
         trace = self.workload.trace_of([partial(self._one, *one) for one in (todo[0], *todo)], again=True)
@@ -135,31 +136,31 @@ class _Session:
 
 
 class Tracer:
-    """Answers `trace(policy, batch)` from what was traced already, or traces it; a context manager.
+    """Traces policies at batch sizes and keeps the traces; a context manager.
 
     Args:
-        jobs: processes to trace on, 0 for as many as there are cores; 1 traces in this one. They are forked, so that a
-            step may be any closure; where that cannot be (CUDA in use, other threads that hold locks, no fork on this
-            system) this process does all.
-        report: told a line before each trace.
+        jobs: number of processes; 0 for one per core, 1 for this process alone. They are forked, so a step may be any
+            closure. This process makes all traces if it cannot fork (CUDA in use, other threads that may hold locks,
+            another system than Linux).
+        report: called with one line before each trace.
 
     Attributes:
-        expected: how many traces there will be, about; 0 where nobody has said so.
+        expected: about how many traces there will be, for the progress report; 0 if unknown.
     """
 
     def __init__(self, workload: Workload, jobs: int = 1, report: Report | None = None) -> None:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[Key, Traced] = {}
         self.expected = 0
-        self._alone: set[Key] = set()  # of them, those that had a session to themselves
+        self._alone: set[Key] = set()  # those that were traced in a session of their own
         self._jobs = jobs or cores() if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Tracer:
         self._collects = gc.isenabled()
-        gc.disable()  # traces are millions of small objects, without cycles
+        gc.disable()  # traces are millions of small objects without cycles
         if self._jobs > 1:
-            fork = multiprocessing.get_context("fork")  # hands the workload over as it is, not pickled
+            fork = multiprocessing.get_context("fork")  # the workload is inherited, not pickled
             self._pool = ProcessPoolExecutor(self._jobs, fork, initializer=_inherit, initargs=(self.workload,))
         return self
 
@@ -176,11 +177,11 @@ class Tracer:
         return self._pool is not None
 
     def trace(self, policy: str, batch: int) -> Traced:
-        """One trace, or why there is none."""
+        """One trace, or the reason why there is none."""
         return self.all([(policy, batch)])[0]
 
     def under(self, launch: Launch) -> Tracer:
-        """One for the same workload under `launch`, on the same processes; what it traced is its own."""
+        """A tracer of the same workload under `launch`, on the same processes, with traces of its own."""
         other = copy.copy(self)
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
@@ -188,15 +189,15 @@ class Tracer:
     def all(self, wanted: Iterable[Key], alone: bool = False, extra: Iterable[Key] = ()) -> list[Traced]:
         """A trace for each (policy, batch), in order.
 
-        Those of one batch size share a session, which shifts the bytes reserved by up to a percent or so, unless they
-        are to be `alone`, or the launch remembers the step before.
+        Policies of one batch size share a session, which shifts the bytes reserved by about a percent. They do not
+        if `alone` is set, or if the launch carries state from one step to the next (ZeRO-3).
 
-        extra: more to trace, in the same sessions, of which only the sizes are wanted.
+        extra: more to trace in the same sessions; only their sizes are used.
         """
         return trace_all([(self, wanted)], alone, extra)[0]
 
     def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
-        """Sessions for those of `wanted`, and `extra`, that are not traced yet."""
+        """Sessions for what of `wanted` and `extra` is not traced yet."""
         alone = alone or (self.workload.launch is not None and self.workload.launch.stage == 3)
         missing: dict[int, list[Key]] = {}
         for key in dict.fromkeys(wanted):
@@ -210,7 +211,7 @@ class Tracer:
             if len(sessions) < self._jobs:
                 sessions.append([key])
             else:
-                sessions[-1 - number % len(sessions)].append(key)  # the last share is the smallest
+                sessions[-1 - number % len(sessions)].append(key)  # the last session is the smallest
         return sessions
 
     def _keep(self, sessions: list[list[Key]], traced: Iterable[list[Traced]]) -> None:
@@ -220,12 +221,12 @@ class Tracer:
             self.traced.update(zip(keys, traces, strict=True))
 
     def trace_typical(self, wanted: Iterable[Key]) -> list[StepTrace]:
-        """For each (policy, batch), which has a trace, that of the step on a usual batch."""
+        """The trace of the step on a typical batch, for each (policy, batch) that has a trace."""
         traces = self._run([[key] for key in wanted], typical=True)
         return [trace for (trace,) in traces if isinstance(trace, StepTrace)]
 
     def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
-        """The traces of each session; all of them are begun at once where there are other processes."""
+        """The traces of each session; all sessions start at once if there are other processes."""
         launch = self.workload.launch
         running: list[Future[list[Traced]] | None] = [None] * len(sessions)
         if self._pool is not None:
@@ -245,7 +246,7 @@ class Tracer:
             yield _session(self.workload, keys, typical) if future is None else future.result()
 
     def _progress(self, more: int) -> str:
-        """How far it is: what was traced, of what there will be in all with `more` now."""
+        """The progress in words: traces made so far, of those that are expected."""
         done = len(self.traced)
         return f"{done} of about {max(self.expected, done + more)}: " if self.expected else ""
 
@@ -253,7 +254,7 @@ class Tracer:
 def trace_all(
     asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, extra: Iterable[Key] = ()
 ) -> list[list[Traced]]:
-    """`tracer.all(wanted, alone, extra)` for each (tracer, wanted), begun together."""
+    """`tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:
@@ -265,16 +266,16 @@ def trace_all(
 
 
 def _partition_jobs(keys: list[Key], jobs: int) -> list[list[Key]]:
-    """`keys` dealt to at most `jobs` sessions, like beside unlike: those that re-run blocks take longest."""
+    """Deal `keys` in turn to at most `jobs` sessions: neighbours are similar policies that cost about the same."""
     return [share for share in (keys[start::jobs] for start in range(jobs)) if share]
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-_WORKLOAD: Workload | None = None  # in a forked process
+_WORKLOAD: Workload | None = None  # of a forked process
 
 
 def _inherit(workload: Workload) -> None:
@@ -289,12 +290,12 @@ def _session(workload: Workload, keys: list[Key], typical: bool) -> list[Traced]
 
 
 def _trace(keys: list[Key], typical: bool, launch: Launch | None) -> list[Traced]:
-    """In a forked process."""
+    """Runs a session in a forked process."""
     assert _WORKLOAD is not None, "set by _inherit"
     traces = _session(replace(_WORKLOAD, launch=launch), keys, typical)
     for trace in traces:
         if not isinstance(trace, str):
-            trace.replay  # noqa: B018  kept with the trace: here it costs the waiting parent nothing
+            trace.replay  # noqa: B018  cached in the trace, so that the parent need not compute it
             if trace.device != "cpu":
                 trace.seconds_parts  # noqa: B018
     return traces

@@ -42,6 +42,7 @@ class ACArguments:
             "stop": stop with advice. None: the first in one process, the second in several, where one process runs
             out while the others wait for it.
         ac_check: compare one step's loss, gradients, buffers and RNG with and without the policy before training.
+        ac_verify: which training steps prove that backward computes with what forward saved; see `apply_policy`.
 
     Raises:
         UserError: a value cannot be understood, or two contradict each other; raised when the object is made.
@@ -70,7 +71,18 @@ class ACArguments:
         False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."
     )
 
+    ac_verify: str = flag(
+        "first",
+        "Steps in which backward proves, bit for bit, that it computes with what forward saved: first (the first two "
+        "and every 1000th), always, never, or a number N for every N-th.",
+    )
+
     def __post_init__(self) -> None:
+        if self.ac_verify != "first":
+            from ckpt_ft.checkpointing.verify import Schedule  # imports torch
+
+            self.ac_verify = str(self.ac_verify)
+            Schedule.parse(self.ac_verify)
         if self.ac_policy is not None and not self.from_plan:
             self.ac_policy = str(_parsed(self.ac_policy))
         if self.ac_budget is not None:

@@ -43,6 +43,7 @@ class ACCallback(TrainerCallback):
 
     Args:
         policy: a policy, `ACArguments` for all settings, or what `fit_to_memory` chose for them; None only measures.
+        verify: which steps are verified, as in `apply_policy`; of settings, `ac_verify` says it.
 
     Attributes:
         policy: the policy, None when the model is left as it is.
@@ -55,9 +56,17 @@ class ACCallback(TrainerCallback):
         WorkFailed: (when training begins) `ac_check` found a number that the policy changes.
     """
 
-    def __init__(self, policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None) -> None:
+    def __init__(
+        self,
+        policy: str | dict[str, Any] | Policy | ACArguments | Fitted | None = None,
+        *,
+        verify: str | int | None = None,
+    ) -> None:
         if not isinstance(policy, (ACArguments, Fitted)):
-            policy = ACArguments(ac_policy=None if policy is None else str(Policy.parse(policy)))
+            name = None if policy is None else str(Policy.parse(policy))
+            policy = ACArguments(ac_policy=name, ac_verify=str(verify or "first"))
+        elif verify is not None:
+            raise UserError("ACCallback(verify=...) is for a policy; settings have theirs in ac_verify")
         self.fitted = policy if isinstance(policy, Fitted) else None
         self.settings = policy.settings if isinstance(policy, Fitted) else policy
         self.policy = policy.policy
@@ -111,7 +120,7 @@ class ACCallback(TrainerCallback):
                 )
             if self.settings.ac_check:
                 self._check(model, kwargs["train_dataloader"], args)
-            self.applied = apply_policy(model, self.policy)
+            self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
         if self.settings.measures:
             from accelerate import Accelerator
 

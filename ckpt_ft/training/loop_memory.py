@@ -69,7 +69,7 @@ class LoopMemory:
         if self.policy is not None:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
-            self.applied = apply_policy(model, self.policy)
+            self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """With `ac_check`, compare a step of the model on `inputs` with and without the policy.
@@ -135,7 +135,7 @@ class LoopMemory:
             with ExitStack() as stack:
                 if self.policy is not None and self.applied is None:  # taken off when training ended
                     stack.enter_context(suspended(self.model))
-                    apply_policy(self.model, self.policy)
+                    apply_policy(self.model, self.policy, verify="never")
                 return replace(workload, launch=launch).trace()
 
         add_prediction(report, self.accelerator, trace)

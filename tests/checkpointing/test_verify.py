@@ -151,3 +151,15 @@ def test_steps_that_are_not_due_have_no_recorder() -> None:
     verification.begin_step()
     with torch._subclasses.FakeTensorMode():
         assert verification.region("", module, changed=True) is None
+
+
+def test_the_flag_is_checked_when_it_is_read() -> None:
+    from ckpt_ft.training.arguments import ACArguments
+    from ckpt_ft.training.callback import ACCallback
+
+    assert ACArguments().ac_verify == "first"
+    assert ACArguments(ac_policy="full", ac_verify=100).ac_verify == "100"  # type: ignore[arg-type]  # a YAML's
+    with pytest.raises(UserError, match="verify='often': give 'first', 'always', 'never'"):
+        ACArguments(ac_policy="full", ac_verify="often")
+    assert ACCallback("full", verify=50).settings.ac_verify == "50"
+    assert ACCallback("full").settings.ac_verify == "first"

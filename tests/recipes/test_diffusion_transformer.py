@@ -20,6 +20,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from recipe_scripts import load_recipe, losses_of
 from safetensors.torch import load_file
+from tiny_transformers import KINDS, make_tiny_transformer
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import Interrupted, UserError, run
@@ -29,7 +30,6 @@ from ckpt_ft.training.diffusion.arguments import TransformerArguments, Transform
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.samples.pipelines import KINDS, make_tiny_transformer
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.model_config import find_model
 

@@ -15,13 +15,14 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
 from recipe_scripts import forget_process, load_recipe
+from tiny_transformers import make_tiny_transformer
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.merge import merge
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.resume import PIPELINE_LORA
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

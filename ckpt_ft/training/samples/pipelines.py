@@ -1,15 +1,12 @@
 """Diffusion pipelines small enough for two CPU cores, made offline: what the diffusion recipes train by default.
 
-Nothing is pretrained. The VAE of the Stable Diffusion pipelines, FLUX.1 and Stable Diffusion 3 learns the drawn shapes
-in seconds; the VAEs of the other families are random, which is enough for everything but looking at images. The text
-encoders stay random: their states still tell words and positions apart. The U-Net or transformer is random and is what
-the recipe trains.
+Nothing is pretrained. The VAE learns the drawn shapes in seconds. The text encoders stay random: their states still
+tell words and positions apart. The U-Net or transformer is random and is what the recipe trains.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +30,7 @@ DECODER_STEPS = 300
 PROMPT_LENGTH = 12  # tokens; the longest caption has ten words
 TEXT_WIDTH = 64
 _VERSION = 1  # part of the cache directories' names: raise it when what is made changes
-_VOCABULARY = 256  # of the transformers' text encoders
+WORDS = 256  # vocabulary of the transformers' text encoders
 _VAE_WIDTHS = (16, 32, 32)  # channels of the VAE's levels
 _CARRIER, _BIAS = 30.0, 10.0  # see _make_linear
 
@@ -48,7 +45,9 @@ def tiny_transformer_dir() -> str:
     """Returns the directory of the cached FLUX.1 pipeline; made on first use, in about a minute."""
 
     def fill(directory: Path) -> None:
-        make_tiny_transformer("flux", DECODER_STEPS, heads=4, layers=2).save_pretrained(directory)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            make_tiny_flux(DECODER_STEPS, heads=4, layers=2).save_pretrained(directory)
 
     return str(make_whole(cache_root() / f"tiny-flux-v{_VERSION}", fill))
 
@@ -147,30 +146,23 @@ def tiny_clip(class_name: str) -> nn.Module:
     return encoder
 
 
-def make_tiny_transformer(kind: str, decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> DiffusionPipeline:
-    """Returns a transformer's pipeline for `RESOLUTION` pixels, the same on each call; keeps the random state.
+def make_tiny_flux(decoder_steps: int = 0, heads: int = 1, layers: int = 1) -> DiffusionPipeline:
+    """Returns a FLUX.1 pipeline for `RESOLUTION` pixels.
 
     Args:
-        kind: flux, flux2, sd3, qwen or sana.
-        decoder_steps: training steps of the VAE of flux and sd3; 0 leaves it random.
+        decoder_steps: training steps of the VAE's decoder; 0 leaves it random.
         heads: attention heads of the transformer, each 32 wide.
-        layers: double-stream blocks, beside twice as many single-stream ones; half the blocks if there is one kind.
+        layers: double-stream blocks, beside twice as many single-stream ones.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return KINDS[kind](decoder_steps, heads, layers)
-
-
-def _flux(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
     return FluxPipeline(
-        scheduler=_scheduler(shift=1.0),
-        vae=_shapes_vae(decoder_steps),
+        scheduler=flow_scheduler(shift=1.0),
+        vae=shapes_vae(decoder_steps),
         text_encoder=tiny_clip("CLIPTextModel"),
         tokenizer=tiny_tokenizer(),
-        text_encoder_2=_t5(),
-        tokenizer_2=_word_tokenizer(),
+        text_encoder_2=tiny_t5(),
+        tokenizer_2=word_tokenizer(),
         transformer=FluxTransformer2DModel(
             in_channels=4 * LATENT_CHANNELS, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=32,
             num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH,
@@ -179,143 +171,33 @@ def _flux(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
     )  # fmt: skip
 
 
-def _sd3(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
-    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-
-    return StableDiffusion3Pipeline(
-        scheduler=_scheduler(shift=3.0),
-        vae=_shapes_vae(decoder_steps),
-        text_encoder=tiny_clip("CLIPTextModelWithProjection"),
-        tokenizer=tiny_tokenizer(),
-        text_encoder_2=tiny_clip("CLIPTextModelWithProjection"),
-        tokenizer_2=tiny_tokenizer(),
-        text_encoder_3=_t5(2 * TEXT_WIDTH),  # as wide as the other two together
-        tokenizer_3=_word_tokenizer(),
-        transformer=SD3Transformer2DModel(
-            sample_size=RESOLUTION // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS,
-            num_layers=2 * layers, attention_head_dim=32, num_attention_heads=heads,
-            joint_attention_dim=2 * TEXT_WIDTH, caption_projection_dim=32 * heads,
-            pooled_projection_dim=2 * TEXT_WIDTH, pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm",
-        ),
-    )  # fmt: skip
-
-
-def _flux2(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
-    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    width = 16
-    vae = AutoencoderKLFlux2(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 8, 8), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4,
-        mid_block_add_attention=False,
-    )  # fmt: skip
-    encoder = Qwen3ForCausalLM(  # as deep as the published one, of which the pipeline reads three layers
-        Qwen3Config(num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **_sizes(width))
-    )
-    tokenizer = _word_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    return Flux2KleinPipeline(
-        scheduler=_scheduler(shift=3.0),
-        vae=vae,
-        text_encoder=encoder.eval(),
-        tokenizer=tokenizer,
-        transformer=Flux2Transformer2DModel(
-            in_channels=4 * LATENT_CHANNELS, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=32,
-            num_attention_heads=heads, joint_attention_dim=3 * width, axes_dims_rope=(8, 8, 8, 8),
-            guidance_embeds=False,
-        ),
-    )  # fmt: skip
-
-
-def _qwen(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
-    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, **_sizes(TEXT_WIDTH),
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
-        },
-        vision_config={
-            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_WIDTH,
-        },
-    )  # fmt: skip
-    return QwenImagePipeline(
-        scheduler=_scheduler(shift=1.0),
-        vae=AutoencoderKLQwenImage(
-            base_dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True],
-            latents_mean=[0.1] * LATENT_CHANNELS, latents_std=[0.5] * LATENT_CHANNELS,
-        ),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
-        tokenizer=_word_tokenizer(),
-        transformer=QwenImageTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_layers=2 * layers,
-            attention_head_dim=32, num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH,
-            axes_dims_rope=(8, 12, 12),
-        ),
-    )  # fmt: skip
-
-
-def _sana(decoder_steps: int, heads: int, layers: int) -> DiffusionPipeline:
-    from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-    from transformers import Gemma2Config, Gemma2Model
-
-    widths, counts, scales = (8, 8, 16), (1, 1, 1), ((), (), ())
-    encoder = Gemma2Model(
-        Gemma2Config(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, **_sizes(16))
-    )
-    return SanaPipeline(
-        tokenizer=_word_tokenizer(),
-        text_encoder=encoder.eval(),
-        vae=AutoencoderDC(
-            latent_channels=LATENT_CHANNELS, attention_head_dim=8, scaling_factor=0.5,
-            encoder_block_out_channels=widths, decoder_block_out_channels=widths, encoder_layers_per_block=counts,
-            decoder_layers_per_block=counts, encoder_qkv_multiscales=scales, decoder_qkv_multiscales=scales,
-        ),
-        transformer=SanaTransformer2DModel(
-            in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_attention_heads=heads,
-            attention_head_dim=32, num_layers=2 * layers, num_cross_attention_heads=heads, cross_attention_head_dim=32,
-            cross_attention_dim=32 * heads, caption_channels=16, sample_size=RESOLUTION // 4,
-        ),
-        scheduler=DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    )  # fmt: skip
-
-
-KINDS: dict[str, Callable[[int, int, int], Any]] = {
-    "flux": _flux, "flux2": _flux2, "sd3": _sd3, "qwen": _qwen, "sana": _sana,
-}  # fmt: skip
-
-
-def _scheduler(shift: float) -> Any:
+def flow_scheduler(shift: float) -> Any:
+    """Returns the schedule of times of flow matching."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=shift)
 
 
-def _shapes_vae(decoder_steps: int) -> nn.Module:
+def shapes_vae(decoder_steps: int) -> nn.Module:
+    """Returns `tiny_vae` with the shift that transformers' pipelines read."""
     vae = tiny_vae(decoder_steps)
     vae.register_to_config(shift_factor=0.0)
     return vae
 
 
-def _t5(width: int = TEXT_WIDTH) -> nn.Module:
+def tiny_t5(width: int = TEXT_WIDTH) -> nn.Module:
     """Returns a random T5 encoder whose words are far apart and change little in its layer."""
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
-        vocab_size=_VOCABULARY, d_model=width, d_kv=8, d_ff=width, num_layers=1, num_heads=2, initializer_factor=0.5
+        vocab_size=WORDS, d_model=width, d_kv=8, d_ff=width, num_layers=1, num_heads=2, initializer_factor=0.5
     )
     encoder = T5EncoderModel(config).eval()
     nn.init.normal_(encoder.shared.weight)
     return encoder
 
 
-def _sizes(width: int) -> dict[str, int]:
-    return {"vocab_size": _VOCABULARY, "hidden_size": width, "intermediate_size": width}
-
-
-def _word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each word of the captions, and one for all other words."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from recipe_scripts import forget_process, load_recipe, losses_on_two_ranks
+from tiny_transformers import make_tiny_transformer
 from torch.utils.data import default_collate
 
 from ckpt_ft.errors import UserError
@@ -24,7 +25,7 @@ from ckpt_ft.training.diffusion.encoders import UNetEncoders
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
 from ckpt_ft.training.run.loss_log import read_losses
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
+from tiny_transformers import make_tiny_transformer
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
@@ -24,7 +25,7 @@ from ckpt_ft.training.diffusion.encoders import (
     own_side,
     unet_config,
 )
-from ckpt_ft.training.samples.pipelines import make_tiny_pipeline, make_tiny_transformer
+from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_loss_weighting_for_sd3
+from tiny_transformers import KINDS, make_tiny_transformer
 
 from ckpt_ft.checkpointing.parity import check_parity
 from ckpt_ft.errors import UserError
@@ -16,7 +17,6 @@ from ckpt_ft.training.diffusion.arguments import TransformerArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.families import FAMILIES, Family
 from ckpt_ft.training.diffusion.objectives import FlowMatching, flow_loss
-from ckpt_ft.training.samples.pipelines import KINDS, make_tiny_transformer
 from ckpt_ft.workloads.workload import Batch
 
 CPU = torch.device("cpu")
