@@ -214,7 +214,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Its number of dimensions; that of a lazy layer's parameter, whose shape its first call decides, is taken as 2."""
+    """Its number of dimensions; 2 for a lazy layer's parameter, whose shape its first call decides."""
     return 2 if is_lazy(parameter) else parameter.dim()
 
 

@@ -1,4 +1,4 @@
-"""Blocks composed of habits, under eight policies: each step equals the plain one bit for bit, or raises; none is wrong.
+"""Blocks composed of habits, under eight policies: each step equals the plain one bit for bit, or raises.
 
 `pytest -m slow tests/checkpointing/test_habits.py` runs 2,000 models under each policy.
 """
@@ -20,7 +20,7 @@ from ckpt_ft.errors import UserError, WorkFailed
 POLICIES = (
     "full", "every:2", "segments:2", "save:matmul", "save:attention+matmul", "pointwise", "offload", "modules:mlp",
 )  # fmt: skip
-# of autograd itself, of checkpoints and of engines: what was saved has been written to, or a second run does not repeat
+# of autograd, checkpoints and engines: what was saved has been written to, or a second run does not repeat the first
 REFUSALS = ("inplace operation", "in place", "in-place", "recomput", "second run", "checkpoint", "double backward")
 
 Blocks = tuple[tuple[str, ...], ...]
