@@ -29,7 +29,7 @@ Blocks = tuple[tuple[str, ...], ...]
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[Blocks, frozenset[str]]:
     block = st.lists(st.sampled_from(sorted(habits.HABITS)), min_size=1, max_size=3).map(tuple)
-    blocks = draw(st.lists(block, min_size=2, max_size=4).map(tuple))
+    blocks = draw(st.lists(block, min_size=2, max_size=3).map(tuple))
     return blocks, draw(st.sets(st.sampled_from(habits.AROUND), max_size=2).map(frozenset))
 
 
@@ -83,10 +83,10 @@ def test_two_thousand_models_under_each_policy(program: tuple[Blocks, frozenset[
         note(f"{policy}: {verdict(*program, policy)}")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["save:attention+matmul", "pointwise", "offload"])
 def test_most_single_habits_are_equal_and_few_are_refused(policy: str) -> None:
     """A generator that finds nothing equal would prove nothing."""
-    verdicts = {name: verdict(((name,), (name,), (name,)), frozenset(), policy) for name in sorted(habits.HABITS)}
+    verdicts = {name: verdict(((name,), (name,)), frozenset(), policy) for name in sorted(habits.HABITS)}
     equal = [name for name, found in verdicts.items() if found == "equal"]
     assert not [name for name, found in verdicts.items() if found.startswith("no step")]
-    assert len(equal) >= 0.7 * len(verdicts), sorted(set(verdicts) - set(equal))
+    assert len(equal) >= 0.85 * len(verdicts), sorted(set(verdicts) - set(equal))
