@@ -1,6 +1,6 @@
-"""How a failure reaches a person: one line and an exit code.
+"""How a failure is reported: one line and an exit code.
 
-0 done, 1 the work failed (out of memory, parity broken), 2 what the user gave cannot work, 128 + N signal N came.
+0 done, 1 the work failed (out of memory, parity broken), 2 the input is wrong, 128 + N for signal N.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkFailed(RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the work. The message says what is left and how to go on."""
+    """A signal stopped the work. The message says what was saved and how to go on."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -46,18 +46,18 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-
 
 
 def one_line(error: object, limit: int | None = None) -> str:
-    """What `error` says, on one line, for a message of ours: at most `limit` characters, its type where it is mute."""
+    """Returns the text of `error` on one line, at most `limit` characters; its type if it has no text."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
 def meant(given: str, known: Iterable[str], form: str = "{}") -> str:
-    """For a message, what `given` was likely meant to be of `known`, written in `form`; "" where none is near."""
+    """Returns "; did you mean ...?" with the name in `known` that is closest to `given`; "" if none is close."""
     close = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean '{form.format(close[0])}'?" if close else ""
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a device or on the host."""
+    """Whether `error` means that memory ran out, on a device or on the host."""
     import torch
     from accelerate.utils.memory import should_reduce_batch_size
 
@@ -91,7 +91,7 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def _end_progress_bars() -> None:
-    """What comes next on stderr begins a line of its own."""
+    """Closes progress bars, so that the next output on stderr starts on a new line."""
     tqdm = sys.modules.get("tqdm")
     for bar in list(tqdm.tqdm._instances) if tqdm else ():
         bar.close()

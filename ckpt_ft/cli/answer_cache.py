@@ -33,8 +33,8 @@ class AnswerCache(Generic[T]):
 
     Args:
         kind: of answer: "plan", "estimate".
-        question: all that it depends on beside the versions and this package's code.
-        read: makes it of a file's bytes and name; raises UserError where they are no such answer.
+        question: everything that it depends on, except the libraries' versions and this package's code.
+        read: makes the answer from a file's bytes and name; raises UserError if they are no such answer.
     """
 
     def __init__(self, kind: str, question: Mapping[str, Any], read: Callable[[bytes, str], T]) -> None:
@@ -42,7 +42,7 @@ class AnswerCache(Generic[T]):
         self.path = cache_path(f"{kind}s", question)
 
     def get(self) -> T | None:
-        """What was answered; None where nothing was, or nothing that can be read."""
+        """Returns the cached answer; None if there is none, or none that can be read."""
         try:
             return self._read(self.path.read_bytes(), str(self.path)) if self.path.is_file() else None
         except (UserError, OSError) as error:
@@ -50,7 +50,7 @@ class AnswerCache(Generic[T]):
             return None
 
     def put(self, text: str) -> None:
-        """Keep it for the next time."""
+        """Writes the answer to the cache."""
         try:
             write(self.path, text)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""`ckpt-ft models` and `ckpt-ft gpus`: what is known by name, without the Hub and without the card."""
+"""`ckpt-ft models` and `ckpt-ft gpus`: the models and GPUs that are known by name, without a download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Part = Annotated[str, typer.Argument(help="list only those with this text in a n
 
 
 def models(part: Part = "", as_json: AsJson = False) -> None:
-    """List the models whose configurations come with the package, with the names that stand for them."""
+    """List the models whose configurations come with the package, with their other names."""
     from ckpt_ft.workloads.model_config import known_models
 
     found = [
@@ -35,9 +35,9 @@ def models(part: Part = "", as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(model) for model in found], indent=2))
         return
-    print(f"{len(found)} known offline, with the names that stand for them; any other: Hub id, directory, config file")
+    print(f"{len(found)} known offline, with their other names; any other model: a Hub id, directory or config file")
     width = max(len(model.name) for model in found)
-    for model in found:  # whole names, to be copied and searched for
+    for model in found:  # whole names, so that they can be copied and searched for
         print(f"{model.name:{width}}  {_size(model.parameters):>6}  {model.kind}")
         also = ", ".join(model.also)
         print(textwrap.indent(textwrap.fill(also, 76, break_long_words=False, break_on_hyphens=False), "    "), end="")
@@ -45,7 +45,7 @@ def models(part: Part = "", as_json: AsJson = False) -> None:
 
 
 def gpus(part: Part = "", as_json: AsJson = False) -> None:
-    """List the cards that an estimate can be made for, with what CUDA reports of them and their rates."""
+    """List the GPUs that an estimate can be made for, with their memory and rates."""
     found = [gpu for gpu in GPUS.values() if _matches(part, (gpu.name, gpu.note))]
     if not found:
         raise UserError(f"no GPU has '{part}' in its name; `ckpt-ft gpus` lists all")

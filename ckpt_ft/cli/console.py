@@ -1,4 +1,4 @@
-"""What every command prints through: tables on standard output, progress on standard error."""
+"""The consoles of every command: tables on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 70  # columns of a line of progress
 
 
 def stdout() -> Console:
-    """Standard output: in a pipe always as wide, in a terminal as wide as that up to a point."""
+    """Standard output: of a fixed width in a pipe, as wide as the terminal up to a limit."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -25,7 +25,7 @@ def stdout() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr with what runs and for how long, silent where stderr is no terminal."""
+    """Shows on stderr what runs and for how long; shows nothing if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

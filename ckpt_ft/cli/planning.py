@@ -55,22 +55,29 @@ def plan(
     ] = None,
     target: Annotated[str, typer.Option("--target", help="throughput, memory or effective_batch")] = "throughput",
     dataset: Annotated[
-        str, typer.Option("--dataset", help="rows that decide the lengths, up to --seq-length: Hub id or local file")
+        str, typer.Option("--dataset", help="Hub id or local file whose rows decide the lengths, up to --seq-length")
     ] = "",
     margin: Margin = "",
     max_batch_size: MaxBatchSize = 256,
-    jobs: Annotated[
-        int, typer.Option("--jobs", min=0, max=256, help="processes to trace on; 0 for as many as there are cores")
-    ] = 0,
-    output: Annotated[str, typer.Option("--output", help="write the plan here, for --ac_policy plan.json")] = "",
-    plot: Annotated[str, typer.Option("--plot", help="draw speed against memory here (PNG, SVG or PDF)")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", min=0, max=256, help="processes that trace; 0 for one per core")] = 0,
+    output: Annotated[
+        str, typer.Option("--output", help="write the plan to this file, for --ac_policy plan.json")
+    ] = "",
+    plot: Annotated[str, typer.Option("--plot", help="draw speed against memory to this file (PNG, SVG or PDF)")] = "",
     html: Annotated[
         str,
-        typer.Option("--html", help="plan for other budgets, too, and write a page that shows the choice here"),
+        typer.Option(
+            "--html", help="plan for other budgets, too, and write an HTML page that compares them to this file"
+        ),
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="plan again even if the same was asked before")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="plan again instead of reading the answer from the cache")
+    ] = False,
     write_launch: Annotated[
-        str, typer.Option("--write-launch", help="write the pick's launch here, as accelerate's configuration (.yaml)")
+        str,
+        typer.Option(
+            "--write-launch", help="write the pick's launch to this file, as accelerate's configuration (.yaml)"
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -193,7 +200,7 @@ def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
 
 
 def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
-    """The dataset's rows where they have images and the model sees them."""
+    """Returns the dataset's rows if they have images and the model takes images; None otherwise."""
     from ckpt_ft.workloads.model_config import read_config
 
     if "vision_config" not in read_config(spec.model.name):
@@ -247,7 +254,7 @@ def _make(
 
 
 def _on_fewer(plan: Plan) -> str:
-    """What of the plan would run on fewer GPUs."""
+    """The leanest candidate that fits on fewer GPUs, in words."""
     fewest = plan.fewest
     if fewest is None:
         return "no policy fits on fewer GPUs"
@@ -265,7 +272,7 @@ def _show(plan: Plan, as_json: bool) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """The candidates, the pick and why, what holds its peak, and what else would lower it."""
+    """Prints the candidates, the pick and the reason for it, what holds its peak, and what else would lower it."""
     console = stdout()
     print_table(plan.candidates_table, console)
     console.print(f"pick: {plan.why}", markup=False)

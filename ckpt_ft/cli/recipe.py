@@ -23,7 +23,7 @@ def recipe(
     name: Annotated[str, typer.Argument(help="llm, vlm, dpo, diffusion_unet, diffusion_transformer, ...")],
     path: Annotated[bool, typer.Option("--path", help="only print the script's path, to read or launch")] = False,
 ) -> None:
-    """Run a recipe in this process, with its own flags behind its name; its --help lists them.
+    """Run a recipe in this process. Its own flags follow its name; its --help lists them.
 
     On several processes: accelerate launch -q "$(ckpt-ft recipe --path llm)" ...
     """
@@ -40,10 +40,10 @@ def recipe(
 
 
 def find_recipe(name: str) -> Path:
-    """The script of the recipe called `name`: inside of the installed package, or beside it in a checkout.
+    """Returns the script of the recipe `name`: in the installed package, or beside it in a checkout.
 
     Raises:
-        UserError: there is no such recipe.
+        UserError: no recipe has that name.
     """
     known = _recipes()
     if name not in known:

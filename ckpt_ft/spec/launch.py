@@ -1,4 +1,8 @@
-"""Launch: on how many processes a step runs, and how they share the model."""
+"""Launch: on how many processes a step runs, and how they share the model.
+
+Names and defaults of `ZeroOptions` are those of deepspeed/runtime/zero/config.py (0.19.8). accelerate computes "auto"
+from the model's hidden size (accelerator.py: _prepare_deepspeed), and so does `ZeroOptions.filled`.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,116 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 
-from .zero_options import ZeroOptions
-
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-WORTH_A_LOOK = ("ddp", "fsdp2")  # DeepSpeed's hold the model in half precision: another training, by name alone
-_ON_A_MACHINE = 8  # GPUs, of a DGX and of what clouds rent out
+# What a plan considers unasked. DeepSpeed's strategies hold the model in half precision, which is another training.
+WORTH_A_LOOK = ("ddp", "fsdp2")
+_ON_A_MACHINE = 8  # GPUs of a DGX and of most machines in a cloud
 PRECISIONS = ("no", "bf16", "fp16")
 _MOST = 2**20  # processes
+_AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
+_COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
+_ALONE = {  # options that are modelled at this value only, DeepSpeed's default
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "allgather_partitions": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "memory_efficient_linear": True,
+    "compute_grad_norm": True,
+    "parameter_alignment": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+    "use_all_reduce_for_fetch_params": False,
+    "allgather_sequential": False,
+    "module_granularity_threshold": 0,
+}
+# Options that change no step: what is checked, logged and saved. With round robin every rank needs as much as the last
+# one, which is modelled; parameters are gathered in one piece whatever the bucket (runtime/utils.py).
+_FREE = {
+    "stage", "allgather_bucket_size", "round_robin_gradients", "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "load_from_fp32_weights", "ignore_unused_parameters",
+    "elastic_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
+    "pipeline_loading_checkpoint", "overlap_comm", "offload_optimizer", "offload_param",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The modelled options of DeepSpeed's `zero_optimization`; counts are elements, None is "auto".
+
+    Attributes:
+        reduce_bucket_size: gradients reduced at a time.
+        overlap_comm: reduce gradients during backward; None for DeepSpeed's default, which is stage 3 only.
+        prefetch_bucket_size: parameters that stage 3 gathers before they are used.
+        param_persistence_threshold: stage 3 does not partition parameters up to this size,
+        model_persistence_threshold: unless they are more than this together.
+        max_live_parameters: stage 3 gathers ahead only while it holds fewer parameters than this.
+        max_reuse_distance: parameters stay gathered if they are used again within this many.
+        sub_group_size: parameters that stage 3 updates at a time.
+    """
+
+    reduce_bucket_size: int | None = 500_000_000
+    overlap_comm: bool | None = None
+    prefetch_bucket_size: int | None = 50_000_000
+    param_persistence_threshold: int | None = 100_000
+    model_persistence_threshold: int = 2**63 - 1
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any], source: str) -> ZeroOptions:
+        """Returns the options of a DeepSpeed configuration's `zero_optimization`.
+
+        Raises:
+            UserError: an option that is not modelled, or a value that is not a count.
+        """
+        found: dict[str, Any] = {}
+        for key, value in options.items():
+            name = key.removeprefix("stage3_") if key.removeprefix("stage3_") in (*_COUNTS, *_ALONE, *_FREE) else key
+            if name in _COUNTS:
+                found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
+            elif name in _ALONE and value != _ALONE[name] and value != "auto":
+                raise UserError(f"{source}: {key}: {value} is not modelled; leave it at {_ALONE[name]}")
+            elif name not in _ALONE and name not in _FREE:
+                raise UserError(f"{source}: {key} of zero_optimization is not modelled; leave it out")
+        overlap = options.get("overlap_comm")
+        return cls(**found, overlap_comm=None if overlap in (None, "auto") else bool(overlap))
+
+    def filled(self, stage: int, hidden_size: int | None) -> ZeroOptions:
+        """Returns the options with the stage's defaults, and "auto" computed from the model's hidden size.
+
+        Raises:
+            UserError: "auto" for a model without a hidden size; accelerate refuses it, too.
+        """
+        auto = [name for name in _AUTO if getattr(self, name) is None]
+        if auto and hidden_size is None:
+            raise UserError(f"launch: {', '.join(auto)}: auto, and the model has no hidden_size; give a number")
+        sizes = (
+            {}
+            if hidden_size is None
+            else {
+                "reduce_bucket_size": hidden_size**2,
+                "prefetch_bucket_size": int(0.9 * hidden_size**2),
+                "param_persistence_threshold": 10 * hidden_size,
+            }
+        )
+        overlap = stage == 3 if self.overlap_comm is None else self.overlap_comm
+        return replace(self, overlap_comm=overlap, **{name: sizes[name] for name in auto})
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Processes, one for each GPU, and what they share.
+    """The processes of a step, one for each GPU, and how they share the model.
 
     Attributes:
-        strategy: "ddp" (every process holds everything), "fsdp2" (parameters, gradients and optimizer states are
-            sharded, as accelerate wraps the model: each block, the embedding, the head, the rest), or DeepSpeed's
-            "zero1" (optimizer states are), "zero2" (and gradients) and "zero3" (and parameters).
-        processes: of all machines together.
-        machines: that they are on, evenly; 0 for eight processes on each, or one machine where that does not come out.
+        strategy: "ddp" (each process holds the whole model), "fsdp2" (parameters, gradients and optimizer states are
+            sharded as accelerate wraps the model: each block, the embedding, the head, the rest), or DeepSpeed's
+            "zero1" (optimizer states are sharded), "zero2" (and gradients) or "zero3" (and parameters).
+        processes: number of processes on all machines.
+        machines: number of machines, with equally many processes each; 0 for 8 processes per machine, or one machine
+            if the number of processes is no multiple of 8.
         mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
@@ -74,18 +169,18 @@ class Launch:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO; 0 for what is not DeepSpeed's."""
+        """The ZeRO stage; 0 for other strategies."""
         return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
 
     @property
     def sharing(self) -> str:
-        """How the model is shared, in words."""
+        """The strategy in words."""
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
         return f"{self.strategy}, kept after forward" if kept else self.strategy
 
     @property
     def shards(self) -> bool:
-        """Whether a process holds only its part of some of what is trained."""
+        """Whether each process holds only a part of the parameters, gradients or optimizer states."""
         return self.strategy != "ddp"
 
     def __str__(self) -> str:
@@ -94,16 +189,16 @@ class Launch:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Launch:
-        """What `dataclasses.asdict` made, JSON in between or not."""
+        """Returns the launch of the dict that `dataclasses.asdict` made, also after a round trip through JSON."""
         wrap = None if values["wrap"] is None else tuple(values["wrap"])
         return cls(**{**values, "wrap": wrap, "zero": ZeroOptions(**values["zero"])})
 
 
 def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_A_LOOK, **more: Any) -> list[Launch]:
-    """The launches on so many GPUs to choose from: FSDP2 is two, with resharding after forward and without.
+    """Returns the launches on `gpus` GPUs to choose from; FSDP2 with and without resharding after forward is two.
 
     Args:
-        machines: that the GPUs are on, evenly; 0 for eight on each.
+        machines: number of machines, with equally many GPUs each; 0 for 8 GPUs per machine.
         strategies: names of `Launch.strategy`.
         more: other fields of the launches.
 
@@ -115,3 +210,13 @@ def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_
     found = [Launch(strategy, gpus, machines, **more) for strategy in strategies]
     kept = [replace(launch, reshard_after_forward=False) for launch in found if launch.strategy == "fsdp2"]
     return [*found, *kept]
+
+
+def _count(value: Any, key: str, source: str) -> int:
+    try:
+        count = int(float(value))  # 5e8 is a text in YAML
+    except (TypeError, ValueError, OverflowError):
+        count = -1
+    if count < 0:
+        raise UserError(f"{source}: {key}: {value}: give a number of elements, or auto where DeepSpeed takes it")
+    return count

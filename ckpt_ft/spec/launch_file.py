@@ -1,4 +1,4 @@
-"""Accelerate's configuration files: the launch that one describes."""
+"""Accelerate's configuration files, read into a `Launch` and written from one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import load_yaml
 from ckpt_ft.units import whole_number
 
-from .launch import Launch
-from .zero_options import ZeroOptions
+from .launch import Launch, ZeroOptions
 
-# What a DeepSpeed file cannot stand beside (accelerate/utils/dataclasses.py: _deepspeed_config_checks).
+# Keys that accelerate refuses beside a DeepSpeed file (accelerate/utils/dataclasses.py: _deepspeed_config_checks).
 _IN_THE_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
@@ -24,14 +23,14 @@ _OTHERWISE = ("data_types", "communication_data_type", "torch_autocast", "tensor
 
 
 def read_launch(path: str | Path, processes: int | None = None, mixed_precision: str = "no") -> Launch:
-    """The launch that an accelerate configuration file describes.
+    """Returns the launch that an accelerate configuration file describes.
 
     Args:
-        processes: in place of the file's `num_processes`.
-        mixed_precision: in place of the file's, unless "no".
+        processes: overrides the file's `num_processes`.
+        mixed_precision: overrides the file's, unless it is "no".
 
     Raises:
-        UserError: there is no such file, it asks for what is not modelled, or accelerate would refuse it.
+        UserError: the file does not exist, asks for what is not modelled, or is refused by accelerate.
     """
     config = _document(path)
     kind = str(config.get("distributed_type", "NO")).upper()
@@ -173,10 +172,10 @@ _SHARING = {"NO": _ddp, "MULTI_GPU": _ddp, "FSDP": _fsdp2, "DEEPSPEED": _zero}
 
 
 def accelerate_config(launch: Launch) -> str:
-    """The text of an accelerate configuration file of `launch`; `read_launch` takes it back.
+    """Returns the text of an accelerate configuration file for `launch`; `read_launch` reads it back.
 
     Raises:
-        UserError: what accelerate's file cannot say.
+        UserError: the launch has options that the file has no keys for.
     """
     if launch.zero != ZeroOptions():
         raise UserError("launch: DeepSpeed's own options lie in its own file; name it as deepspeed_config_file")
@@ -199,7 +198,7 @@ def accelerate_config(launch: Launch) -> str:
 
 
 def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
-    """The part of accelerate's configuration that says how the model is shared."""
+    """Returns the part of accelerate's configuration that says how the model is shared."""
     if launch.strategy == "fsdp2":
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}
         return {

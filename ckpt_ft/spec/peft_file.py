@@ -1,4 +1,4 @@
-"""A configuration of PEFT in a file, `adapter_config.json`: which kind of adapter, of what size, on which modules."""
+"""`adapter_config.json`, a PEFT configuration in a file: the kind of adapter, its size, and its modules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 NAME = "adapter_config.json"
-# Of a configuration what is not of training.
+# Keys of a saved configuration that say nothing about training.
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
 
 def read_peft(given: str, asked: str) -> dict[str, Any]:
-    """What stands in the file `given`, or in that of the directory `given`; `asked` names it in errors.
+    """Returns the content of the file `given`, or of that file in the directory `given`; `asked` names it in errors.
 
     Raises:
-        UserError: it cannot be read, or is no configuration of PEFT.
+        UserError: the file cannot be read, or is no PEFT configuration.
     """
     path = Path(given) / NAME if Path(given).is_dir() else Path(given)
     try:
@@ -42,10 +42,10 @@ def _refuse(constant: str) -> float:
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:
-    """The configuration that `content` says, for training anew; where `content` came from a checkpoint, too.
+    """Returns the PEFT configuration with this content, for a new training, even if the content is a checkpoint's.
 
     Raises:
-        UserError: a kind that PEFT does not know, or what that kind does not take.
+        UserError: PEFT does not know the kind, or the kind does not take an option.
     """
     from peft import get_peft_config
 
@@ -55,7 +55,7 @@ def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:
 
 
 def takes(content: Mapping[str, Any], name: str, asked: str) -> bool:
-    """Whether the kind of configuration that `content` is has a field `name`."""
+    """Whether configurations of this kind have a field `name`."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     return name in {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[_kind(content, asked)])}

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.spec.launch import PRECISIONS, Launch
-from ckpt_ft.spec.zero_options import ZeroOptions
+from ckpt_ft.spec.launch import PRECISIONS, Launch, ZeroOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

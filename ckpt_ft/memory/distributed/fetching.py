@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt_ft.spec.zero_options import ZeroOptions
+from ckpt_ft.spec.launch import ZeroOptions
 
 from .module_hooks import Around, Watched
 from .shards import Flight, Shard

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
-from ckpt_ft.spec.launch import Launch
-from ckpt_ft.spec.zero_options import ZeroOptions
+from ckpt_ft.spec.launch import Launch, ZeroOptions
 
 from .fetching import Fetcher
 from .shards import Shard

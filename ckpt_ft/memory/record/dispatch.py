@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 _CALL = OpOverload.__call__.__code__  # through which a Python dispatch calls the op again
-_RECORDING = tuple(f"ckpt_ft.memory.{room}" for room in ("record", "measure", "fake", "rules"))
+_RECORDING = tuple(f"ckpt_ft.memory.{room}" for room in ("record", "cost", "measure", "fake", "rules"))
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # (op, args, kwargs) -> result
 After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any], Any], None]  # (recorder, op, args, kwargs, result)

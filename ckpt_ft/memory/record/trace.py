@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, starmap
+from itertools import accumulate, islice, starmap
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class StepTrace:
         """Peak bytes of each phase of the measured step, resident memory included; 0 for a phase that did not run."""
         peaks, marks = dict.fromkeys(PHASES, 0), self.phase_marks
         ends = [at for at, _ in marks[1:]] + [len(self.events)]
-        for (begin, phase), end in zip(marks, ends, strict=True):
+        for (begin, phase), end in zip(marks, ends, strict=False):
             peaks[phase] = max(peaks[phase], self.replay.peak_allocated(begin, end))
         return peaks
 
@@ -155,16 +156,18 @@ class StepTrace:
         allocated = self.replay.allocated
         return max(range(max(self.start - 1, 0), len(allocated)), key=allocated.__getitem__, default=0)
 
+    def _changes(self) -> Iterator[tuple[int, int]]:
+        """Each event with the allocated bytes that it adds."""
+        return zip(self.events, map(sub, self.replay.allocated, [0, *self.replay.allocated]), strict=False)
+
     def live_at(self, event: int) -> list[tuple[Storage, int]]:
         """The storages alive after `event`, each with the bytes it takes on `device`."""
         alive: dict[int, int] = {}
-        before = 0
-        for index, after in zip(self.events[: event + 1], self.replay.allocated, strict=False):
+        for index, change in islice(self._changes(), max(event + 1, 0)):
             if index >= 0:
-                alive[index] = after - before
+                alive[index] = change
             else:
                 del alive[~index]
-            before = after
         return [(self.storages[index], nbytes) for index, nbytes in alive.items()]
 
     @property
@@ -199,29 +202,26 @@ class StepTrace:
     def timeline(self) -> list[dict[str, int]]:
         """Bytes by category after each event of the measured step; the first row is before the step."""
         totals = dict.fromkeys(CATEGORIES, 0)
-        rows, before = [], 0
-        for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
-            storage = self.storages[index if index >= 0 else ~index]
-            totals[storage.category] += after - before
-            before = after
+        rows = []
+        for at, (index, change) in enumerate(self._changes()):
+            totals[self.storages[index if index >= 0 else ~index].category] += change
             if at >= self.start - 1:
                 rows.append(dict(totals))
         return rows
 
     def lifetimes(self) -> list[AllocationLifetime]:
         """Every allocation that the measured step sees, in the order in which they were made."""
-        start, before = self.start, 0
+        start = self.start
         live: dict[int, tuple[int, int]] = {}  # storage -> moment at which it was made, its bytes
         found: list[AllocationLifetime] = []
-        for at, (index, after) in enumerate(zip(self.events, self.replay.allocated, strict=False)):
+        for at, (index, change) in enumerate(self._changes()):
             moment = max(at - start + 1, 0)
             if index >= 0:
-                live[index] = moment, after - before
+                live[index] = moment, change
             else:
                 made, nbytes = live.pop(~index)
                 if moment:
                     found.append(AllocationLifetime(self.storages[~index], nbytes, made, moment))
-            before = after
         outlive = [AllocationLifetime(self.storages[i], nbytes, made, None) for i, (made, nbytes) in live.items()]
         return sorted(found + outlive, key=lambda lifetime: lifetime.made)
 

@@ -17,9 +17,8 @@ from zero_ranks import cases, spans
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.spec.launch_file import read_launch
-from ckpt_ft.spec.zero_options import ZeroOptions
 
 HERE = Path(__file__).parent
 
