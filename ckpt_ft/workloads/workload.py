@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.distributed.buckets import outputs_copied
+from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
 
