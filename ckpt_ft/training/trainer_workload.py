@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.distributed.sharded import shard_again
+from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.workloads.batches import own_loss
 from ckpt_ft.workloads.sample_sizes import Lengths

@@ -481,10 +481,10 @@ def test_remove_and_describe() -> None:
 
 def test_hooks_that_stand_for_deepspeeds_in_a_trace_leave_the_loss_in_chunks() -> None:
     from ckpt_ft.checkpointing.head import _hooked
-    from ckpt_ft.memory.distributed.module_hooks import Around
+    from ckpt_ft.memory.distributed.zero3 import ModuleHooks
 
     layer = nn.Linear(4, 4)
-    Around(layer, watcher=object())  # type: ignore[arg-type]
+    ModuleHooks(layer, watcher=object())  # type: ignore[arg-type]
     assert _hooked(layer) == ""
     layer.register_forward_hook(lambda module, args, output: None)
     assert _hooked(layer).startswith("it has a hook (test_hooks_that_stand_for")

@@ -1,4 +1,4 @@
-"""A process group without the other processes, in which one rank's real code runs (FakeProcessGroup)."""
+"""A process group of one rank without the other processes, in which its real code runs (FakeProcessGroup)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch._C._distributed_c10d import _set_global_rank, _unregister_process_gro
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# What distributed_c10d knows of the groups there are: a trace inside of a run on several processes gets its own.
+# Tables of process groups in distributed_c10d: a trace within a distributed run gets tables of its own.
 _REGISTRIES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
-_UNUSED = count(1_000_000, 1_000_000)  # groups are named by numbers, and C++ keeps a list of its own
+_UNUSED = count(1_000_000, 1_000_000)  # numbers that name groups: C++ keeps its own list of names
 
 
 @contextmanager
 def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp_shard",)) -> Iterator[DeviceMesh]:
-    """One of the processes of a mesh, whatever group this process is in otherwise.
-
-    Of unevenly sharded tensors rank 0 has the most.
+    """Makes this process one rank of a mesh, even if it is in another process group.
 
     Args:
-        processes: along each dimension of the mesh, and `names` of the dimensions.
+        processes: number of processes along each dimension of the mesh.
+        rank: of unevenly sharded tensors, rank 0 holds the most.
+        names: of the dimensions.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,8 +39,8 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(processes))
             yield init_device_mesh("cpu", processes, mesh_dim_names=names)
     finally:
-        # destroy_process_group() would take every group off C++'s list, those of a run on several processes too
+        # destroy_process_group() would remove every group from C++'s list, also those of a distributed run
         for name in own["_pg_names"].values():
             _unregister_process_group(name)
         _set_global_rank(before)
-        sys.excepthook = hook  # init_process_group has put one over it
+        sys.excepthook = hook  # init_process_group has replaced it

@@ -1,9 +1,9 @@
-"""CUDA streams on fake tensors: which stream an allocation or a kernel belongs to, and what waits for what.
+"""CUDA streams on fake tensors: the stream of each allocation and kernel, and which stream waits for which.
 
-FSDP2 gathers and reduces on streams of its own, which it asks of `torch.<device type>`; on "cpu" these do
-nothing. Here it gets ones that tell the tracker, so that the caching allocator's pool per stream and the overlap of
-communication with computation are those that FSDP2's own code makes. A collective that is asked for asynchronously
-(DDP's buckets) runs on the process group's own stream; who waits for it makes the current stream wait.
+FSDP2 gathers and reduces on streams of its own, which it gets from `torch.<device type>`; on "cpu" they do nothing.
+Here it gets streams that tell the recorder. So the caching allocator's pools per stream, and the overlap of
+communication with computation, are those of FSDP2's own code. An asynchronous collective (of DDP's buckets) runs on
+the process group's stream; waiting for it makes the current stream wait.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .once import done_once
+from .fsdp2 import done_once
 
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
 
 
-class Recorder(Protocol):
-    """What of a Tracker is told of streams.
+class Listener(Protocol):
+    """The part of a Recorder (record/recorder.py) that is told about streams.
 
-    stream: the name of the one that kernels and allocations belong to from now on.
+    stream: name of the stream that kernels and allocations belong to from now on.
     """
 
     stream: str
 
     def synchronise(self, what: str, number: int, stream: str) -> None:
-        """Event `number` is recorded in `stream`, or is waited for there."""
+        """Event `number` is recorded in `stream`, or `stream` waits for it."""
 
 
 class _Stream:
-    """One stream; `name` is what the record calls it, "" for the one that computes."""
+    """One stream, called `name` in the record; "" for the default one."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
 
     def wait_event(self, event: _Event) -> None:
-        """Kernels issued to this stream from now on start after what `event` marks."""
+        """Kernels issued to this stream from now on start after `event`."""
         if event is not None and event.number >= 0:
             self.streams.note("wait", event.number, self.name)
 
     def wait_stream(self, other: _Stream) -> None:
-        """The same for all that was issued to `other` so far."""
+        """Kernels issued to this stream from now on start after those issued to `other` so far."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """Mark what was issued so far."""
+        """Mark the kernels issued so far."""
         event = event or _Event(self.streams)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host's wait is not modelled: nothing in a step but the optimizer comes after it."""
+        """The host's wait is not modelled: in a step, only the optimizer comes after it."""
 
 
 class _Event:
-    """A mark in a stream."""
+    """A CUDA event."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number = streams, -1
 
     def record(self, stream: _Stream | None = None) -> None:
-        """Mark what was issued to `stream` (None: the current one) so far."""
+        """Mark the kernels issued to `stream` (None: the current one) so far."""
         stream = stream or self.streams.current_stream()
         self.number = next(self.streams.numbers)
         self.streams.note("record", self.number, stream.name)
@@ -77,15 +77,15 @@ class _Event:
         """See `_Stream.synchronize`."""
 
     def query(self) -> bool:
-        """Whether it has passed: the host never asks in a step."""
+        """Whether it has passed; not asked in a step."""
         return True
 
 
 class Streams:
-    """What FSDP2 takes for `torch.cuda`; the names are torch's."""
+    """Stands in for `torch.cuda` in FSDP2's code; the names are torch's."""
 
     def __init__(self) -> None:
-        self.tracker: Recorder | None = None  # not before the model is wrapped
+        self.recorder: Listener | None = None  # set once the model is wrapped
         self.numbers = count()
         self._made = 0
         self._default = _Stream(self, "")
@@ -114,28 +114,28 @@ class Streams:
             self._enter(self._stack[:-1])
 
     def asynchronous(self) -> str:
-        """The process group's own stream, for a collective that starts after what was issued to the current one."""
+        """Name of the process group's stream, for a collective that starts after the current stream's kernels."""
         self._group.wait_stream(self.current_stream())
         return self._group.name
 
     def await_collectives(self) -> None:
-        """The current stream waits for every asynchronous collective so far."""
+        """Make the current stream wait for every asynchronous collective so far."""
         self.current_stream().wait_stream(self._group)
 
     def note(self, what: str, event: int, stream: str) -> None:
-        """An event was recorded in `stream`, or is waited for there."""
-        if self.tracker is not None:
-            self.tracker.synchronise(what, event, stream)
+        """Tell the recorder that an event is recorded in `stream`, or that `stream` waits for it."""
+        if self.recorder is not None:
+            self.recorder.synchronise(what, event, stream)
 
     def _enter(self, stack: list[_Stream]) -> None:
         self._stack = stack
-        if self.tracker is not None:
-            self.tracker.stream = stack[-1].name
+        if self.recorder is not None:
+            self.recorder.stream = stack[-1].name
 
 
 @contextmanager
 def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
-    """DTensor works out the shapes of whole tensors by running an op on fakes of its own: that is no allocation."""
+    """DTensor works out shapes of whole tensors by running ops on fakes of its own, which are not recorded."""
     ask = propagator._propagate_tensor_meta_non_cached
 
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 @contextmanager
 def _waits_are_followed(streams: Streams) -> Iterator[None]:
-    """What a fake process group hands out for an asynchronous collective tells `streams` that it is waited for."""
+    """Waiting for an asynchronous collective of a fake process group is told to `streams`."""
     kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "FakeWork", None)
     if kind is None:
         yield
@@ -165,7 +165,7 @@ def _waits_are_followed(streams: Streams) -> Iterator[None]:
 
 @contextmanager
 def streams_are_followed() -> Iterator[Streams]:
-    """FSDP2's streams are those that this gives, to the tracker that is set on them."""
+    """Gives FSDP2 streams that tell a recorder, which is to be set on the `Streams`."""
     streams = Streams()
     with ExitStack() as stack:
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)

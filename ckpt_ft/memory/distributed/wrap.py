@@ -1,4 +1,4 @@
-"""The model as its launch shares it, on fake tensors: accelerate's own FSDP2 wrapping, DDP's buckets, ZeRO's parts."""
+"""Wraps a model as its launch does, on fake tensors: accelerate's own FSDP2 code, DDP's buckets, ZeRO's partitions."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
 
-from .buckets import Buckets
+from .ddp import Buckets
 from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
-_SHARED = "_ckpt_ft_shared"  # what of the model stands for DDP's reducer or DeepSpeed's engine
+_SHARED = "_ckpt_ft_shared"  # attribute of the model: what models DDP's reducer or DeepSpeed's engine
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_CONTAINERS = (dict, OrderedDict, set)  # those that a module keeps its parts in; others' are theirs to change
+_CONTAINERS = (dict, OrderedDict, set)  # types of the containers in which a module keeps its parts
 
 
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
-    """Wrap `model` in place as `accelerate launch` does for `launch`; returns what communication holds from then on.
+    """Wrap `model` in place as `accelerate launch` does; returns the tensors that communication holds from then on.
 
-    What is DeepSpeed's needs the optimizer too: see `initialize`.
+    DeepSpeed needs the optimizer too: see `initialize`.
 
     Raises:
         UserError: accelerate refuses it.
@@ -53,12 +53,12 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
 def initialize(
     model: nn.Module, optimizer: Any, launch: Launch, mesh: DeviceMesh, streams: Streams, label: Label
 ) -> Zero | Zero3:
-    """`deepspeed.initialize`: the whole model in the launch's precision, the optimizer over this rank's part of it.
+    """Like `deepspeed.initialize`: the model in the launch's precision, the optimizer over this rank's part of it.
 
-    label: told of what category tensors are that the model does not name.
+    label: called with tensors that the model does not hold, and their category.
 
     Raises:
-        UserError: there is no optimizer, or nothing that it trains.
+        UserError: there is no optimizer, or it trains nothing.
     """
     if optimizer is None:
         raise UserError(f"launch {launch.strategy}: it shards the states of an optimizer, and there is none")
@@ -79,15 +79,15 @@ def initialize(
 
 
 @contextmanager
-def surroundings(launch: Launch | None) -> Iterator[None]:
-    """What a launch changes of torch for everyone."""
+def library_patches(launch: Launch | None) -> Iterator[None]:
+    """Patches torch as the launch's library does."""
     with linear_saves_parameters() if launch is not None and launch.stage == 3 else nullcontext():
         yield
 
 
 @contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
-    """Afterwards `model` is shared as it was before: its modules' classes, hooks and attributes are those of then."""
+    """Afterwards `model` is wrapped as it was before: its modules have the same classes, hooks and attributes."""
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     states = [_module_state_mapping.get(module) for module, *_ in before]
     try:
@@ -111,7 +111,7 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
-    """Backward inside leaves gradients to each process (DDP's and FSDP2's `no_sync`)."""
+    """No gradients are synchronised in a backward inside (DDP's and FSDP2's `no_sync`)."""
     shared = getattr(model, _SHARED, None)
     if shared is not None:
         shared.synchronises = False
@@ -131,12 +131,12 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the containers that `module` keeps its parts in, without the empty ones: a module has ten of them."""
+    """Copies of the containers in which `module` keeps its parts, except empty ones: a module has ten of them."""
     return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS and value}
 
 
 def _is_packed(layer: nn.Linear) -> bool:
-    """Whether an element of its weight holds several, as in 4 bits."""
+    """Whether one element of its weight holds several, as in 4 bits."""
     return layer.weight.numel() < layer.in_features * layer.out_features
 
 

@@ -1,21 +1,21 @@
 """ZeRO-1 and ZeRO-2 by the rules of DeepSpeed's source, on fake tensors: what a rank holds, reduces and updates.
 
-Rules, with their places in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8):
+The rules, with their places in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8):
 
-- Trainable parameters of a group lie in one flat buffer, padded to twice the ranks; every rank owns an equal part of
-  it, of which it has an fp32 copy, the master weights that its optimizer updates (__init__).
-- From backward's first gradient to its end there is a bucket of `reduce_bucket_size` elements, two where reductions
-  overlap (setup_buckets). Gradients are copied into it; a full one is reduced whole, in a copy where it has pieces of
-  several ranks (reduce_independent_p_g_buckets_and_remove_grads, allreduce_and_scatter). A gradient that is larger is
-  reduced where it lies.
-- Of the reduced gradients those that lie in the rank's own part are copied to a buffer of their own
-  (copy_grads_in_partition). ZeRO-2 drops every other one, in each micro-batch; ZeRO-1 keeps all until they are reduced
-  after the last backward (reduce_gradients).
-- The step takes the norm in fp64, gradient by gradient (get_grad_norm_direct), flattens the part's gradients, makes
-  fp32 of them, updates the master weights, copies them to the part and gathers the parts (step).
+- The trainable parameters of a group lie in one flat buffer, padded to a multiple of twice the number of ranks. Every
+  rank owns an equal part of it, and has an fp32 copy of the part: the master weights, which its optimizer updates
+  (__init__).
+- From the first gradient of a backward to its end there is a bucket of `reduce_bucket_size` elements, or two if
+  reductions overlap (setup_buckets). Gradients are copied into it. A full bucket is reduced as a whole, in a copy if
+  it has pieces of several ranks (reduce_independent_p_g_buckets_and_remove_grads, allreduce_and_scatter). A gradient
+  that is larger than the bucket is reduced in its own storage.
+- Reduced gradients of the rank's own part are copied to a buffer of their own (copy_grads_in_partition). ZeRO-2 drops
+  all others in each micro-batch; ZeRO-1 keeps them until they are reduced after the last backward (reduce_gradients).
+- The step computes the norm in fp64, gradient by gradient (get_grad_norm_direct), flattens the part's gradients,
+  converts them to fp32, updates the master weights, copies them to the part and gathers the parts (step).
 
-Parts are as large, but their moments differ: the last rank's is traced, whose gradients backward makes first, so that
-they lie beside the most activations.
+All parts have the same size, but different peaks. The last rank is traced: backward computes its gradients first, so
+they coexist with the most activations.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from ckpt_ft.spec.launch import Launch
 
 from .streams import Streams
 
-Label = Callable[[Iterable[Tensor], str], None]  # of what category these tensors are
+Label = Callable[[Iterable[Tensor], str], None]  # (tensors, their category)
 
 
 class Flat:
     """A group's parameters in one buffer, and the last rank's part of it.
 
-    part: a view of the buffer; master: its fp32 copy. mine: the parameters that end in it, each with how many of its
-    elements come before. pieces: of each parameter, by id, (rank, elements) for each rank whose part it lies in.
-    gradients: of `mine`, reduced, as far as they are in the part.
+    Attributes:
+        part: a view of the buffer; `master` is its fp32 copy.
+        mine: the parameters that reach into the part, with how many of their elements come before it.
+        pieces: for each parameter, by id, (rank, elements) for each rank in whose part it lies.
+        gradients: reduced gradients of `mine`, as far as they are in the part.
     """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
@@ -62,7 +64,7 @@ class Flat:
         self.mine: list[tuple[nn.Parameter, int]] = []
         self.pieces: dict[int, list[tuple[int, int]]] = {}
         self.gradients: list[Tensor] = []
-        self._sums: list[Tensor] = []  # of `mine`, whole
+        self._sums: list[Tensor] = []  # gradients of `mine`, whole
         at = 0
         for parameter in parameters:
             end = at + parameter.numel()
@@ -73,7 +75,7 @@ class Flat:
             at = end
 
     def add_gradients(self) -> None:
-        """Add the gradients of `mine` to those of the micro-batches before."""
+        """Add the gradients of `mine` to those of earlier micro-batches."""
         new = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in self.mine]
         if self._sums:
             for total, gradient in zip(self._sums, new, strict=True):
@@ -82,7 +84,7 @@ class Flat:
             self._sums = new
 
     def take_gradients(self) -> None:
-        """The step's gradients are complete: what of them lies in the part."""
+        """The step's gradients are complete: keep those in the part."""
         parts = zip(self._sums, self.mine, strict=True)
         self.gradients = [gradient.view(-1)[before:] for gradient, (_, before) in parts]
         self._sums = []
@@ -91,31 +93,31 @@ class Flat:
 
 
 class ZeroOptimizer:
-    """What stands in an optimizer's place under ZeRO: gradients go to it as they come, and its step is its own."""
+    """Takes an optimizer's place under ZeRO: it collects the gradients, and has a step of its own."""
 
     optimizer: Any
-    _waiting = False  # for the end of this backward
+    _waiting = False  # `_finish` is queued for the end of this backward
 
     @property
     def param_groups(self) -> Any:
-        """The optimizer's own, each with its master weights."""
+        """Those of the optimizer, with master weights as parameters."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left: gradients went as they came."""
+        """Does nothing: gradients are gone already."""
 
     def _finish(self) -> None:
-        """What is done once when backward ends."""
+        """Called once when backward ends."""
 
     def _wait_for_the_end(self) -> None:
-        """Have `_finish` called, once, when this backward ends."""
+        """Queue `_finish` for the end of this backward, once."""
         if not self._waiting:
             self._waiting = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
 
 class Zero(ZeroOptimizer):
-    """The model's optimizer under ZeRO-1 or ZeRO-2; hooks on its parameters take the gradients as they come."""
+    """The model's optimizer under ZeRO-1 or ZeRO-2; hooks on the parameters take each gradient when it is computed."""
 
     def __init__(
         self, optimizer: Any, launch: Launch, group: dist.ProcessGroup, streams: Streams, label: Label
@@ -126,7 +128,7 @@ class Zero(ZeroOptimizer):
         self.synchronises = True  # False in each micro-batch of a step but the last
         self._streams = streams
         self._stream = streams.Stream() if launch.zero.overlap_comm else None
-        self._buckets: list[Tensor] = []  # the first is filled, the other one may be under way
+        self._buckets: list[Tensor] = []  # the first is being filled, the other may be under reduction
         self._filled: list[nn.Parameter] = []
         self._elements = 0
         self._kept: Tensor | None = None  # this rank's gradients of this backward
@@ -158,7 +160,7 @@ class Zero(ZeroOptimizer):
             self.label([parameter.grad], "gradients")
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """Put a gradient into the bucket, which is reduced before if there is no room."""
+        """Put a gradient into the bucket, which is reduced first if it has no room."""
         size = parameter.numel()
         if self._elements + size > self.bucket:
             self._reduce()
@@ -170,7 +172,7 @@ class Zero(ZeroOptimizer):
         self._filled.append(parameter)
 
     def _reduce(self) -> None:
-        """Reduce what the bucket holds, and keep of it what is this rank's."""
+        """Reduce the bucket's gradients, and keep this rank's."""
         if not self._filled:
             return
         with on_stream(self._streams, self._stream):
@@ -197,7 +199,7 @@ class Zero(ZeroOptimizer):
                 parameter.grad = None
 
     def _runs(self) -> list[tuple[int, int]]:
-        """(rank, elements) of each run of one rank's elements in what is to be reduced."""
+        """(rank, elements) of each run of one rank's elements in the bucket."""
         runs: list[tuple[int, int]] = []
         for parameter in self._filled:
             for rank, elements in self._of[id(parameter)].pieces[id(parameter)]:
@@ -206,7 +208,7 @@ class Zero(ZeroOptimizer):
         return runs
 
     def _all_reduce(self, pieces: list[Tensor], ranks: list[int]) -> None:
-        flat = _flatten_dense_tensors(pieces)  # of a single one it is no copy
+        flat = _flatten_dense_tensors(pieces)  # a single piece is not copied
         if len(pieces) > 1:
             self.label([flat], "communication")
         dist.all_reduce(flat, group=self.group)
@@ -225,10 +227,10 @@ class Zero(ZeroOptimizer):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """When backward has ended (independent_gradient_partition_epilogue)."""
+        """Called when backward has ended (independent_gradient_partition_epilogue)."""
         self._waiting = False
         if not self.drops and not self.synchronises:
-            return  # ZeRO-1 goes on adding up
+            return  # ZeRO-1 accumulates further
         if not self.drops and self._stream is None:
             for parameter in [p for flat in self.flats for p in flat.parameters if p.grad is not None]:
                 self._take(parameter)
@@ -266,7 +268,7 @@ class Zero(ZeroOptimizer):
         for flat in self.flats:
             for gradient in flat.gradients:
                 if gradient.dtype != torch.float32:
-                    gradient.amax(), gradient.amin()  # whether it has overflowed
+                    gradient.amax(), gradient.amin()  # the check for overflow
                 norms.append(torch.linalg.vector_norm(gradient.to(torch.float64)))
         norm = torch.stack(norms).pow(2).sum().float()
         dist.all_reduce(norm, group=self.group)
@@ -274,14 +276,14 @@ class Zero(ZeroOptimizer):
 
 
 def _move(gradient: Tensor, place: Tensor) -> None:
-    """Let `gradient` lie in `place`, a part of some buffer."""
+    """Move `gradient` into `place`, a part of a buffer."""
     place.copy_(gradient.view(-1))
     gradient.data = place.view_as(gradient)
 
 
 @contextmanager
 def on_stream(streams: Streams, stream: Any) -> Iterator[None]:
-    """Kernels of inside go to `stream`, behind what was issued so far; None for the one that computes."""
+    """Issues kernels to `stream`, after those issued so far; None for the default stream."""
     if stream is None:
         yield
         return

@@ -1,25 +1,34 @@
-"""ZeRO-3 by the rules of DeepSpeed's source, on fake tensors: parts of parameters, gradients and states.
+"""ZeRO-3 by the rules of DeepSpeed's source, on fake tensors: partitioned parameters, gradients and optimizer states.
 
-Rules, with their places in deepspeed/runtime/zero (0.19.8):
+The rules, with their places in deepspeed/runtime/zero (0.19.8):
 
 - Every parameter is cut into as many equal parts as there are ranks, the last one padded (partition_parameters.py:
-  _partition_param). Parts of what is trained lie in one buffer; groups of them, of `sub_group_size` elements, have an
-  fp32 copy, which is a copy in fp32 too (stage3.py: _create_fp16_partitions_with_defragmentation,
+  _partition_param). The parts of trained parameters lie in one buffer. Groups of them, of `sub_group_size` elements,
+  have an fp32 copy, also if the parts are in fp32 (stage3.py: _create_fp16_partitions_with_defragmentation,
   _create_fp32_partitions, which compares a device with a name).
+- Every module gathers its own parameters before its forward and before its backward, and releases them after each
+  (parameter_offload.py: _register_deepspeed_module). The first step records the order. From then on, the next
+  parameters are gathered ahead, on a stream of their own, and parameters that are used again soon are kept
+  (partitioned_param_coordinator.py: fetch_sub_module, release_sub_module). If a forward reads another module's
+  parameter, as PEFT's does, that is gathered for both from then on (ZeROOrderedDict).
+- Several parameters are gathered through one buffer, which lives until the last of them is asked for, and are copied
+  out of it. A single one stays in its buffer (partition_parameters.py: all_gather_coalesced).
 - A bucket of `reduce_bucket_size` elements and a buffer for the gradients of all parts live from beginning to end
-  (_setup_for_real_optimizer). Gradients are copied to the bucket; a full one is reduce-scattered, from a copy in the
-  ranks' order, and added to the parts' (__add_grad_to_ipg_bucket, __avg_scatter_grads, partition_grads).
-- Which parameters are gathered when is told in fetching.py.
-- A linear layer saves its parameter, not what was gathered of it (linear.py: LinearFunctionForZeroStage3).
-- The step updates one group of parts at a time, by an fp32 copy of its gradients, and gathers what is never let go of
-  (step).
+  (_setup_for_real_optimizer). Gradients are copied to the bucket. A full bucket is reduce-scattered, from a copy in
+  the order of ranks, and added to the parts' gradients (__add_grad_to_ipg_bucket, __avg_scatter_grads,
+  partition_grads).
+- A linear layer saves its parameter, not the gathered copy (linear.py: LinearFunctionForZeroStage3).
+- The step updates one group of parts at a time, with an fp32 copy of its gradients, and then gathers the persistent
+  parameters (step).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -29,14 +38,386 @@ from torch._utils import _flatten_dense_tensors
 
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 
-from .fetching import Fetcher
-from .shards import Shard
 from .streams import Streams
 from .zero import Label, ZeroOptimizer
 
+# -- hooks around modules ---------------------------------------------------------------------------------------------
+
+
+class Watcher(Protocol):
+    """Is told what a module does."""
+
+    def before_forward(self) -> None: ...
+    def after_forward(self) -> None: ...
+    def before_backward(self) -> None: ...
+    def after_backward(self) -> None: ...
+
+
+def _deepspeeds(hook: Any) -> Any:
+    """Mark a hook as DeepSpeed's, for code that asks whose hooks a module has."""
+    hook.stands_for = "deepspeed"
+    return hook
+
+
+class ModuleHooks:
+    """Hooks around one module's forward and backward (deepspeed/runtime/zero/parameter_offload.py).
+
+    An identity on each tensor of its input and output has a backward of its own. That of the first output begins the
+    module's backward; that of the last input ends it. If no input needs a gradient, no end is seen.
+    """
+
+    def __init__(self, module: nn.Module, watcher: Watcher) -> None:
+        self.watcher = watcher
+        self.to_begin = 0  # output tensors whose gradient has not arrived yet
+        self.to_end = 0  # tensors of its last input whose gradient is not computed yet
+        module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_hook(self._after_forward)
+
+    @_deepspeeds
+    def _before_forward(self, module: nn.Module, args: Any) -> Any:
+        self.watcher.before_forward()
+        self.to_end = 0
+        return _on_tensors(lambda x: _Input.apply(x, self), args)
+
+    @_deepspeeds
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.watcher.after_forward()
+        return _on_tensors(lambda x: _Output.apply(x, self), output)
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, around: ModuleHooks) -> Tensor:
+        ctx.around = around
+        around.to_begin += 1
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.around.to_begin:
+            ctx.around.watcher.before_backward()
+            ctx.around.to_begin -= 1
+        return gradient, None
+
+
+class _Input(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, around: ModuleHooks) -> Tensor:
+        ctx.around = around
+        around.to_end += ctx.needs_input_grad[0]
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.around.to_end -= 1
+        if not ctx.around.to_end:
+            ctx.around.watcher.after_backward()
+        return gradient, None
+
+
+class Watched(dict[str, Any]):
+    """A module's own parameters; `look` is called with each that is read by name."""
+
+    def __init__(self, parameters: dict[str, Any], look: Callable[[Any], None]) -> None:
+        super().__init__(parameters)
+        self.look = look
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        self.look(parameter)
+        return parameter
+
+
+def _on_tensors(function: Any, value: Any) -> Any:
+    """`value` with `function` applied to each tensor in it (apply_to_tensors_only)."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_tensors(function, item) for item in value)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _on_tensors(function, value[key])
+    return value
+
+
+# -- partitioned parameters -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Shard:
+    """A partitioned parameter.
+
+    Attributes:
+        number: its place in the model.
+        part: what this rank has of it.
+        persistent: it is too small to be released.
+        flight: the gathering that is under way, if any.
+        here: it is gathered.
+        users: modules that are running on it.
+    """
+
+    parameter: nn.Parameter
+    number: int
+    part: Tensor
+    persistent: bool
+    shape: torch.Size
+    flight: Flight | None = None
+    here: bool = False
+    users: set[Any] = field(default_factory=set)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def free(self) -> None:
+        """Release the gathered parameter."""
+        self.parameter.data = torch.empty(0, dtype=self.part.dtype)
+        self.here = False
+
+
+class Flight:
+    """Gathers parameters of one dtype together."""
+
+    def __init__(self, shards: list[Shard], group: dist.ProcessGroup) -> None:
+        self.shards, self.over = shards, False
+        for shard in shards:
+            shard.flight = self
+        size = sum(shard.part.numel() for shard in shards)
+        self.buffer = torch.empty(size * group.size(), dtype=shards[0].part.dtype)
+        part = shards[0].part
+        if len(shards) > 1:
+            part = self.buffer.narrow(0, size * group.rank(), size)
+            torch.cat([shard.part for shard in shards], out=part)
+        group._allgather_base(self.buffer, part)
+
+    def land(self) -> None:
+        """The gathering is complete: copy the parameters out of the buffer, unless there is only one."""
+        if self.over:
+            return
+        self.over, at = True, 0
+        for shard in self.shards:
+            whole = self.buffer.narrow(0, at, shard.numel)
+            shard.parameter.data = (torch.cat([whole]) if len(self.shards) > 1 else whole).view(shard.shape)
+            shard.here, at = True, at + shard.numel
+
+
+# -- when parameters are gathered and released ------------------------------------------------------------------------
+
+
+_NEVER = -(10**10)
+
+
+@dataclass(eq=False)
+class _Module:
+    """A module and the parameters that it runs on.
+
+    recomputed: frozen parameters that were gathered for a forward that a checkpoint re-ran within its backward.
+    """
+
+    fetcher: Fetcher
+    shards: list[Shard]
+    recomputed: set[Shard] = field(default_factory=set)
+
+    def before_forward(self) -> None:
+        if not _in_backward():
+            self.fetcher.running.append(self)
+        self.fetcher.arrive(self, forward=True)
+
+    def after_forward(self) -> None:
+        if not _in_backward():
+            self.fetcher.running.pop()
+        self.fetcher.leave(self, forward=True)
+
+    def before_backward(self) -> None:
+        self.fetcher.arrive(self, forward=False)
+
+    def after_backward(self) -> None:
+        self.fetcher.leave(self, forward=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Fetcher:
+    """Gathers `shards` for the modules of a model, by hooks on them."""
+
+    def __init__(
+        self, model: nn.Module, shards: dict[int, Shard], options: ZeroOptions, group: dist.ProcessGroup,
+        streams: Streams,
+    ) -> None:  # fmt: skip
+        self.shards, self.options, self.group, self._streams = list(shards.values()), options, group, streams
+        self._stream = streams.Stream() if options.overlap_comm else streams.current_stream()
+        self._order: list[_Module] = []  # in which modules gathered
+        self._records = self._knows = False  # it records the order in this step; it knows the order
+        self._queue: deque[tuple[Shard, int]] = deque()  # still to be gathered in this step, and for which module
+        self._step = self._live = 0  # modules so far, elements that are gathered
+        self._last: defaultdict[Shard, int] = defaultdict(lambda: _NEVER)  # the last step that it was gathered for
+        self._in_backward: dict[_Module, None] = {}
+        self.running: list[_Module] = []  # modules whose forward runs, while the whole model's does
+        model.register_forward_pre_hook(lambda module, args: self._begin())
+        for module in model.modules():
+            own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}
+            ModuleHooks(module, _Module(self, sorted(own.values(), key=lambda shard: shard.number)))
+            module.__dict__["_parameters"] = Watched(module._parameters, lambda p: self._look(shards.get(id(p))))
+        model.register_forward_hook(lambda module, args, output: self.running.clear())
+
+    def _look(self, shard: Shard | None) -> None:
+        """A forward reads a parameter that is not gathered."""
+        if self.running and shard is not None and not shard.here and shard.flight is None:
+            known = self.running[-1]
+            known.shards = sorted({*known.shards, shard}, key=lambda shard: shard.number)
+            Flight([shard], self.group)
+            self._land(shard)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """A forward of the whole model begins (reset_step)."""
+        self._land_all()
+        if not self._knows:
+            self._knows, self._records = self._records, not self._records
+        self._queue = deque()
+        if self._knows:
+            self._queue.extend((shard, step) for step, known in enumerate(self._order) for shard in known.shards)
+        self._last.clear()
+        self._step = self._live = 0
+
+    def end_backward(self) -> None:
+        """Release the parameters of modules whose backward's end was not seen (release_backward_leftovers)."""
+        while self._in_backward:
+            known, _ = self._in_backward.popitem()
+            for shard in {*known.shards, *known.recomputed}:
+                shard.users.discard(known)
+                if not shard.persistent:
+                    self._release(shard)
+            known.recomputed.clear()
+
+    def release_all(self) -> None:
+        """Release all parameters before the step (partition_all_parameters)."""
+        for shard in self.shards:
+            if shard.flight is not None:
+                self._land(shard)
+            shard.users.clear()
+            self._release(shard)
+
+    def gather_persistent(self) -> None:
+        """Gather persistent parameters after the step, each in a buffer of its own (_post_step)."""
+        for shard in self.shards:
+            if shard.persistent:
+                Flight([shard], self.group)
+                self._land(shard)
+
+    def _forget(self) -> None:
+        """Forget the order: this step's differs from the step before (_invalidate_trace)."""
+        self._knows = False
+        self._order = []
+        self._queue.clear()
+        self._last.clear()
+        self._land_all()
+
+    def _land_all(self) -> None:
+        for shard in self.shards:
+            if shard.flight is not None:
+                self._land(shard)
+                self._release(shard)
+
+    # -- a module ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def arrive(self, known: _Module, forward: bool) -> None:
+        """Gather the parameters of `known`, and those of the next modules (fetch_sub_module)."""
+        if self._knows and (self._step >= len(self._order) or self._order[self._step] is not known):
+            self._forget()
+        if self._records:
+            self._order.append(known)
+        if not forward:
+            self._in_backward[known] = None
+        self._gather(shard for shard in known.shards if not shard.here and shard.flight is None)
+        runs_again = forward and _in_backward()
+        for shard in known.shards:
+            shard.users.add(known)
+            if runs_again and self._in_backward and not shard.parameter.requires_grad:
+                owner = next(reversed(self._in_backward))
+                owner.recomputed.add(shard)
+                shard.users.add(owner)
+            if shard.flight is not None:
+                self._land(shard)
+        self._streams.current_stream().wait_stream(self._stream)
+        if self._knows:
+            self._gather_ahead(known)
+        self._step += 1
+
+    def _gather_ahead(self, known: _Module) -> None:
+        needed = sum(self._last[shard] < self._step for shard in known.shards)
+        for _ in range(min(needed, len(self._queue))):
+            shard, step = self._queue.popleft()
+            self._last[shard] = step
+        room = min(self.options.max_live_parameters - self._live, self.options.prefetch_bucket_size or 0)
+        ahead: dict[Shard, None] = {}
+        elements = 0
+        while self._queue and elements < room:
+            shard, step = self._queue.popleft()
+            self._last[shard] = max(self._last[shard], step)
+            if not shard.here and shard.flight is None and shard not in ahead:
+                ahead[shard] = None
+                elements += shard.numel
+        self._gather(ahead)
+
+    @torch.no_grad()
+    def leave(self, known: _Module, forward: bool) -> None:
+        """Release the parameters of `known`, unless they are used again soon (release_sub_module)."""
+        shards = set(known.shards)
+        gone = self._not_soon(known) if self._knows else set(shards)
+        if not forward:
+            gone |= {shard for shard in known.recomputed if not shard.persistent}
+            shards |= known.recomputed
+            known.recomputed.clear()
+            self._in_backward.pop(known, None)
+        for shard in shards:
+            shard.users.discard(known)
+            if shard in gone:
+                self._release(shard)
+
+    def _not_soon(self, known: _Module) -> set[Shard]:
+        found = {s for s in known.shards if not s.persistent and self._last[s] <= self._step}
+        passed = 0
+        for module in self._order[self._step :] if found else ():
+            if passed >= self.options.max_reuse_distance:
+                break
+            found.difference_update(module.shards)
+            passed += sum(shard.numel for shard in module.shards)
+        return found
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def _gather(self, shards: Iterable[Shard]) -> None:
+        kinds: defaultdict[torch.dtype, list[Shard]] = defaultdict(list)
+        for shard in sorted(shards, key=lambda shard: shard.number):
+            kinds[shard.part.dtype].append(shard)
+            self._live += shard.numel
+        with self._streams.stream(self._stream):
+            for together in kinds.values():
+                Flight(together, self.group)
+
+    def _land(self, shard: Shard) -> None:
+        assert shard.flight is not None
+        with self._streams.stream(self._stream):
+            shard.flight.land()
+        shard.flight = None
+
+    def _release(self, shard: Shard) -> None:
+        if shard.here and not shard.users:
+            shard.free()
+            self._live -= shard.numel
+
+
+# -- gradients, and the step ------------------------------------------------------------------------------------------
+
 
 class _Group:
-    """Parts that are updated together: views of the buffer of all parts, and their fp32 copy."""
+    """Parts that are updated together: views of the buffer of all parts, and an fp32 copy."""
 
     def __init__(self, options: dict[str, Any], shards: list[Shard]) -> None:
         self.options, self.shards = options, shards
@@ -45,7 +426,7 @@ class _Group:
 
 
 class Zero3(ZeroOptimizer):
-    """The model's optimizer under ZeRO-3; hooks on its parameters take the gradients as they come."""
+    """The model's optimizer under ZeRO-3; hooks on the parameters take each gradient when it is computed."""
 
     def __init__(
         self,
@@ -57,7 +438,7 @@ class Zero3(ZeroOptimizer):
         label: Label,
     ) -> None:
         self.optimizer, self.group, self._streams = optimizer, group, streams
-        self.synchronises = True  # gradients are reduced in each micro-batch, whatever is said here
+        self.synchronises = True  # ignored: gradients are reduced in each micro-batch
         self._stream = streams.Stream() if launch.zero.overlap_comm else streams.current_stream()
         self._of = _shards(model, group.size(), launch.zero)
         self._groups = [g for options in optimizer.param_groups for g in self._split(options, launch.zero)]
@@ -90,7 +471,7 @@ class Zero3(ZeroOptimizer):
             yield _Group(options, together)
 
     def _lay_out(self, sizes: list[int]) -> None:
-        """Trained parts in one buffer, and fp32 copies of the groups."""
+        """Put the parts of trained parameters into one buffer, and make the groups' fp32 copies."""
         trained = [shard for group in self._groups for shard in group.shards]
         buffer = torch.cat([shard.part for shard in trained])
         for shard, view in zip(trained, buffer.split(sizes), strict=True):
@@ -118,7 +499,7 @@ class Zero3(ZeroOptimizer):
         self._elements += size
 
     def _reduce(self) -> None:
-        """Reduce-scatter what the bucket holds, and add it to the gradients of the parts."""
+        """Reduce-scatter the bucket's gradients, and add them to those of the parts."""
         shards = sorted(self._filled, key=lambda shard: shard.number)
         ranks = self.group.size()
         with self._streams.stream(self._stream):
@@ -140,7 +521,7 @@ class Zero3(ZeroOptimizer):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """When backward has ended (independent_gradient_partition_epilogue, backward_epilogue)."""
+        """Called when backward has ended (independent_gradient_partition_epilogue, backward_epilogue)."""
         self._waiting = False
         if self._filled:
             self._reduce()
@@ -178,7 +559,7 @@ class Zero3(ZeroOptimizer):
 
 
 def _shards(model: nn.Module, ranks: int, options: ZeroOptions) -> dict[int, Shard]:
-    """Every parameter in parts, by id; the whole ones are let go of."""
+    """Partition every parameter and release the whole ones; returns the shards by the parameters' ids."""
     shards: dict[int, Shard] = {}
     persistent = 0
     for number, parameter in enumerate(model.parameters()):
@@ -195,7 +576,7 @@ def _shards(model: nn.Module, ranks: int, options: ZeroOptions) -> dict[int, Sha
 
 @contextmanager
 def linear_saves_parameters() -> Iterator[None]:
-    """torch.nn.functional.linear as DeepSpeed replaces it."""
+    """Replaces torch.nn.functional.linear as DeepSpeed does."""
     with patch.object(torch.nn.functional, "linear", lambda x, weight, bias=None: _Linear.apply(x, weight, bias)):
         yield
 

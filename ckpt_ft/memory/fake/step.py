@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
-from ckpt_ft.memory.distributed.sharded import Sharding, sharding_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
-from ckpt_ft.memory.distributed.wrap import initialize, share, surroundings, whole_again
+from ckpt_ft.memory.distributed.wrap import initialize, library_patches, share, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
@@ -167,7 +167,7 @@ def launched(
 
     The tensors are None if the model is not wrapped here.
     """
-    with surroundings(launch if mesh is not None else None), streams_are_followed() as streams:
+    with library_patches(launch if mesh is not None else None), streams_are_followed() as streams:
         held = None
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
@@ -216,7 +216,7 @@ class _Trace:
             tracker = Tracker(
                 dispatcher=partial(FakeOps, fakes=fakes, gpu=gpu, interrupts=interrupts, streams=streams)
             )
-            streams.tracker = tracker.recorder
+            streams.recorder = tracker.recorder
             for weight in left_on_host(model) if gpu else ():
                 tracker.recorder.ignore(weight)
             tracker.add_model(model)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from accelerate import PartialState
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.reading import library_reads
@@ -48,7 +47,7 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-4, 5e-2  # relative to the largest logit: exper
 def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> Dataset:
     """Returns `rows` as `input_ids` and `labels` of at most `max_length` tokens; packed rows also have `position_ids`.
 
-    Rows without a trained token are left out. The number of rows that are cut or left out is printed.
+    Rows without a trained token are left out. A warning says how many rows are cut or left out.
 
     Raises:
         UserError: the columns are unknown, a value is not a text or a conversation (the error names its row), or no
@@ -65,7 +64,7 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
         raise UserError(
             f"none of the {len(rows)} rows has a token to learn within --max_length {args.max_length}; raise it"
         )
-    print_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
+    warn_of_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
     encoded = encoded.remove_columns("cut")
     if args.packing:
         encoded = encoded.map(
@@ -75,11 +74,13 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
     return encoded
 
 
-def print_cut_rows(cut: int, left_out: int, rows: int, max_length: int) -> None:
-    """Prints, on the main process, how many rows do not fit into `max_length` tokens."""
-    parts = [f"{cut} are cut"] * bool(cut) + [f"{left_out} are left out: nothing to learn is left"] * bool(left_out)
-    if parts and PartialState().is_main_process:
-        print(f"--max_length {max_length}: of {rows} rows {', '.join(parts)}", flush=True)
+def warn_of_cut_rows(cut: int, left_out: int, rows: int, max_length: int) -> None:
+    """Warns, on the main process, of rows that do not fit into `max_length` tokens."""
+    if (cut or left_out) and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning(
+            "--max_length %d: of %d rows, %d are cut and %d are left out because they have no token to learn",
+            max_length, rows, cut, left_out,
+        )  # fmt: skip
 
 
 def row_layout(columns: Sequence[str], text_field: str) -> str:

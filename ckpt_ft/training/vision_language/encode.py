@@ -21,7 +21,7 @@ from ckpt_ft.training.text.encode import (
     chat_segments,
     flattened,
     pack,
-    print_cut_rows,
+    warn_of_cut_rows,
 )
 from ckpt_ft.workloads.batches import ImagePositions
 
@@ -42,8 +42,8 @@ def encode_conversations(
 ) -> Dataset:
     """Returns `rows` as `input_ids`, `labels` and the number of `pixels`; fetched rows have `images` as tensors.
 
-    Every image is read once. Rows whose images or whose answers do not fit into `max_length` are left out. The number
-    of rows that are cut or left out is printed. Packed rows also have `position_ids`.
+    Every image is read once. Rows whose images or whose answers do not fit into `max_length` are left out. A warning
+    says how many rows are cut or left out. Packed rows also have `position_ids`.
 
     Raises:
         UserError: a row is not a conversation, an image cannot be used, no row is left, or rows with and without
@@ -64,7 +64,7 @@ def encode_conversations(
             f"none of the {len(rows)} rows has its images and a token to learn within --max_length {args.max_length}; "
             "raise it, or make the images smaller"
         )
-    print_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
+    warn_of_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
     encoded = encoded.remove_columns("cut")
     _check_cross_attention(processor, encoded["pixels"])
     if args.packing:

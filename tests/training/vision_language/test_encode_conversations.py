@@ -131,12 +131,12 @@ def test_each_familys_model_takes_what_its_processor_made(family: str, tmp_path:
 
 
 def test_what_does_not_fit_is_left_out_and_nothing_left_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     processor, _ = llava()
     processor.chat_template = IMAGE_CHAT_TEMPLATE
     assert len(encoded(processor, tmp_path, max_length=35)) == 2  # two images of 16 tokens and their questions do not
-    assert "--max_length 35: of 3 rows 1 are left out: nothing to learn is left" in capsys.readouterr().out
+    assert "--max_length 35: of 3 rows, 0 are cut and 1 are left out" in caplog.text
     with pytest.raises(UserError, match="none of the 3 rows"):
         encoded(processor, tmp_path, max_length=3)
 

@@ -1,9 +1,9 @@
-"""DDP's gradient buckets by the Reducer's published rules, since the Reducer itself (C++) takes no fake tensors.
+"""DDP's gradient buckets by the rules of the Reducer's source; the Reducer itself is C++ and rejects fake tensors.
 
-Parameters are put into buckets in reverse order, the first of 1 MiB and the others of 25 MiB (torch/nn/parallel/
-distributed.py); a bucket is one flat tensor of its parameters' dtype that lives as long as the model. A gradient that
-is ready is scaled into its bucket; a bucket whose gradients are all ready is all-reduced beside the rest of backward;
-when that ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp:
+Parameters are assigned to buckets in reverse order, the first of 1 MiB and the others of 25 MiB (torch/nn/parallel/
+distributed.py). A bucket is one flat tensor of its parameters' dtype that lives as long as the model. A gradient that
+is ready is scaled and copied into its bucket. A bucket whose gradients are all ready is all-reduced while backward
+goes on. When backward ends, the results are copied back, unless gradients are views of the buckets (reducer.cpp:
 mark_variable_ready, all_reduce_bucket, finalize_backward).
 """
 
@@ -21,9 +21,9 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 
 
 def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as DDP runs it where it looks for unused parameters: each output that has a gradient is a copy.
+    """`forward` as DDP runs it with `find_unused_parameters`: it copies each output that needs a gradient.
 
-    (torch/nn/parallel/distributed.py: _DDPSink; a model's logits are there twice at the end of its forward.)
+    So the logits exist twice at the end of the forward (torch/nn/parallel/distributed.py: _DDPSink).
     """
 
     def copied(value: Any) -> Any:
@@ -36,7 +36,7 @@ def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Buckets:
-    """The buckets of a model's trainable parameters, filled by hooks as gradients come."""
+    """The buckets of a model's trainable parameters; hooks fill them when gradients are computed."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, as_view: bool) -> None:
         self.group, self.as_view = group, as_view
@@ -71,7 +71,7 @@ class Buckets:
                 bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def _finish(self) -> None:
-        """What the Reducer does once when backward ends."""
+        """Called once when backward ends."""
         self._waiting = False
         with torch.no_grad():
             for bucket in self.buckets:
@@ -95,7 +95,7 @@ class _Bucket:
 
 
 def _assigned(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Trainable parameters in buckets, those that backward reaches first in the first (compute_bucket_assignment)."""
+    """Assign trainable parameters to buckets in the order of backward (compute_bucket_assignment)."""
     buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     limit: dict[torch.dtype, int] = {}

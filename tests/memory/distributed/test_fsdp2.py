@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from ckpt_ft.memory.distributed.once import Chunks
+from ckpt_ft.memory.distributed.fsdp2 import Chunks
 
 
 @pytest.mark.parametrize("shape", [(8, 2), (7, 2), (3, 2), (9, 1), (4,)])

@@ -1,19 +1,26 @@
-"""A model that `fully_shard` has sharded already: the same wrapping once more, on fakes and in a group of their own.
+"""FSDP2 in a trace: a model that `fully_shard` has sharded already, and work that FSDP2 does for every rank.
 
-So a model is traced as it stands, whoever wrapped it: accelerate when training began, or a loop of one's own. What
-FSDP2 was told is read off its states (torch/distributed/fsdp/_fully_shard: FSDPState, FSDPParamGroup).
+A sharded model is traced by wrapping it again in the same way, on fake tensors and in a process group of their own,
+whoever wrapped it: accelerate when training began, or a user's own loop. How FSDP2 was configured is read from its
+states (torch/distributed/fsdp/_fully_shard: FSDPState, FSDPParamGroup).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
@@ -25,17 +32,17 @@ def sharding_of(model: nn.Module) -> Sharding | None:
 
 
 def shard_again(model: nn.Module) -> None:
-    """Let go of the weights that FSDP2 has gathered and kept, in an evaluation, say; the next forward gathers them."""
+    """Release weights that FSDP2 has gathered and kept, as after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class Sharding:
-    """What `fully_shard` did to `model`, children before parents. Weights that are gathered are sharded again.
+    """How `fully_shard` has sharded `model`, children before parents. Gathered weights are released first.
 
     Raises:
-        UserError: a part of it is not modelled.
+        UserError: the model is sharded in a way that is not modelled.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,10 +57,10 @@ class Sharding:
         self.shape, self.names = meshes.pop()  # type: ignore[misc]
 
     def within(self, launch: Launch | None) -> Launch:
-        """`launch`, or what the model's mesh tells of one.
+        """`launch`, or if None, the launch that the model's mesh is of.
 
         Raises:
-            UserError: it is one of other processes, or shares nothing.
+            UserError: `launch` has another number of processes, or another strategy.
         """
         processes = math.prod(self.shape)
         launch = launch or Launch("fsdp2", processes)
@@ -62,7 +69,7 @@ class Sharding:
         return launch
 
     def take_off(self) -> None:
-        """Leave the modules as they were before, with the parameters that they have now."""
+        """Undo `fully_shard` on the modules, which keep the parameters that they have now."""
         for unit in self.units:
             for handle in unit.hooks:
                 handle.remove()
@@ -72,9 +79,9 @@ class Sharding:
                 del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
 
     def put_on(self, mesh: DeviceMesh) -> list[Tensor]:
-        """Shard the parameters that the modules have now over `mesh`, of the same shape as the one before.
+        """Shard the modules' present parameters over `mesh`, which has the shape of the earlier one.
 
-        Returns what communication holds from then on: nothing.
+        Returns the tensors that communication holds from then on: none.
         """
         placements = {id(getattr(owner, name)): to for unit in self.units for owner, name, to in unit.parameters}
         ignored = {parameter for parameter in self.model.parameters() if id(parameter) not in placements}
@@ -96,7 +103,7 @@ class Sharding:
 
 
 class _Unit:
-    """One call of `fully_shard`: modules whose parameters are gathered together."""
+    """The modules of one call of `fully_shard`, whose parameters are gathered together."""
 
     def __init__(self, state: Any) -> None:
         self.modules: list[nn.Module] = list(state._modules)
@@ -107,9 +114,9 @@ class _Unit:
         ]
         self.options: dict[str, Any] = {"mp_policy": state._mp_policy, "reshard_after_forward": None}
         self.mesh: tuple[tuple[int, ...], tuple[str, ...] | None] | None = None
-        self.parameters: list[tuple[nn.Module, str, Any]] = []  # whose, its name there, along which dimension
+        self.parameters: list[tuple[nn.Module, str, Any]] = []  # the module, the name in it, the placement
         group = state._fsdp_param_group
-        if group is None:  # children have sharded all there is
+        if group is None:  # its children have sharded all of its parameters
             return
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise UserError("FSDP2 with parameters on the host is not modelled")
@@ -128,3 +135,54 @@ def _resharding(group: Any) -> bool | int:
     if after is None or after == group.mesh_info:
         return after is not None
     return int(after.shard_mesh_size)
+
+
+# -- work that is done for every rank ---------------------------------------------------------------------------------
+
+
+class Chunks:
+    """The chunks of `tensor` along `dim`, one for each of `ranks`, each made when it is asked for.
+
+    Like FSDP2's `_chunk_with_empty`: those of the last ranks are smaller, or empty.
+    """
+
+    def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
+        self.tensor, self.ranks, self.dim = tensor, ranks, dim
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: int) -> Tensor:
+        if rank >= self.ranks:
+            raise IndexError(rank)
+        length = self.tensor.size(self.dim)
+        each = -(-length // self.ranks)
+        start = each * rank
+        if start >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(each, length - start))
+
+
+@contextmanager
+def done_once() -> Iterator[None]:
+    """Patches FSDP2 and DTensor not to do for every rank, or every pair of parameters, what a trace needs once.
+
+    It is quick on real tensors and few ranks. On fakes, 64 views of each of a thousand parameters took a third of a
+    trace, and the sharding of their foreach ops a quarter. What is left out allocates nothing: only this rank's chunk
+    of a parameter is made, and whether an op's arguments are strided shards is asked once.
+    """
+    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)  # not before torch 2.13
+    asked: list[Any] = [None, False]  # the op last asked about, the answer
+
+    def flagged(strategy: Any, schema: Any) -> None:
+        if asked[0] is not schema:
+            asked[:] = schema, any(isinstance(p, _StridedShard) for spec in schema.args_spec for p in spec.placements)
+        if asked[1] and flag is not None:
+            flag(strategy, schema)
+
+    with patch.object(_fsdp_param, "_chunk_with_empty", Chunks):
+        if flag is None:
+            yield
+            return
+        with patch.object(_sharding_prop, "_propagate_use_strided_shard_flag", flagged):
+            yield
