@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.errors import UserError
 
-from .tensor_identity import is_wrapper, version_of
+from .tensor_identity import is_array, is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
 _ATOMS = (torch.Tensor, bool, int, float, str, type(None))
@@ -49,17 +49,13 @@ def _is_record(value: Any) -> bool:
     )
 
 
-def _is_array(value: Any) -> bool:
-    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"
-
-
 def changeable(value: Any) -> bool:
     """Whether `value`, or a container in it, can be written into."""
     if isinstance(value, _ATOMS):
         return False
     if isinstance(value, tuple):
         return any(changeable(item) for item in value)
-    return isinstance(value, (list, dict, set, deque)) or _is_record(value) or _is_array(value)
+    return isinstance(value, (list, dict, set, deque)) or _is_record(value) or is_array(value)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -90,7 +86,7 @@ def rebuild(value: Any, leaf: Callable[[Any], Any], made: dict[int, Any] | None 
         if all(item is old for item, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else tuple(items)
-    if _is_array(value):
+    if is_array(value):
         made[id(value)] = value.copy()
         return made[id(value)]
     if not isinstance(value, (list, deque, dict, set)) and not _is_record(value):

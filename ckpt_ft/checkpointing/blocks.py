@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckpt_ft.errors import UserError
 
@@ -212,17 +213,22 @@ def _is_composite(module: nn.Module) -> bool:
     return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in module._modules
 
 
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Its number of dimensions; 2 for a lazy layer's parameter, whose shape its first call decides."""
+    return 2 if is_lazy(parameter) else parameter.dim()
+
+
 def _matrices(module: nn.Module) -> Iterator[int]:
     """The dimensions of each weight matrix in `module`, without an adapter's."""
     module = module._modules.get("base_layer") or module
-    yield from (p.dim() for p in module.parameters(recurse=False) if p.dim() > 1)
+    yield from (dim for p in module.parameters(recurse=False) if (dim := _dimensions(p)) > 1)
     for child in module.children():
         yield from _matrices(child)
 
 
 def _is_blocklike(module: nn.Module) -> bool:
     """Composite with at least two matrices: one convolution with its norm is a layer, not a block."""
-    matrices = sum(1 for p in module.parameters() if p.dim() > 1)
+    matrices = sum(1 for p in module.parameters() if _dimensions(p) > 1)
     return _is_composite(module) and not _is_list(module) and matrices > 1
 
 

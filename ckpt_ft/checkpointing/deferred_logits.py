@@ -21,11 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
+from .verify import Recorder, SavedTensorProof, Verification
+
 
 class Layer(Protocol):
     """An output layer as `head` has it (OutputLayer)."""
 
     module: nn.Module
+    name: str
+    verification: Verification
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
         """`function` of `hidden`, within one call of the module."""
@@ -108,14 +112,16 @@ def cross_entropy(
         return projection.layer.call(lambda hidden: loss(projection.rows(hidden), target, reduction=reduction), hidden)
 
     def sum_of_chunks(hidden: torch.Tensor) -> torch.Tensor:
-        weights = Weights(projection)
+        weights, layer = Weights(projection), projection.layer
+        recorder = layer.verification.region(layer.name, layer.module) if layer.verification.active else None
 
-        def chunk(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
+        def chunk(proof: _ChunkProof, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            with proof:
+                return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
         random = any(isinstance(module, nn.Dropout) and module.p for module in projection.layer.module.modules())
         losses = [
-            checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=random)
+            checkpoint(partial(chunk, _ChunkProof(recorder)), *part, use_reentrant=False, preserve_rng_state=random)
             for part in zip(hidden.split(rows), target.split(rows), strict=True)
         ]
         weights.drop_copies()
@@ -126,6 +132,23 @@ def cross_entropy(
         return total
     counted = target != ignore_index
     return total / (counted.sum() if weight is None else (weight[target.clamp_min(0)] * counted).sum())
+
+
+class _ChunkProof:
+    """In a verified step, compares what a chunk's second run saves with what its first run saved, bit for bit."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.proof = None if recorder is None else SavedTensorProof(recorder)
+        self.begun = False
+
+    def __enter__(self) -> None:
+        if self.proof is not None:
+            (self.proof.enter_second_run if self.begun else self.proof.enter_first_run)()
+            self.begun = True
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.proof is not None:
+            self.proof.exit()
 
 
 class Weights:

@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.units import format_bytes
+from ckpt_ft.units import MIB, format_bytes
 
-from .tensor_identity import version_of
+from .tensor_identity import is_array, version_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _MORE_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -91,6 +91,7 @@ class ModuleState:
         self._seen: list[Any] = []  # the modules' attributes when the next two were found
         self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
         self.carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
+        self.arrays: list[tuple[nn.Module, str]] = []  # attributes that are numpy arrays of up to 1 MiB
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy of the model has modules of its own
@@ -103,7 +104,7 @@ class ModuleState:
         attributes = [module.__dict__ for module in modules]
         values = list(chain.from_iterable(map(dict.values, attributes)))
         if not _same(values, self._seen):
-            self._seen, self.extra, self.carried = values, [], []
+            self._seen, self.extra, self.carried, self.arrays = values, [], [], []
             for module in modules:
                 for name, value in module.__dict__.items():
                     if name in _OWN:
@@ -112,6 +113,8 @@ class ModuleState:
                         self.carried.append((module, name))
                     elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
                         self.extra.append((module, name, value))
+                    elif is_array(value) and value.nbytes <= MIB:
+                        self.arrays.append((module, name))
         found: list[Container] = [*attributes, *[own[name] for own in attributes for name in _TABLES]]
         for own in attributes:
             if own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -123,8 +126,8 @@ class Found:
     """The state of a region's modules as its first run found it; of their parameters, as that run left them."""
 
     __slots__ = (
-        "_containers", "_copies", "_modules", "_parameters", "_state", "_tensors", "_training", "_values", "_versions",
-        "_zero3",
+        "_arrays", "_containers", "_copies", "_modules", "_parameters", "_state", "_tensors", "_training", "_values",
+        "_versions", "_zero3",
     )  # fmt: skip
 
     def __init__(self, state: ModuleState, modules: dict[nn.Module, None], training: bool) -> None:
@@ -136,6 +139,7 @@ class Found:
         self._zero3 = bool(self._parameters) and hasattr(self._parameters[0], "ds_id")
         self._versions = _versions(self._parameters)
         self._tensors = [_Held(place, owner, value, state, training) for place, owner, value in self._held()]
+        self._arrays = [(module, name, module.__dict__[name].copy()) for module, name in state.arrays]
         self._values: Values | None = None
 
     def _held(self) -> Iterator[tuple[Place, Container, torch.Tensor]]:
@@ -190,6 +194,9 @@ class Found:
         self._put(self._copies)
         for tensor in self._tensors:
             tensor.swap_in()
+        for module, name, copy in self._arrays:
+            if module.__dict__[name].tobytes() != copy.tobytes():
+                module.__dict__[name] = copy.copy()
         return there
 
     def swap_out(self, there: list[Container]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ckpt_ft.units import MIB, format_bytes
 
@@ -34,6 +35,7 @@ from .tensor_identity import (
     view_of,
     written_to,
 )
+from .verify import Recorder
 
 _PARKED = "_ckpt_ft_parked"
 
@@ -133,13 +135,16 @@ Held = ParkedView | ParkedLocal
 class Saved:
     """A tensor that a node saved: an alias of it where it stays, else what it counts versions with and what is parked.
 
-    An alias, for a node that keeps its own output would keep itself alive.
+    An alias, for a node that keeps its own output would keep itself alive. In a verified step `proof` compares what
+    comes back from the host with what was parked.
     """
 
-    __slots__ = ("counter", "held", "version")
+    __slots__ = ("counter", "held", "proof", "version")
 
-    def __init__(self, counter: torch.Tensor, version: int, held: Held | None = None) -> None:
-        self.counter, self.version, self.held = counter, version, held
+    def __init__(
+        self, counter: torch.Tensor, version: int, held: Held | None = None, proof: tuple[Recorder, int] | None = None
+    ) -> None:
+        self.counter, self.version, self.held, self.proof = counter, version, held, proof
 
     def intact(self) -> bool:
         """Whether nothing was written to the tensor since."""
@@ -150,7 +155,13 @@ class Saved:
         if not self.intact():
             view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
             raise written_to(self.counter, self.version, view)
-        return self.counter if self.held is None else self.held.get()
+        if self.held is None:
+            return self.counter
+        tensor = self.held.get()
+        if self.proof is not None:
+            recorder, slot = self.proof
+            recorder.restored(slot, tensor)
+        return tensor
 
 
 class HostCopy:
@@ -186,8 +197,8 @@ class HostCopy:
 class Parking:
     """One forward pass: what it parked, by block."""
 
-    def __init__(self, usage: Usage, min_bytes: int) -> None:
-        self.usage, self.min_bytes = usage, min_bytes
+    def __init__(self, usage: Usage, min_bytes: int, recorder: Recorder | None = None) -> None:
+        self.usage, self.min_bytes, self.recorder = usage, min_bytes, recorder
         self.resident: set[int] = set()  # storages that stay where they are
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
@@ -208,12 +219,17 @@ class Parking:
             hollow: Any = tensor.detach()
             local = hollow._local_tensor
             if type(local) is torch.Tensor and self.leaves(local):  # another type is still on its way from other ranks
+                proof = self.proof(tensor)
                 held = ParkedLocal(emptied(hollow), self.park(local, counter_of(local), hollow))
-                return Saved(hollow, tensor._version, held)
+                return Saved(hollow, tensor._version, held, proof)
         elif self.leaves(tensor):
             counter = counter_of(tensor)
-            return Saved(counter, tensor._version, self.park(tensor, counter))
+            return Saved(counter, tensor._version, self.park(tensor, counter), self.proof(tensor))
         return Saved(tensor.detach(), tensor._version)
+
+    def proof(self, tensor: torch.Tensor) -> tuple[Recorder, int] | None:
+        """The recorder and the slot of a tensor that is parked; None if the step is not verified."""
+        return None if self.recorder is None else (self.recorder, self.recorder.saved(tensor))
 
     def leaves(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is copied to the host: a large one that is no parameter's or buffer's."""
@@ -281,7 +297,8 @@ class Offloading(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _local.running is not None:
             return self.forward(*args, **kwargs)
-        _local.running = running = Parking(self.usage, self.min_bytes)
+        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
+        _local.running = running = Parking(self.usage, self.min_bytes, recorder)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
                 running.resident = _storages(self.module)
@@ -316,5 +333,5 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
 
 def _storages(module: nn.Module) -> set[int]:
     """The storages of parameters and buffers, which stay where they are."""
-    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}

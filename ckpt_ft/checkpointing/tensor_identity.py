@@ -103,3 +103,8 @@ def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{view[0]} {list(view[1])} is at version {counter._version}; expected version {version}"
     )
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a numpy array; numpy is not imported for it."""
+    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"

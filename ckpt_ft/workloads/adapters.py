@@ -1,4 +1,4 @@
-"""What keeps most weights frozen: 4- and 8-bit layers, adapters, named parts; on a model that may be on meta."""
+"""Adapters, quantised weights and frozen parts of a model, which may be on the meta device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,16 @@ aten = torch.ops.aten
 
 
 class Valueless(TorchDispatchMode):
-    """While it is on, ops on meta tensors that need values get the ones named above."""
+    """Lets adapters initialise on the meta device although they read values.
+
+    Some adapters decompose the weight that they adapt, draw masks, or compare two tensors. Their shapes do not depend
+    on the values, so under this mode every number reads as one, every comparison as true, and a mask has as many
+    elements set as were written into it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._set: dict[int, tuple[Tensor, int]] = {}  # storage of a mask -> it, and how many are set
+        self._set: dict[int, tuple[Tensor, int]] = {}  # storage of a mask -> the mask, and how many elements are set
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -41,7 +46,7 @@ class Valueless(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return True if first.dtype is torch.bool else 1.0 if first.dtype.is_floating_point else 1
         if func is aten._to_copy.default:
-            kwargs.pop("device", None)  # there is nothing to copy to another
+            kwargs.pop("device", None)  # a meta tensor has no data to copy to another device
         if func is aten.bincount.default:
             return first.new_empty(max(kwargs.get("minlength", 0), 1))
         if func is aten.nonzero.default:
@@ -59,11 +64,11 @@ class Valueless(TorchDispatchMode):
         return self._set.get(mask.untyped_storage()._cdata, (mask, mask.numel()))[1]
 
     def _nonzero(self, mask: Tensor) -> Tensor:
-        """(set elements, axes)"""
+        """The positions (set elements, axes) of a mask."""
         return torch.empty(self._count(mask), mask.ndim, dtype=torch.long, device="meta")
 
     def _positions(self, indices: Any) -> list[Any]:
-        """Masks among `indices` as the positions that they set, an index for each axis."""
+        """`indices` with each mask replaced by the positions of its set elements, one index per axis."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
@@ -74,7 +79,7 @@ class Valueless(TorchDispatchMode):
 
 
 class TrainedTowers:
-    """The towers of `model` that `choice`, one of `TRAINED_TOWERS`, names.
+    """The towers of a vision-language model that are trained: those that `choice`, a key of `TRAINED_TOWERS`, names.
 
     Raises:
         UserError: the model has no such tower.
@@ -92,7 +97,7 @@ class TrainedTowers:
         self.towers = [self._all[name] for name in TRAINED_TOWERS[choice]]
 
     def freeze_others(self) -> None:
-        """Train their weights, and what lies between the towers, but no other tower's."""
+        """Freeze all other towers; the weights between towers are trained."""
         for tower in self._all.values():
             if tower not in self.towers:
                 ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
@@ -101,11 +106,15 @@ class TrainedTowers:
                     module.requires_grad_(False)
 
     def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> str:
-        """A pattern, as PEFT takes one, of what gets an adapter in them: every linear layer but the head, or what is
-        named as `asked` (`by` what, in errors). Where `asked` is a pattern, that, whatever towers it is of.
+        """A pattern for PEFT that matches the layers of these towers that get an adapter.
+
+        Args:
+            asked: names of layers; None or "all-linear" for every linear layer except the head. A pattern is returned
+                as it is, whatever towers it matches.
+            by: the setting that `asked` comes from, for error messages.
 
         Raises:
-            UserError: nothing in them is.
+            UserError: no layer of these towers matches.
         """
         linear = asked in (None, "all-linear", ["all-linear"])
         if isinstance(asked, str) and not linear:
@@ -127,35 +136,37 @@ class TrainedTowers:
 
 
 def _endings(modules: list[tuple[str, nn.Module]], head: nn.Module | None) -> set[str]:
-    """What the paths of linear layers but the head end in, as short as no other module's path ends so: `q_proj`, and
-    of a layer without a name of its own `mlp.0`, since `0` would be a block as well."""
+    """The shortest endings of the paths of linear layers, except the head, that no other module's path has.
+
+    `q_proj`, for example; `mlp.0` for a layer in a Sequential, because `0` may be a block, too.
+    """
     others = {end for name, module in modules if not isinstance(module, nn.Linear) for end in _ends(name)}
     layers = [name for name, module in modules if isinstance(module, nn.Linear) and module is not head]
     return {next((end for end in _ends(name) if end not in others), name) for name in layers}
 
 
 def _ends(path: str) -> list[str]:
-    """The path's last name, its last two, and so on."""
+    """The last name of `path`, its last two names, and so on."""
     names = path.split(".")
     return [".".join(names[first:]) for first in reversed(range(len(names)))]
 
 
 def _pattern(tower: Tower, names: set[str]) -> str:
-    """Of the modules in `tower` that end in one of `names`."""
+    """A pattern for the modules of `tower` whose paths end in one of `names`."""
     roots = "|".join(re.escape(f"{root}.") if root else "" for root in tower.modules)
     return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
 
 
-_FROM_DATA = ("corda", "loftq")  # LoRA's own sizes, with values that are computed from data or by other packages
+_FROM_DATA = ("corda", "loftq")  # ways to initialise LoRA that need data or other packages; the sizes are LoRA's
 
 
 def without_adapters(model: Any) -> Any:
-    """The model that PEFT's wrapper is around; `model` itself where there is none."""
+    """The base model inside of PEFT's wrapper; `model` itself without one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapt(model: Any, spec: TrainingSpec) -> Any:
-    """`model` with quantised weights, frozen parts, adapters (fp32 on a half-precision base, as peft makes them)."""
+    """`model` with the quantised weights, frozen parts and adapters of `spec`, as transformers and PEFT make them."""
     if spec.quantisation.bits:
         _quantise(model, spec)
     for part in spec.model.frozen:
@@ -175,7 +186,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     asked = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT sets it right for GPT-2's Conv1D
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it for GPT-2's Conv1D
         adapted = get_peft_model(model, _configuration(spec, towers, on_meta))
     if on_meta:
         _train_rank_numbers(adapted)
@@ -186,7 +197,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
 
 
 def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
-    """Which of two ways was taken where users may expect the other, one sentence each."""
+    """Assumptions about quantised weights and attention that users may not expect, one sentence each."""
     notes = []
     if spec.quantisation.bits:
         bits = "4 bits" if spec.quantisation.load_in_4bit else "8 bits"
@@ -207,7 +218,7 @@ def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
 
 
 def by_task(spec: TrainingSpec) -> bool:
-    """Whether the adapters are of several tasks, so that a batch says of each of its rows which one it is of."""
+    """Whether the adapters are trained on several tasks, so that a batch has the task of each row."""
     return spec.adapter.peft is not None and spec.adapter.peft.get("peft_type") in ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
@@ -242,7 +253,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
 
 
 def _show_weights(adapted: Any) -> None:
-    """Tell PEFT's layers that work on the weight itself how it is unpacked, as of bitsandbytes' they know."""
+    """Tell PEFT's layers that compute with the weight itself how to unpack a stand-in's weight."""
     from ckpt_ft.standins.quantised_layers import NF4Linear
 
     for layer in adapted.modules():
@@ -255,7 +266,7 @@ def _show_weights(adapted: Any) -> None:
 
 
 def _train_rank_numbers(adapted: Any) -> None:
-    """Of AdaLoRA over half precision: PEFT since 0.21 trains what it casts, and on meta there is nothing to cast."""
+    """Train AdaLoRA's rank numbers over half precision, as PEFT since 0.21 does when it casts them; not on meta."""
     for layer in adapted.modules():
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
@@ -264,7 +275,7 @@ def _train_rank_numbers(adapted: Any) -> None:
 
 @cache
 def _rank_numbers_train() -> bool:
-    """Whether they do with the PEFT that is installed."""
+    """Whether the installed PEFT trains them."""
     from peft import AdaLoraConfig, get_peft_model
 
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -274,7 +285,7 @@ def _rank_numbers_train() -> bool:
 
 
 def tell_sizes(adapted: Any) -> None:
-    """Of FRoD: its forward reads how large its sparse matrices are, and on meta there are no numbers to read."""
+    """Store the sizes of FRoD's sparse matrices on the CPU: its forward reads them, which meta tensors forbid."""
     for category, sizes in getattr(adapted.base_model, "frod_s_size", {}).items():
         for adapter in sizes:
             shape = adapted.base_model.frod_V[category][adapter].shape
@@ -291,7 +302,7 @@ def _freeze(model: Any, part: str) -> None:
 
 
 def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_values: bool) -> Any:
-    """LoRA as the settings say it, or the configuration of PEFT that they carry; in `towers` alone."""
+    """The PEFT configuration of the spec: LoRA by its rank, or the given one; only in `towers` if there are any."""
     from peft import LoraConfig
 
     if spec.adapter.peft is not None:

@@ -1,6 +1,7 @@
-"""What a class of transformers is called with in training: its task, by transformers' own tables, and a batch of it.
+"""Batches and losses of transformers models: what a class is trained on, by transformers' own tables of auto classes.
 
-A batch is described by the `Field`s of one row. A class that no table below names has no known training step.
+A batch is described by the `Field`s of one row. A class that is in no table of `TASKS` has no known training step.
+Packed rows of vision-language models are at the end: which models keep packed rows apart, and by which positions.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .workload import DTYPES, Batch, Forward, Loss
 
-POSITIVES = "positives"  # ids of what each row's text belongs to
-_SCALE = 20.0  # of sentence-transformers' MultipleNegativesRankingLoss
+POSITIVES = "positives"  # the ids of the text that belongs to each row's text
+_SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
 
 
 def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -31,12 +32,12 @@ def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
 
 
 def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:
-    """The loss of CLIP and its kind, which it computes where it is asked to."""
+    """The contrastive loss of CLIP and similar models, which compute it on request."""
     return own_loss(model, {**batch, "return_loss": True})
 
 
 def of_pairs(model: Forward, batch: Batch) -> torch.Tensor:
-    """Each row's text must be nearest to its own positive: sentence-transformers' MultipleNegativesRankingLoss."""
+    """The in-batch contrastive loss of sentence-transformers (MultipleNegativesRankingLoss)."""
     rows = {name: value for name, value in batch.items() if name != POSITIVES}
     anchors, positives = (
         _embedded(model, {**rows, "input_ids": ids}) for ids in (batch["input_ids"], batch[POSITIVES])
@@ -46,7 +47,7 @@ def of_pairs(model: Forward, batch: Batch) -> torch.Tensor:
 
 
 def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
-    """(rows, width): the mean over each row's tokens, as sentence-transformers' Pooling takes it."""
+    """Embeddings (rows, width): the mean over each row's tokens, as in sentence-transformers' Pooling."""
     tokens = model(**inputs).last_hidden_state
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     weights = mask.unsqueeze(-1).expand(tokens.shape).to(tokens.dtype)
@@ -54,15 +55,15 @@ def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
     return mean
 
 
-_RATE = 16_000  # samples a second, of all models that take a waveform
-_FRAMES = 100  # of a spectrogram, a second
-_LETTERS = 15  # that are spoken in a second
-_OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # what a model of text and more takes as well
+_RATE = 16_000  # samples per second of every model that takes a waveform
+_FRAMES = 100  # frames per second of a spectrogram
+_LETTERS = 15  # spoken per second
+_OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # inputs of models that take more than text
 
 
 @dataclass(frozen=True)
 class Field:
-    """One input. `shape`: of one sample's. `top`: one more than the largest whole number; 0 for floats."""
+    """One input: its `shape` for one sample, and the number of classes `top` of integers; 0 for floats."""
 
     shape: tuple[int, ...]
     top: int = 0
@@ -73,11 +74,15 @@ Fields = dict[str, Field]
 
 @dataclass(frozen=True)
 class Task:
-    """What a table of transformers' auto classes is trained on.
+    """What the classes of a table of transformers' auto classes are trained on.
 
-    kind: for people. table: X of transformers' MODEL_XMAPPING_NAMES. fields: (model, settings) -> its inputs.
-    sized: the settings that say how large a sample is. loss: (forward, batch) -> scalar. loss_fields: fields
-    that only the loss takes, not the forward.
+    Attributes:
+        kind: for messages, "language model" for example.
+        table: X of transformers' MODEL_XMAPPING_NAMES.
+        fields: (model, spec) -> the inputs.
+        sized: the fields of the spec that set the size of a sample.
+        loss: (forward, batch) -> scalar.
+        loss_fields: inputs of the loss that forward does not take.
     """
 
     kind: str
@@ -89,7 +94,7 @@ class Task:
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """model type -> names of its classes."""
+        """The names of the classes of each model type."""
         from transformers.models.auto import modeling_auto
 
         table = getattr(modeling_auto, f"MODEL_{self.table}MAPPING_NAMES")
@@ -107,7 +112,7 @@ def _speech(model: Any, spec: TrainingSpec) -> Fields:
 
 
 def _log_mel(model: Any) -> Field:
-    """Whisper's window of 30 seconds, which is its only length."""
+    """A log-mel window of 30 seconds, the only length that Whisper takes."""
     config = model.config
     if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
         raise UserError(f"no batch is known for {type(model).__name__}: of speech, Whisper's log-mel windows are")
@@ -115,7 +120,7 @@ def _log_mel(model: Any) -> Field:
 
 
 def _sound(model: Any, spec: TrainingSpec) -> Fields:
-    """The waveform, or what of it the model is given in its place."""
+    """The waveform, or the features that the model takes in its place."""
     config, taken = model.config, inspect.signature(model.forward).parameters
     if (
         hasattr(config, "feature_projection_input_dim") and "input_features" in taken
@@ -123,7 +128,7 @@ def _sound(model: Any, spec: TrainingSpec) -> Fields:
         return {"input_features": Field((spec.data.audio_seconds * _FRAMES // 2, config.feature_projection_input_dim))}
     if "input_features" in taken:
         return {"input_features": _log_mel(model)}
-    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram, of its only length
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):  # AST's spectrogram has one length
         return {"input_values": Field((config.max_length, config.num_mel_bins))}
     return {"input_values": Field((spec.data.audio_seconds * _RATE,))}
 
@@ -179,7 +184,7 @@ def _span(model: Any, spec: TrainingSpec) -> Fields:
     return {"input_ids": ids, "start_positions": position, "end_positions": position}
 
 
-# In this order: where a configuration names no class, the first that has its model type stands.
+# In order of preference: a configuration that names no class gets the first class for its model type.
 TASKS = (
     Task("speech recogniser", "FOR_SPEECH_SEQ_2_SEQ_", _speech),
     Task("sequence-to-sequence model", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", _text),
@@ -202,17 +207,17 @@ TASKS = (
 
 
 def task_of(class_name: str) -> Task | None:
-    """The task of the transformers class of that name, if there is one with a known batch."""
+    """The task of the transformers class of that name; None if no training step is known for it."""
     return next((task for task in TASKS if any(class_name in names for names in task.classes.values())), None)
 
 
 def class_for(model_type: str) -> str:
-    """The class that stands for a model type where its configuration names none; "" where there is none."""
+    """The class for a model type whose configuration names none; "" if no task has that type."""
     return next((task.classes[model_type][0] for task in TASKS if model_type in task.classes), "")
 
 
 def check_fields(model: Any, fields: Collection[str]) -> None:
-    """Raises UserError where the forward of `model` does not take `fields`, or needs more than them."""
+    """Raises UserError if the forward of `model` does not take `fields`, or needs other inputs, too."""
     parameters = inspect.signature(model.forward).parameters.values()
     missing = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD} - set(fields)
     foreign = set(fields) - {p.name for p in parameters}
@@ -222,7 +227,7 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
 
 
 def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
-    """What a batch of the task leaves out or takes for granted, one sentence each."""
+    """What a batch of the task leaves out or assumes, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
     if task.fields is not _text or spec.data.images:
@@ -235,7 +240,7 @@ def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
 
 
 def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
-    """A micro-batch of zeros; floats in float32 under autocast, else in the weights' dtype."""
+    """A micro-batch of zeros; floats are float32 under autocast, else they have the weights' dtype."""
     floats = torch.float32 if spec.precision.mixed_precision != "no" else DTYPES[spec.precision.dtype]
     return {
         name: torch.zeros(samples, *field.shape, dtype=torch.long if field.top else floats)
@@ -243,10 +248,13 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
     }
 
 
-# Types of models, and of the language models in them; a test holds packed rows of each against the rows alone. Left
-# out are those whose mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding window),
-# whose text looks at images through layers of its own (Llama 3.2 Vision, IDEFICS), or that carry a state along the
-# sequence (Qwen3.5, LFM2-VL).
+# Types of vision-language models, and of the language models in them, that keep packed rows apart. transformers'
+# attention, given neither a mask nor a KV cache, starts a new row where the positions start again (masking_utils.py,
+# find_packed_sequence_indices); flash attention does so only in a batch of one sequence
+# (modeling_flash_attention_utils.py, _is_packed_sequence). A test compares packed rows of each type with single rows.
+# Left out are types whose mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding
+# window), whose text attends to images in layers of their own (Llama 3.2 Vision, IDEFICS), or that carry a state along
+# the sequence (Qwen3.5, LFM2-VL).
 SEEING = {
     "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
     "qwen2_vl", "qwen3_vl", "smolvlm",
@@ -258,7 +266,7 @@ READING = {
 
 
 def check_packing(model: Any) -> None:
-    """Raises UserError where packed rows with images might see one another."""
+    """Raises UserError if packed rows with images might attend to each other."""
     kind, text = model.config.model_type, model.config.get_text_config().model_type
     if kind not in SEEING:
         raise UserError(f"packing: a {kind} is not known to keep packed rows apart ({', '.join(sorted(SEEING))} do)")
@@ -267,15 +275,16 @@ def check_packing(model: Any) -> None:
 
 
 def in_one_sequence(model: Any) -> bool:
-    """Whether the rows of a whole batch are to be packed into one sequence: flash attention, no mask is made."""
+    """Whether the rows of a batch must be packed into one sequence, as for flash attention, which gets no mask."""
     return "flash" in (model.config.get_text_config()._attn_implementation or "")
 
 
 @dataclass(frozen=True)
 class ImagePositions:
-    """Positions by time, height and width, which some models (Qwen-VL) take of the tokens of an image.
+    """Positions of image tokens by time, height and width, as some models (Qwen-VL) use them.
 
-    kind, config: of the part of a model that knows them; its weights do not go to the processes that fetch batches.
+    kind, config: the class and configuration of the model's part that computes the positions. Its weights are not
+    needed, so they are not sent to the processes that fetch batches.
     """
 
     kind: type[nn.Module]
@@ -283,12 +292,12 @@ class ImagePositions:
 
     @classmethod
     def of(cls, model: nn.Module) -> ImagePositions | None:
-        """None where positions count tokens alone."""
+        """The positions of `model`; None if its positions only count tokens."""
         knows = next((module for module in model.modules() if hasattr(type(module), "get_rope_index")), None)
         return None if knows is None else cls(type(knows), knows.config)
 
     def compute(self, batch: Batch) -> Tensor:
-        """(4, sequences, tokens): the `position_ids` (sequences, tokens) of packed rows, from 0 in each, and these."""
+        """Positions (4, sequences, tokens): the `position_ids` of `batch`, which start at 0 in each row, and these."""
         along = batch["position_ids"]
         lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
         lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()
@@ -297,7 +306,7 @@ class ImagePositions:
             for name in ("input_ids", "mm_token_type_ids")
         )
         there = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
-        bare: Any = self.kind.__new__(self.kind)  # without its layers
+        bare: Any = self.kind.__new__(self.kind)  # an instance without layers
         nn.Module.__init__(bare)
         bare.config = self.config
         found, _ = bare.get_rope_index(
@@ -307,7 +316,7 @@ class ImagePositions:
 
 
 def one_behind_another(rows: Sequence[Batch], along: Collection[str], image_positions: ImagePositions | None) -> Batch:
-    """Sequences of one row of each batch. What is `along` the tokens goes on there; the rest are more images."""
+    """Pack one row of each batch into each sequence; inputs in `along` are joined along the tokens."""
     batch = {name: torch.cat([row[name] for row in rows], 1 if name in along else 0) for name in rows[0]}
     positions = torch.cat([torch.arange(row["input_ids"].shape[1]) for row in rows])
     batch["position_ids"] = positions.expand(len(batch["input_ids"]), -1).clone()

@@ -1,4 +1,8 @@
-"""The training step of a diffusers U-Net or transformer on the meta device: noise in and out, mean squared error."""
+"""Diffusion models of diffusers as workloads: U-Nets and transformers on the meta device, their inputs and loss.
+
+The inputs of each class have the shapes of diffusers' own training scripts and pipelines: how many tokens a prompt is
+padded to, and how many pixels and frames one latent stands for. No prompt has padding.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +36,15 @@ from .pipeline_parts import (
 from .sample_sizes import Lengths, sizes_of
 from .workload import DTYPES, MIXED_PRECISION, Batch, Forward, Workload
 
-CLIP_TOKENS = 77  # of a prompt, as CLIP's text encoders have it
-_META_SIZES = 6  # original size, crop and target size of an image
+CLIP_TOKENS = 77  # of a prompt for CLIP's text encoders
+_META_SIZES = 6  # numbers in an image's original size, crop and target size
 
 
 @dataclass(frozen=True)
 class Latents:
-    """A micro-batch of noisy latents: `size` samples of `height` x `width`, `frames` of them where they are videos.
+    """A micro-batch of noisy latents: `size` samples of `height` x `width`, with `frames` if they are videos.
 
-    prompt_tokens: of a U-Net's prompts.
+    prompt_tokens: tokens of a U-Net's prompts.
     """
 
     config: Any
@@ -52,7 +56,7 @@ class Latents:
     prompt_tokens: int = CLIP_TOKENS
 
     def zeros(self, *shape: int) -> torch.Tensor:
-        """One for every sample, in the latents' dtype."""
+        """Zeros of this shape for every sample, in the latents' dtype."""
         return torch.zeros(self.size, *shape, dtype=self.dtype)
 
     def image(self) -> torch.Tensor:
@@ -62,7 +66,7 @@ class Latents:
         return self.zeros(self.config.in_channels, self.frames, self.height, self.width)
 
     def tokens(self, patch: int) -> int:
-        """Squares of `patch` x `patch` in an image."""
+        """The number of squares of `patch` x `patch` in an image."""
         return (self.height // patch) * (self.width // patch)
 
     def prompt(self, tokens: int, width: int) -> torch.Tensor:
@@ -72,21 +76,25 @@ class Latents:
         return torch.zeros(self.size, dtype=torch.long)
 
     def mask(self, tokens: int) -> torch.Tensor:
-        """No prompt has padding."""
+        """An attention mask of prompts without padding."""
         return torch.ones(self.size, tokens, dtype=torch.long)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a class is called. `scale`: pixels of an image's side for one of a latent; `frames`: of a video, likewise.
+    """How a class is called.
 
-    inputs: those of its forward; the first of them are the latents.
+    Attributes:
+        inputs: makes the inputs of its forward; the first of them are the latents.
+        scale: pixels of an image's side per latent.
+        frames: frames of a video per latent frame; 0 for images.
+        own_side: latents of a side for configurations that name none.
     """
 
     inputs: Callable[[Latents], Batch]
     scale: int | Callable[[Any], int] = 8
     frames: int = 0
-    own_side: int = 128  # of a latent, for configurations that name none
+    own_side: int = 128
 
     def pixels(self, config: Any) -> int:
         return self.scale(config) if callable(self.scale) else self.scale
@@ -115,7 +123,7 @@ def _sd3(x: Latents) -> Batch:
 
 
 def _packed(x: Latents, patch: int, prompt: int, axes: int) -> Batch:
-    """Latents as a sequence, each token a square of `patch` x `patch`, with positions on `axes` axes."""
+    """Latents as a sequence: each token is a square of `patch` x `patch` with a position on `axes` axes."""
     tokens = x.tokens(patch)
     return {
         "hidden_states": x.zeros(tokens, x.config.in_channels),
@@ -182,7 +190,7 @@ def _hunyuan_dit(x: Latents) -> Batch:
     rotary = x.tokens(config.patch_size), config.attention_head_dim
     return {
         "hidden_states": x.image(),
-        "timestep": x.zeros(),  # whose dtype the class takes for all of its embeddings
+        "timestep": x.zeros(),  # the class casts all of its embeddings to this dtype
         "encoder_hidden_states": x.prompt(config.text_len, config.cross_attention_dim),
         "text_embedding_mask": x.mask(config.text_len),
         "encoder_hidden_states_t5": x.prompt(config.text_len_t5, config.cross_attention_dim_t5),
@@ -213,7 +221,7 @@ def _lumina2(x: Latents) -> Batch:
 
 
 def _z_image(x: Latents) -> Batch:
-    """Every sample on its own, in lists."""
+    """Lists with one tensor for each sample."""
     latents = torch.zeros(x.config.in_channels, 1, x.height, x.width, dtype=x.dtype)
     prompt = torch.zeros(512, x.config.cap_feat_dim, dtype=x.dtype)
     return {
@@ -291,16 +299,16 @@ KINDS = {
 }
 
 
-ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' LoRA scripts adapt
-_LEAST = 8  # pixels that a resolution is a multiple of, also where a latent is one pixel
-_FRAMES = 49  # of a video, where none are asked for: about two seconds
+ATTENTION_PROJECTIONS = ("to_k", "to_q", "to_v", "to_out.0")  # the targets of diffusers' LoRA scripts
+_LEAST = 8  # a resolution is a multiple of so many pixels, even if a latent is one pixel
+_FRAMES = 49  # default length of a video, about two seconds
 
 
 def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """The workload of a diffusers model config (the one with `_class_name`).
 
     Raises:
-        UserError: the class is not one that is trained on noise, or the resolution does not fit its VAE.
+        UserError: no training step is known for the class, or the resolution does not fit its VAE.
     """
     model, called = _build(name, config, spec)
     kind = config["_class_name"]
@@ -352,7 +360,7 @@ def diffusion_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) ->
 
 
 def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[Any, Kind]:
-    """The model on meta, in the settings' dtype, and how its class is called.
+    """The model on the meta device in the spec's dtype, and how its class is called.
 
     Raises:
         UserError: diffusers is missing or has no such class, no training step is known for it, or its config makes no
@@ -372,17 +380,18 @@ def _build(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> tuple[An
     try:
         with torch.device("meta"):
             model = getattr(diffusers, kind).from_config(dict(config))
-            nn.Module.to(model, DTYPES[spec.precision.dtype])  # diffusers' own warns of modules that want float32
+            # diffusers' own `to` warns about modules that want float32.
+            nn.Module.to(model, DTYPES[spec.precision.dtype])
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     return model.train(), KINDS[kind]
 
 
 def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
-    """Latents of a side of images of `resolution` pixels, `scale` of them for a latent; 0 pixels for the model's own.
+    """The latents per side of images of `resolution` pixels, `scale` pixels each; 0 pixels for the model's own side.
 
     Raises:
-        UserError: it is no whole number of latents, or none is given and the model's own is no square.
+        UserError: the resolution is no whole number of latents, or it is 0 and the model's own images are no squares.
     """
     if resolution % max(scale, _LEAST):
         raise UserError(
@@ -396,7 +405,7 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
 
 
 def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
-    """`settings` whose adapters stand on the attention's projections where no other modules are named."""
+    """`spec` with adapters on the attention's projections if it names no modules."""
     targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
     spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
     peft = spec.adapter.peft
@@ -420,10 +429,11 @@ def _inputs(
 def _with_parts(
     name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
 ) -> tuple[Any, Encoding | None]:
-    """`model`, with its text encoders where they are trained too; and what encodes in each step, if anything does.
+    """`model`, joined with its text encoders if they are trained, and the encoding in each step, None without one.
 
     Raises:
-        UserError: the pipeline's other parts are not known, or text encoders are to be trained that are no U-Net's.
+        UserError: the pipeline's other parts are not known, or the model whose text encoders are to be trained is no
+            U-Net.
     """
     if spec.adapter.train_text_encoder and tokens is not None:
         raise UserError(f"train text encoder: {name} is no U-Net, whose text encoders alone are trained with it")
@@ -442,9 +452,9 @@ def _with_parts(
 def unet_batch(
     model: Any, size: int, shape: tuple[int, int], dtype: torch.dtype, prompt_tokens: int = CLIP_TOKENS
 ) -> Batch:
-    """What a U-Net, alone or with its text encoders, is called with, as zeros, of latents `shape` (h, w).
+    """The inputs of a U-Net, alone or with its text encoders, as zeros, for latents of `shape` (height, width).
 
-    prompt_tokens: of a prompt that is encoded already.
+    prompt_tokens: tokens of a prompt that is encoded already.
     """
     joint = isinstance(model, TextAndUNet)
     unet = without_adapters(model.unet if joint else model)
@@ -453,10 +463,10 @@ def unet_batch(
 
 
 def noise_loss(model: Forward, batch: Batch) -> torch.Tensor:
-    """Mean squared error in fp32 against noise of the prediction's shape: the batch's "target", if it has one."""
+    """Mean squared error in fp32 between the prediction and the batch's "target"; zeros without one."""
     inputs = {key: value for key, value in batch.items() if key != "target"}
     prediction = model(**inputs, return_dict=False)[0]
-    if isinstance(prediction, list):  # a sample each
+    if isinstance(prediction, list):  # one per sample
         prediction = torch.stack(prediction)
     target = batch["target"] if "target" in batch else torch.zeros_like(prediction)
     return torch.nn.functional.mse_loss(prediction.float(), target.float(), reduction="mean")

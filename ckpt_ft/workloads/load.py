@@ -1,8 +1,7 @@
-"""A model by name as a Workload: built from its configuration on the meta device, in the order that it is trained in.
+"""`load`: the Workload of a spec, built from the model's configuration on the meta device, without any weights.
 
-`load(spec)` takes a Hub id, a local directory or a config file, of a transformers model (the class that it names,
-where batches.py knows what that is trained on) or a diffusers pipeline (its U-Net or transformer). No weight is ever
-allocated.
+The model is a Hub id, a local directory or a config file of a transformers model, if batches.py knows what its class
+is trained on, or of a diffusers pipeline, whose U-Net or transformer is trained.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def load(
     """The workload of the model that `spec` names: a Hub id, a local directory or a config file.
 
     Args:
-        device: that it is to run on; None for the spec's.
-        lengths: tokens of a dataset's rows; without them every row has the spec's tokens.
-        batches: for the model, batches of the dataset's own rows; without them, of rows of text as long as those.
+        device: the device to predict for; None for the spec's.
+        lengths: lengths of a dataset's rows; without them every row has the spec's number of tokens.
+        batches: makes, for the model, batches of the dataset's own rows; without it, rows are text of those lengths.
 
     Raises:
-        UserError: nothing by that name, not a kind of model that is known here, or a spec that does not fit it.
+        UserError: an unknown model or kind of model, or a spec that does not fit the model.
     """
     name = spec.model.name
     AllocatorSettings.parse(spec.host.alloc_conf)
@@ -58,7 +57,8 @@ def load(
     if lengths is not None:
         _check_lengths(name, workload, spec)
     if batches is not None:
-        workload = replace(workload, make_batch=batches(workload.model), notes=())  # of batches that are not made
+        # The notes are about batches of text, which are not used.
+        workload = replace(workload, make_batch=batches(workload.model), notes=())
     return replace(
         workload,
         name=name,
@@ -75,9 +75,9 @@ def load(
 
 
 def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:
-    """Raises UserError where `spec` says something of samples that those of `workload` do not have.
+    """Raises UserError if `spec` has settings of samples that the samples of `workload` do not have.
 
-    own_rows: batches are of a dataset's own rows.
+    own_rows: whether the batches are rows of a dataset.
     """
     held = f"the batches of {name}, a {workload.kind}, hold no"
     if spec.data.seq_length is not None and "seq_length" not in workload.shape:
@@ -100,7 +100,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
 
 
 def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
-    """Raises UserError where the lengths of a dataset's rows say nothing of the batches of `workload`."""
+    """Raises UserError if the lengths of a dataset's rows do not apply to the batches of `workload`."""
     if spec.data.images:
         raise UserError("a dataset's lengths and images in every row: leave one of them out")
     if workload.kind != "language model":
@@ -110,7 +110,7 @@ def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
 
 
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
-    """Model, batches and loss of the kind of model that `config` describes."""
+    """The workload of a transformers or a diffusers configuration."""
     if "_class_name" in config:
         from .diffusion_models import diffusion_model
 

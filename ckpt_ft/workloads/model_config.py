@@ -1,4 +1,9 @@
-"""A model's configuration by name: a file, a directory, the Hub, or one that comes with the package."""
+"""A model's configuration by name: a file, a directory, the Hub, or one of the known models.
+
+The configurations of known models come with the package in `configs/`, one file for each family. An entry has the
+configuration as far as it decides shapes (and that of the image processor), the number of parameters that its
+publisher states, other names on the Hub with the same shapes, and the source.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +22,18 @@ from urllib.error import HTTPError
 from ckpt_ft.errors import UserError, one_line
 
 CONFIGS = Path(__file__).parent / "configs"
-MIRRORS = ("unsloth", "NousResearch")  # who keeps copies of others' models on the Hub under the same name
+MIRRORS = ("unsloth", "NousResearch")  # owners of copies on the Hub under the same model names
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that needs no Hub.
+    """A model whose configuration comes with the package.
 
-    parameters: published, whole or rounded ("32B"). family: of the file it is in. processor: its published settings.
+    Attributes:
+        family: the file that has it.
+        parameters: as published, exact or rounded ("32B").
+        also: other names on the Hub with the same shapes.
+        processor: the published settings of its image processor.
     """
 
     name: str
@@ -37,14 +46,14 @@ class KnownModel:
 
     @property
     def kind(self) -> str:
-        """The class that is trained."""
+        """The name of the class that is trained."""
         named: str = self.config.get("_class_name") or self.config["architectures"][0]
         return named
 
 
 @functools.cache
 def known_models() -> dict[str, KnownModel]:
-    """Every model once, by its name on the Hub."""
+    """Every known model by its name on the Hub."""
     found = {}
     for path in sorted(CONFIGS.glob("*.json")):
         for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
@@ -55,7 +64,7 @@ def known_models() -> dict[str, KnownModel]:
 
 @functools.cache
 def names() -> dict[str, KnownModel]:
-    """Every name of the Hub, with the model that it stands for."""
+    """Every name on the Hub of a known model."""
     return {name: model for model in known_models().values() for name in (model.name, *model.also)}
 
 
@@ -65,12 +74,12 @@ def _short_names() -> dict[str, str]:
 
 
 def hub_id(name: str) -> str:
-    """The name on the Hub, from it or from what stands behind its slash; `name` itself where none is known."""
+    """The full name on the Hub of a name with or without its owner; `name` itself if it is unknown."""
     return name if name in names() else _short_names().get(name.lower(), name)
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The model of that name: its own on the Hub, that of a mirror, or what stands behind the slash."""
+    """The known model of that name: its name on the Hub, a mirror's, or the name without the owner."""
     owner, _, last = name.rpartition("/")
     return names().get(hub_id(last if owner in MIRRORS else name))
 
@@ -78,13 +87,13 @@ def find_model(name: str) -> KnownModel | None:
 _OF_A_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MOST = 2**40
 _MOST_LAYERS = 10_000
-_PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")  # of a pipeline
-_REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in the names of what is built so many times
+_PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")  # parts of a pipeline
+_REPEATS = re.compile(r"layers|depth|blocks|stages|experts")  # in names of numbers of parts
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The model's configuration as a dict, from a file, a directory, the Hub, or what comes with the package."""
-    if not name:  # which Path takes for the working directory
+    """The model's configuration as a dict, from a file, a directory, the package or the Hub."""
+    if not name:  # Path would take it for the working directory
         raise UserError("no model is named: give a Hub id, a directory or a config file (`ckpt-ft models` lists some)")
     path = Path(name)
     if path.is_file():
@@ -101,7 +110,7 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """The settings of a model's processor, of its images first; {} where neither the model nor the package has any."""
+    """The settings of a model's processor, those of images first; {} if there are none."""
     path, known = Path(name), find_model(name)
     if known:
         return dict(known.processor)
@@ -110,8 +119,7 @@ def read_processor(name: str) -> dict[str, Any]:
 
 
 def read_parts(name: str) -> dict[str, dict[str, Any]]:
-    """The pipeline's own configurations of VAE and text encoders, of those that it has; {} of a known model, and of a
-    file of the model's alone."""
+    """The pipeline's own configurations of its VAE and text encoders; {} for a known model or a single file."""
     path = Path(name)
     if path.exists() or find_model(name):
         files = [path / part / "config.json" for part in _PARTS]
@@ -121,7 +129,7 @@ def read_parts(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _hub_files(name: str, places: Sequence[str]) -> list[Path]:
-    """Those of the files that the Hub has of a model, or its cache on this machine where it cannot be reached."""
+    """The files that a model has on the Hub, or in the Hub's local cache if the Hub cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -133,7 +141,7 @@ def _hub_files(name: str, places: Sequence[str]) -> list[Path]:
 
 
 def _from_hub(name: str) -> dict[str, Any]:
-    """The config from the Hub, or from the Hub's cache on this machine where it cannot be reached."""
+    """The config on the Hub, or in the Hub's local cache if the Hub cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -144,7 +152,7 @@ def _from_hub(name: str) -> dict[str, Any]:
             return _read_json(Path(hf_hub_download(name, place, local_files_only=offline)))
         except HfHubHTTPError as error:
             reason = one_line(error, 160)
-        except (HFValidationError, OSError):  # no such name; not in the cache
+        except (HFValidationError, OSError):  # an invalid name, or not in the cache
             continue
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.7)
     meant = f"did you mean '{close[0]}'? " if close else ""
@@ -153,7 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached; asked once, because its own client retries for half a minute."""
+    """Whether the Hub can be reached. One short request: the Hub's own client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -161,7 +169,7 @@ def hub_answers() -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
     except HTTPError:
-        return True  # it does, if only to refuse
+        return True  # it answers, if only to refuse
     except OSError:
         return False
     return True
@@ -185,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(source: str, value: Any, key: str = "") -> None:
-    """Raises UserError for a number that no model has: building a billion layers would not end."""
+    """Raises UserError for a number that no model has: building a billion layers would never end."""
     if isinstance(value, dict):
         for name, part in value.items():
             check_sizes(source, part, str(name))

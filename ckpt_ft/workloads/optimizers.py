@@ -1,4 +1,4 @@
-"""The optimizers that a workload can name."""
+"""The optimizers of a spec, by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _EMA_DECAY = 0.9999  # EMAModel's own
 
 
 def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None) -> Callable[[nn.Module], Any] | None:
-    """model -> the optimizer of `settings.OPTIMIZERS` called `name` over its trainable parameters; None for "none".
+    """A function that makes the optimizer called `name` over a model's trainable parameters; None for "none".
 
-    ema: a moving average follows its steps.
-    model: what it will be made for, with its weights: Prodigy keeps none of those that begin as zeros.
+    Args:
+        ema: whether a moving average of the weights follows each step.
+        model: the model with its weights, for Prodigy, which keeps no copy of parameters that start as zeros.
 
     Raises:
         UserError: its package is not installed.
@@ -50,7 +51,7 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:
-    """Names of trainable parameters that are all zeros; on the meta device LoRA's second halves, which begin so."""
+    """Names of trainable parameters that are all zeros; on the meta device LoRA's B matrices, which start so."""
     return frozenset(
         name
         for name, p in model.named_parameters()
@@ -59,7 +60,7 @@ def _zeros(model: nn.Module) -> frozenset[str]:
 
 
 def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
-    """prodigyopt's, which looks whether a parameter is all zeros: a trace has no values and is told by `zeros`."""
+    """prodigyopt's optimizer. It looks for parameters that are all zeros; in a trace `zeros` names them."""
     from prodigyopt import Prodigy
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,7 +78,7 @@ def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
 
 
 class Averaged:
-    """An optimizer with a moving average of its parameters, as diffusers' EMAModel makes it: one after another."""
+    """An optimizer with a moving average of its parameters, updated one after another as in diffusers' EMAModel."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -85,7 +86,7 @@ class Averaged:
 
     @torch.no_grad()
     def step(self) -> None:
-        """The optimizer's step, then the average's, which is part of the optimizer's state."""
+        """The optimizer's step, then the update of the average, which is kept in the optimizer's state."""
         self.optimizer.step()
         parameters = [p for group in self.param_groups for p in group["params"]]
         average: dict[int, torch.Tensor] = self.optimizer.state["average"]  # type: ignore[index]  # any key is one

@@ -1,7 +1,7 @@
-"""What a pipeline has beside the model that it denoises with: VAE and text encoders, built on the meta device.
+"""The other parts of a diffusion pipeline, VAE and text encoders, and a U-Net that is trained with its text encoders.
 
-From the pipeline's own configurations where they are at hand, else from those of the published pipelines whose U-Net
-or transformer is of that class and takes prompts of that width.
+Parts are built on the meta device from the pipeline's own configurations. If these are not at hand, they are those of
+the published pipelines whose model has the same class and takes prompts of the same width.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from ckpt_ft.errors import UserError, one_line
 from .model_config import read_parts
 from .sample_sizes import Size
 
-NAMES = ("text_encoder", "text_encoder_2")  # as pipelines call them
+NAMES = ("text_encoder", "text_encoder_2")  # their names in a pipeline
 IDS = ("input_ids", "input_ids_2")
-_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the attention's projections, as in diffusers' scripts
+_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")  # the targets of diffusers' scripts
 
 
 class TextAndUNet(nn.Module):
-    """A U-Net and its text encoders: {"sample", "timestep", "input_ids", ...} in, the U-Net's prediction out."""
+    """A U-Net and its text encoders as one model, for training both.
+
+    It takes {"sample", "timestep", "input_ids", ...} and returns the U-Net's prediction. So a policy, a trace,
+    accelerate and a checkpoint handle one model. Prompts are not encoded in advance: rows keep their tokens, and each
+    step encodes them.
+    """
 
     def __init__(self, unet: Any, text_encoders: Sequence[Any]) -> None:
         super().__init__()
@@ -33,11 +38,11 @@ class TextAndUNet(nn.Module):
 
     @property
     def text_encoders(self) -> dict[str, Any]:
-        """By their names in a pipeline."""
+        """The text encoders by their names in a pipeline."""
         return {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
 
     def encode(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Prompts as the pipeline takes them, of `input_ids` and, for SDXL, `input_ids_2` (B, length)."""
+        """Encoded prompts of `input_ids` and, for SDXL, `input_ids_2`, each (B, length)."""
         return encoded_text(list(self.text_encoders.values()), ids)
 
     def forward(
@@ -48,13 +53,13 @@ class TextAndUNet(nn.Module):
         return_dict: bool = True,
         **ids: Tensor,
     ) -> Any:
-        """As the U-Net's; `time_ids` (B, 6) are SDXL's."""
+        """The U-Net's forward on encoded prompts; SDXL needs `time_ids` (B, 6)."""
         encoded: dict[str, Any] = {**self.encode(ids), "time_ids": time_ids}
         return self.unet(sample, timestep, return_dict=return_dict, **conditions(encoded))
 
 
 def encoded_text(text_encoders: Sequence[Any], ids: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`prompt_embeds` (B, length, width); of two encoders, which is SDXL, plus `pooled_prompt_embeds` (B, width)."""
+    """`prompt_embeds` (B, length, width); with two encoders (SDXL) also `pooled_prompt_embeds` (B, width)."""
     if len(text_encoders) == 1:
         return {"prompt_embeds": text_encoders[0](ids["input_ids"])[0]}
     outputs = [encoder(ids[name], output_hidden_states=True) for encoder, name in zip(text_encoders, IDS, strict=True)]
@@ -64,7 +69,7 @@ def encoded_text(text_encoders: Sequence[Any], ids: dict[str, Tensor]) -> dict[s
 
 
 def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
-    """A U-Net's arguments of a prompt and, for SDXL, of sizes; prompts that it is to encode itself as their tokens."""
+    """A U-Net's arguments for prompts and, for SDXL, sizes; prompts that are not encoded yet stay tokens."""
     if "prompt_embeds" not in encoded:
         return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
     given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
@@ -74,7 +79,7 @@ def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def text_inputs(inputs: dict[str, Any], text_encoders: Sequence[Any]) -> dict[str, Any]:
-    """A U-Net's `inputs` as `TextAndUNet` takes them: full prompts of zeros in place of their encodings."""
+    """The inputs of `TextAndUNet`: a U-Net's `inputs` with tokens of full prompts in place of encoded ones."""
     given = {name: inputs[name] for name in ("sample", "timestep")}
     if "added_cond_kwargs" in inputs:
         given["time_ids"] = inputs["added_cond_kwargs"]["time_ids"]
@@ -82,7 +87,7 @@ def text_inputs(inputs: dict[str, Any], text_encoders: Sequence[Any]) -> dict[st
 
 
 def blank_ids(text_encoders: Sequence[Any], prompts: int) -> dict[str, Tensor]:
-    """Tokens (B, length) of so many full prompts for each encoder, all zeros."""
+    """Zero tokens (B, length) of `prompts` full prompts for each encoder."""
     return {
         name: torch.zeros(prompts, encoder.config.max_position_embeddings, dtype=torch.long)
         for name, encoder in zip(IDS, text_encoders, strict=False)
@@ -90,7 +95,7 @@ def blank_ids(text_encoders: Sequence[Any], prompts: int) -> dict[str, Tensor]:
 
 
 def add_text_adapters(model: TextAndUNet, rank: int, alpha: int | None = None, dropout: float = 0.0) -> TextAndUNet:
-    """LoRA in float32 on the frozen text encoders, of the U-Net's rank; `alpha`: the rank when left out."""
+    """Add LoRA in float32 to the frozen text encoders. `alpha` is `rank` by default."""
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
@@ -106,7 +111,7 @@ def add_text_adapters(model: TextAndUNet, rank: int, alpha: int | None = None, d
         )
         cast_training_params(encoder, dtype=torch.float32)
     if len(model.text_encoders) > 1:
-        _last_layer(model.text_encoders[NAMES[0]]).requires_grad_(False)  # SDXL reads that encoder in front of it
+        _last_layer(model.text_encoders[NAMES[0]]).requires_grad_(False)  # SDXL reads the output of the layer before
     return model.train()
 
 
@@ -118,8 +123,8 @@ def _last_layer(encoder: nn.Module) -> nn.Module:
 
 TEXT_ENCODERS = (*NAMES, "text_encoder_3")
 UNET = "UNet2DConditionModel"
-_MOST_LEVELS = 8  # of a VAE, each half the side of the one before
-_VIDEO = ("AutoencoderKLQwenImage",)  # an image is a video of one frame to these
+_MOST_LEVELS = 8  # of a VAE; each level halves the side
+_VIDEO = ("AutoencoderKLQwenImage",)  # VAEs that take an image as a video of one frame
 
 _CLIP_L = {
     "architectures": ["CLIPTextModel"], "model_type": "clip_text_model", "vocab_size": 49408, "hidden_size": 768,
@@ -143,7 +148,7 @@ _VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "latent_channels": 4,
 }  # fmt: skip
 _VAE_16 = {**_VAE, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-# Class and width of prompts -> the VAE and the text encoders, by the published pipelines' files.
+# (class, width of prompts) -> VAE and text encoders of the published pipelines.
 _PUBLISHED: dict[tuple[str, int], tuple[dict[str, Any], ...]] = {
     (UNET, 768): (_VAE, _CLIP_L),
     (UNET, 1024): (_VAE, _CLIP_H),
@@ -154,13 +159,15 @@ _PUBLISHED: dict[tuple[str, int], tuple[dict[str, Any], ...]] = {
 
 
 def inpaints(config: Any) -> bool:
-    """Whether a U-Net of this configuration is one for inpainting: latents, a mask, and latents of what it leaves."""
+    """Whether a U-Net is for inpainting: it takes latents, a mask, and the latents of the masked image."""
     return bool(config["in_channels"] == 2 * config["out_channels"] + 1)
 
 
 def unet_sizes(name: str) -> tuple[int, int] | None:
-    """(pixels of an image's side for one of a latent, tokens of a prompt) in the U-Net pipeline `name`, by its VAE's
-    and text encoder's own configurations; None where they are not at hand, as of known models."""
+    """(pixels of an image's side per latent, tokens of a prompt) of the U-Net pipeline `name`.
+
+    Read from the pipeline's VAE and text encoder; None if their configurations are not at hand, as for known models.
+    """
     parts = read_parts(name)
     vae, text = (parts.get(part, {}) for part in ("vae", NAMES[0]))
     widths, tokens = vae.get("block_out_channels"), text.get("max_position_embeddings")
@@ -170,7 +177,7 @@ def unet_sizes(name: str) -> tuple[int, int] | None:
 
 
 def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Configurations of VAE and text encoders of the pipeline `name`, whose model has `config`, by the parts' names.
+    """The configurations of the VAE and text encoders of pipeline `name`, by their names in the pipeline.
 
     Raises:
         UserError: they are not known.
@@ -188,7 +195,7 @@ def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, An
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A text encoder, frozen.
+    """A frozen text encoder.
 
     Raises:
         UserError: the configuration makes none.
@@ -205,7 +212,7 @@ def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype)
 
 
 def build_vae(name: str, config: Mapping[str, Any]) -> Any:
-    """A VAE, frozen and in float32, as the recipes have it.
+    """A frozen VAE in float32, as the recipes use it.
 
     Raises:
         UserError: the configuration makes none.
@@ -221,12 +228,12 @@ def build_vae(name: str, config: Mapping[str, Any]) -> Any:
 
 
 class Encoding:
-    """What encodes images and prompts in each step, where nothing is cached.
+    """Encodes images and prompts in each step, for training without cached encodings.
 
     Args:
-        text_encoders: those that are not trained.
-        tokens: of a prompt; None for a U-Net's, which are full.
-        masked: whether each image is encoded a second time, without what a mask hides.
+        text_encoders: the text encoders that are not trained.
+        tokens: tokens of a prompt; None for a U-Net's prompts, which have the encoders' full length.
+        masked: whether each image is encoded a second time with its masked part removed.
     """
 
     def __init__(self, vae: Any, text_encoders: Sequence[Any], tokens: int | None, masked: bool) -> None:
@@ -238,7 +245,7 @@ class Encoding:
 
     @torch.no_grad()
     def __call__(self, images: int, size: Size) -> None:
-        """What a step does with so many images of `size` (height, width) and their prompts."""
+        """Encode `images` images of `size` (height, width) and their prompts."""
         pixels = torch.zeros(images, 3, *size)
         moments = self._encode(pixels)
         if self.text_encoders and self.tokens is None:
@@ -249,7 +256,7 @@ class Encoding:
         if self.masked:
             hidden = torch.ones(images, 1, *size) >= 0.5
             self._encode(pixels.masked_fill(hidden, 0.0))
-        del moments  # with the prompts they are of the step's batch
+        del moments  # the step's batch has its own latents
 
     def _encode(self, pixels: torch.Tensor) -> Any:
         return self.vae.encode(pixels.unsqueeze(2) if type(self.vae).__name__ in _VIDEO else pixels)

@@ -14,10 +14,13 @@ from ckpt_ft.errors import UserError
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens per row, as a histogram: `tokens`, in order, each in so many `rows`.
+    """A histogram of the lengths of a dataset's rows.
 
-    by_length: batches are of rows of like length, not drawn at random.
-    unit: what is counted, where rows are no text.
+    Attributes:
+        tokens: the lengths that occur, in rising order.
+        rows: the number of rows of each length.
+        by_length: whether batches have rows of similar length instead of random ones.
+        unit: what the lengths count: tokens, or pixels of images.
     """
 
     tokens: tuple[int, ...]
@@ -27,7 +30,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Iterable[int], by_length: bool = False, unit: str = "tokens") -> Lengths:
-        """The histogram of at least one length."""
+        """The histogram of `lengths`, at least one."""
         tokens, rows = zip(*sorted(Counter(lengths).items()), strict=True)
         return cls(tokens, rows, by_length, unit)
 
@@ -40,20 +43,20 @@ class Lengths:
         return sum(t * n for t, n in zip(self.tokens, self.rows, strict=True)) / sum(self.rows)
 
     def padded(self, batch: int) -> int:
-        """Tokens that a row takes, padding included, in a usual batch of `batch` rows: the expected longest of it."""
+        """Tokens per row with padding in a typical batch of `batch` rows: the expected length of its longest row."""
         if self.by_length:
             return round(self.mean)
         total = sum(self.rows)
-        at_most = [(n / total) ** batch for n in accumulate(self.rows)]  # a whole batch is
+        at_most = [(n / total) ** batch for n in accumulate(self.rows)]  # chance that no row of a batch is longer
         return round(sum(t * (p - q) for t, p, q in zip(self.tokens, at_most, [0.0, *at_most], strict=False)))
 
     def quantile(self, share: float) -> int:
-        """The length that at least `share` of the rows do not exceed."""
+        """The smallest length that at least `share` of the rows do not exceed."""
         enough = share * sum(self.rows)
         return next(t for t, n in zip(self.tokens, accumulate(self.rows), strict=True) if n >= enough)
 
     def cut(self, longest: int) -> Lengths:
-        """These rows, none longer than `longest`."""
+        """The histogram with longer rows cut to `longest`."""
         kept = [(t, n) for t, n in zip(self.tokens, self.rows, strict=True) if t < longest]
         tokens, rows = zip(*kept, (longest, sum(self.rows) - sum(n for _, n in kept)), strict=True)
         return Lengths(tokens, rows, self.by_length, self.unit)
@@ -64,16 +67,16 @@ class Lengths:
 
 Size = tuple[int, int]  # height, width
 AUTO = "auto"
-_STEPS, _MOST_STEP = 16, 64  # of the side of the square; pixels of a step
-_LONGEST = 2.0  # long side over short
-_LEAST, _MOST = 8, 2**14  # pixels of a side
+_STEPS, _MOST_STEP = 16, 64  # a step is this fraction of the square's side, and at most so many pixels
+_LONGEST = 2.0  # ratio of the long side to the short one
+_LEAST, _MOST = 8, 2**14  # pixels per side
 
 
 def read_buckets(text: str) -> list[Size]:
-    """The sizes in 'height,width;height,width'.
+    """The sizes in the text 'height,width;height,width'.
 
     Raises:
-        UserError: they are none.
+        UserError: text of another form, or sides out of range.
     """
     sizes = []
     for part in text.split(";"):
@@ -89,12 +92,12 @@ def read_buckets(text: str) -> list[Size]:
 
 
 def sizes_of(text: str | None, resolution: int, token: int) -> list[Size]:
-    """The sizes that images are trained in: the square of `resolution` where `text` asks for no others.
+    """The sizes of training images: those in `text`, or the square of `resolution` if `text` is empty.
 
-    token: pixels that each side holds a whole number of.
+    token: each side must be a multiple of so many pixels.
 
     Raises:
-        UserError: a side does not.
+        UserError: a side is no such multiple.
     """
     if not text:
         return [(resolution, resolution)]
@@ -112,7 +115,7 @@ def sizes_of(text: str | None, resolution: int, token: int) -> list[Size]:
 
 
 def _around(resolution: int, token: int) -> list[Size]:
-    """Sizes of no more than `resolution`**2 pixels, in steps of a sixteenth of it, the square among them."""
+    """Sizes of at most `resolution`**2 pixels, as kohya's scripts make them: sides in steps, and the square."""
     step = max(token, min(resolution // _STEPS, _MOST_STEP) // token * token)
     found = {(resolution, resolution)}
     for short in range(step, resolution, step):
@@ -123,7 +126,7 @@ def _around(resolution: int, token: int) -> list[Size]:
 
 
 def nearest(image: Size, sizes: Sequence[Size]) -> int:
-    """Which of `sizes` has most nearly the shape of an image; of several, the one of most nearly as many pixels."""
+    """The index of the size with the aspect ratio closest to the image's; of several, the one closest in pixels."""
     height, width = image
 
     def apart(size: Size) -> tuple[float, float]:

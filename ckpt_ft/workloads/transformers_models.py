@@ -1,4 +1,4 @@
-"""A model of transformers as a workload: the class that its config names, on meta, its batches, its own loss."""
+"""Transformers models as workloads: the class that a config names on the meta device, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from .images import Pictured, pictured
 from .model_config import read_processor
 from .workload import DTYPES, Batch, Forward, Loss, Workload
 
-_SECONDS = 10  # of audio, where none are asked for
-_FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}  # and who has them
+_SECONDS = 10  # default length of audio
+# Attention kernels, each with the attribute of the classes that support it.
+_FUSED = {"flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
 
 
 def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
-    """The workload of a transformers config (the one with `model_type`): of `architectures[0]`, or of its type.
+    """The workload of a transformers config (one with `model_type`): of its `architectures[0]`, or else of its type.
 
     Raises:
         UserError: no training step is known for the class, it has fewer positions, or its config makes no model.
@@ -43,7 +44,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         check_packing(built)
     spec, said = _lengthened(name, text, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
-        text.pad_token_id = 0  # as whoever trains one sets it: it looks for the last token before the padding
+        text.pad_token_id = 0  # training code sets it: the model looks for the last token before the padding
     fields = task.fields(built, spec)
     batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
@@ -63,7 +64,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
             return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
         if length is not None or spec.data.rows == "padded":
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of one row; the others are padded
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed" and seen is None:
             batch["position_ids"] = _packed_positions(batch["input_ids"])
@@ -84,19 +85,19 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
 def _lengthened(
     name: str, text: Any, spec: TrainingSpec, seen: Pictured | None
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
-    """The settings with the length of a sequence, and what is to be said of it.
+    """The spec with the length of a sequence, and notes about it.
 
-    Where none was asked for it is the default's text behind the images, and never more than the model has positions.
+    A default length counts the text after the images, and is at most the number of the model's positions.
 
     Raises:
         UserError: the model has fewer positions than were asked for, or the images take more.
     """
     limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
-    rows = 2 if spec.data.rows == "packed" else 1  # of a sequence, each with its images
+    rows = 2 if spec.data.rows == "packed" else 1  # per sequence, each with its images
     images = seen.length * rows if seen else 0
     length = spec.data.tokens + (images if spec.data.length_is_open else 0)
     said: tuple[str, ...] = ()
-    if 0 < limit < length:  # XLNet's is -1: as many as one likes
+    if 0 < limit < length:  # XLNet's -1 stands for no limit
         if not spec.data.length_is_open:
             raise UserError(f"sequence length {length}: {name} has {limit} positions")
         length, said = limit, (f"sequences of {limit} tokens: {name} has no more positions",)
@@ -110,21 +111,21 @@ def _lengthened(
 
 
 def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
-    """The configuration for images of `side` pixels."""
+    """`config` for images of `side` x `side` pixels."""
     if isinstance(config.get("vision_config"), Mapping):
         return {**config, "vision_config": _of_size(config["vision_config"], side)}
     return {**config, "image_size": side} if "image_size" in config else config
 
 
 def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
-    """(samples, tokens): of two rows in each sequence, one after the other."""
+    """Positions (samples, tokens) of two rows in each sequence, one after the other."""
     samples, tokens = ids.shape
     first = tokens // 2
     return torch.cat([torch.arange(first), torch.arange(tokens - first)]).expand(samples, -1).clone()
 
 
 def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, batch: Batch) -> torch.Tensor:
-    """`loss` of a model that nobody has called yet: what its forward asks for beyond the batch is one line."""
+    """`loss` of a model that was never called before; an input that its forward misses is a UserError."""
     try:
         lost = loss(model, batch)
         if torch.is_grad_enabled() and not lost.requires_grad:
@@ -141,7 +142,7 @@ def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, ba
 
 
 def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
-    """The class to build, and its task; of a backbone alone, that which puts a head on its type."""
+    """The class to build and its task. A bare backbone is replaced by the class that adds a head to it."""
     import transformers
 
     named: str = (config.get("architectures") or [""])[0] or batches.class_for(config["model_type"])
@@ -153,14 +154,14 @@ def _class(name: str, config: Mapping[str, Any]) -> tuple[Any, batches.Task]:
     if task is None:
         kinds = ", ".join(dict.fromkeys(f"{task.kind}s" for task in batches.TASKS))
         raise UserError(f"{name}: no training step is known for {named} (known: {kinds})")
-    alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone of images or of sound
+    alone = task.loss_fields and kind.main_input_name != "input_ids"  # a backbone for images or sound
     if alone and batches.class_for(config["model_type"]) != named:
         return _class(name, {"model_type": config["model_type"]})
     return kind, task
 
 
 def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) -> Any:
-    """The model on meta, in the settings' dtype, from its config alone."""
+    """The model on the meta device in the spec's dtype, from its config."""
     from transformers import AutoConfig
 
     attention: str | None = spec.kernels.attn_implementation or None
@@ -179,12 +180,12 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     if config.get("tie_word_embeddings") is False:
         _untie(model)
     _keep_in_float32(model, spec.precision.dtype)
-    model.config.use_cache = model.config.get_text_config().use_cache = False  # as the recipes train it
+    model.config.use_cache = model.config.get_text_config().use_cache = False  # the recipes train without a KV cache
     return model.train()
 
 
 def _keep_in_float32(model: Any, dtype: str) -> None:
-    """What a checkpoint of this class is loaded in whatever half precision is asked for, or float16 alone (T5's `wo`).
+    """Cast to float32 what transformers loads in float32 although half precision is asked for (T5's `wo` in float16).
 
     [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]
     """
@@ -196,7 +197,7 @@ def _keep_in_float32(model: Any, dtype: str) -> None:
 
 
 def _untie(model: Any) -> None:
-    """Give the head a weight of its own: a checkpoint that has two is loaded so, whatever the class would tie (T5)."""
+    """Give the head its own weight: a checkpoint with two weights is loaded so, even if the class ties them (T5)."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embeddings.weight:
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))

@@ -1,7 +1,7 @@
-"""Workload: what is trained and how, as one value, and THE training step that follows from it.
+"""Workload: what is trained and how, as one value, and the training step that everything runs.
 
-Estimates, plans, largest batches, the predicted column of a report and our own loops all run `optimizer_step`. A user
-with a loop of his own gives that instead (`Workload.of_loop`): what is derived from a workload is the same.
+Estimates, plans, the search for the largest batch, the predictions in reports and our own training loops all run
+`optimizer_step`. A user with another training loop passes that loop (`Workload.of_loop`) and gets the same answers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine(Protocol):
-    """What of accelerate's Accelerator a training step needs."""
+    """The part of accelerate's Accelerator that a training step needs."""
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Around each micro-batch."""
+        """The context of each micro-batch."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of a micro-batch's loss, scaled where several make a step."""
+        """Compute the gradients of a micro-batch's loss, scaled if several micro-batches make a step."""
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
-        """Clip gradients in place."""
+        """Clip the gradients in place."""
 
 
 class _Alone:
-    """An Engine of one process."""
+    """The engine of a single process."""
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -63,7 +63,7 @@ ALONE = _Alone()
 
 
 class Ranks(_Alone):
-    """An Engine of one of several processes: gradients are synchronised in the last micro-batch alone."""
+    """The engine of one of several processes: only the last micro-batch synchronises gradients."""
 
     def __init__(self, micro_batches: int) -> None:
         self.left = micro_batches
@@ -83,12 +83,12 @@ def optimizer_step(
     parameters: Sequence[torch.Tensor] | None = None,
     engine: Engine = ALONE,
 ) -> None:
-    """Forward and backward of each micro-batch, clipping, the optimizer, gradients dropped: in Trainer's order.
+    """One optimizer step in Trainer's order: forward and backward of each micro-batch, clipping, update, zero_grad.
 
     Args:
-        compute_loss: (model, micro-batch) -> scalar; whatever else it makes is dropped before backward.
-        parameters: those to clip; the model's by default.
-        engine: an Accelerator, or nothing for one process.
+        compute_loss: (model, micro-batch) -> scalar; everything else that it makes is freed before backward.
+        parameters: the parameters to clip; the model's by default.
+        engine: an Accelerator; by default a single process.
     """
     for batch in micro_batches:
         with engine.accumulate(model):
@@ -104,7 +104,7 @@ def update(
     parameters: Sequence[torch.Tensor] | None = None,
     engine: Engine = ALONE,
 ) -> None:
-    """What of it comes after the last backward."""
+    """The part of a step after the last backward: clipping, the optimizer's update, zero_grad."""
     if max_grad_norm:
         engine.clip_grad_norm_(model.parameters() if parameters is None else parameters, max_grad_norm)
     if optimizer is not None:
@@ -114,13 +114,13 @@ def update(
 
 Batch = dict[str, Any]
 Step = Callable[[nn.Module, Any], Any]  # (model, optimizer): one optimizer step
-Forward = Callable[..., Any]  # the model, under autocast where there is one
+Forward = Callable[..., Any]  # the model, under autocast if there is one
 Loss = Callable[[Forward, Batch], torch.Tensor]
-# (samples, tokens of the longest) -> one micro-batch; None tokens: as long as they all are
+# (samples, tokens of the longest row) -> one micro-batch; None tokens if all rows have one length
 MakeBatch = Callable[[int, int | None], Batch]
 Answer = TypeVar("Answer")
-# Micro-batches of a step that a trace runs: the second meets gradients, others are like it; of several processes' the
-# last, which alone synchronises.
+# Micro-batches of a step that a trace runs. The second one adds to gradients, as all later ones do. With several
+# processes a third one runs, because only the last one synchronises.
 RECORDED, RECORDED_LAUNCHED = 2, 3
 _MOST = 2**40  # samples
 
@@ -130,23 +130,23 @@ class Workload:
     """What is trained and how.
 
     Attributes:
-        model: with its adapters, on any device, "meta" included.
-        make_batch: (samples, length) -> one micro-batch; length in tokens, None where all rows are alike.
+        model: the model with its adapters, on any device, "meta" included.
+        make_batch: (samples, length) -> one micro-batch; length in tokens, None if all rows have one length.
         compute_loss: (model, micro-batch) -> scalar.
-        make_optimizer: builds the optimizer from the model; None for a step without one.
-        device: that it runs on: a name in gpus.py, a GPU, or "cpu".
-        autocast: the dtype of mixed precision; the forward runs under autocast, its outputs are made fp32
+        make_optimizer: builds the optimizer of the model; None for a step without an optimizer.
+        device: the device to predict for: a name in gpus.py, a GPU, or "cpu".
+        autocast: the dtype of mixed precision. Forward runs under autocast, and its outputs are converted to fp32
             (accelerate's `ConvertOutputsToFp32`).
         accumulation: micro-batches of a step.
-        prefetched: whether they are all fetched before the first runs, as Trainer does; else one at a time.
-        max_grad_norm: gradients are clipped to it; 0 for no clipping.
-        auxiliary_models: models on the device that are not trained: what encodes images and prompts in each step.
-        lengths: of the rows, where they differ: the longest sets the peak, usual batches the speed.
+        prefetched: whether all micro-batches are fetched before the first one runs, as Trainer does.
+        max_grad_norm: the norm that gradients are clipped to; 0 for no clipping.
+        auxiliary_models: models on the device that are not trained, such as the encoders of images and prompts.
+        lengths: lengths of the rows if they differ: the longest sets the peak, typical batches the speed.
         loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
-        launch: on how many processes it runs; None for one. Everything else is what one process does.
+        launch: the processes that train; None for one. All other attributes describe one process.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
-        notes: what is assumed of model and batches, one sentence each; a trace has them too.
-        name, kind, shape: for people: what was asked for, "language model" and the like, what a sample is.
+        notes: assumptions about the model and the batches, one sentence each; traces repeat them.
+        name, kind, shape: for messages: the model's name, "language model" and the like, the sizes of a sample.
     """
 
     model: nn.Module
@@ -178,9 +178,11 @@ class Workload:
         name: str = "",
         lengths: Lengths | None = None,
     ) -> Workload:
-        """A loop of one's own: `step(samples)` is one optimizer step on the worst batch of so many samples.
+        """The workload of a training loop of your own.
 
-        With `lengths`, `step(samples, length)` is one on a batch whose longest row has `length` tokens.
+        Args:
+            step: `step(samples)` returns one optimizer step on the largest batch of that many samples. With `lengths`,
+                `step(samples, length)` returns one on a batch whose longest row has `length` tokens.
         """
         return cls(
             model,
@@ -196,10 +198,10 @@ class Workload:
     def step(self, samples: int, length: int | None = None) -> Step:
         """One optimizer step on micro-batches of `samples`, the longest of them `length` tokens.
 
-        length: None for the worst there is.
+        length: None for the longest row.
 
         Raises:
-            UserError: `samples` is no number of a batch.
+            UserError: `samples` is less than 1 or absurdly large.
         """
         if not 1 <= samples <= _MOST:
             raise UserError(f"batch size {samples}: a batch has at least 1 sample, and no more than memory has bytes")
@@ -219,27 +221,27 @@ class Workload:
         return step
 
     def typical_step(self, samples: int) -> Step:
-        """The step on a batch as long as most are."""
+        """The step on a batch of typical length."""
         return self.step(samples, None if self.lengths is None else self.lengths.padded(samples))
 
     def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of one micro-batch, in the workload's precision."""
+        """The loss of one micro-batch in the workload's precision."""
         forward: Forward = self._precise(model) if self._autocasts else model
         if self.launch is not None and self.launch.find_unused_parameters:
             forward = outputs_copied(forward)
         return self.compute_loss(forward, batch)
 
     def trace(self, samples: int = 1) -> StepTrace:
-        """The trace of `step(samples)` under the policy that stands on the model."""
+        """The trace of `step(samples)` under the policy that is applied to the model."""
         return self.with_metadata(self.trace_of([self.step(samples)] * 2))
 
     def trace_of(self, steps: Sequence[Step], again: bool = False) -> StepTrace:
-        """The trace of the workload's steps as they are launched, the last one measured.
+        """The trace of `steps` under the workload's launch; the last step is the measured one.
 
-        again: `steps` begin with one `step` twice.
+        again: whether the first two of `steps` are the same step.
 
         Raises:
-            UserError: a tensor of it has more bytes than can be counted, or the model's norms need a larger batch.
+            UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
         """
         try:
             return trace_steps(
@@ -253,22 +255,22 @@ class Workload:
                 update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
             )
         except ValueError as error:
-            if "Expected more than 1" not in str(error):  # torch's words for a norm's statistics of one value
+            if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
                 raise
             raise UserError(f"a batch of 1: {one_line(error, 200)}; give at least 2, or a larger budget") from error
         except RuntimeError as error:
-            if "overflow" not in str(error):  # torch's word for it
+            if "overflow" not in str(error):  # torch's message
                 raise
             raise UserError(f"no memory holds such a batch ({one_line(error, 200)}); give a smaller one") from error
 
     def with_metadata(self, trace: StepTrace) -> StepTrace:
-        """A trace of this workload's step that knows how many micro-batches the step has, and the workload's notes."""
+        """`trace` with the number of micro-batches of the step and the notes of this workload."""
         steps = self.accumulation if self.accumulation > self._recorded else 1
         return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
 
     @property
     def _autocasts(self) -> bool:
-        """DeepSpeed holds the model in half precision itself (accelerator.py: native_amp)."""
+        """Whether forward runs under autocast. DeepSpeed casts the model instead (accelerator.py, native_amp)."""
         return self.autocast is not None and not (self.launch is not None and self.launch.stage)
 
     @property
@@ -283,7 +285,7 @@ class Workload:
 
 
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Let `function(workload, budget, ...)` be asked of a loop of one's own too, as it stands in the script:
+    """Lets `function(workload, budget, ...)` also be called with the parts of a training loop of your own:
 
     function(model, step_for_batch, budget, device, make_optimizer=..., name=..., ...), see `Workload.of_loop`.
     """

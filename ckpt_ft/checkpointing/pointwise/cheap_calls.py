@@ -92,6 +92,10 @@ class ModuleCall(StandIn):
             return False
         return bool(args) and running.is_free(args[0])
 
+    def unread(self) -> Iterable[torch.Tensor | None]:
+        """The statistics of a BatchNorm that trains: its node saves them for eval mode."""
+        return self.module._buffers.values() if self.own and self.module.training else ()
+
     def state(self) -> State:
         """What the module computes with; parameters that ZeRO-3 is about to free are copied."""
         module = self.module

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -69,6 +69,10 @@ class CheapCall(Protocol):
         """The first call where `repeats` is None: as `forward`, and sets `repeats`."""
         return self.forward(*args, **kwargs)
 
+    def unread(self) -> Iterable[torch.Tensor | None]:
+        """Tensors that the call's nodes save and backward does not read."""
+        return ()
+
     def state(self) -> Any:
         """What `again` needs to know of the moment of the first call: parameters, mode."""
 
@@ -87,10 +91,10 @@ class Proof:
         the call drew random numbers or left something behind, it is not repeated, and what it saved is kept.
     """
 
-    __slots__ = ("kept", "read", "recorder", "slots", "trial")
+    __slots__ = ("kept", "read", "recorder", "slots", "trial", "unread")
 
-    def __init__(self, recorder: Recorder | None, trial: bool) -> None:
-        self.recorder, self.trial = recorder, trial
+    def __init__(self, recorder: Recorder | None, trial: bool, unread: set[int]) -> None:
+        self.recorder, self.trial, self.unread = recorder, trial, unread
         self.slots: list[int | None] = []  # of the call's internals, in order
         self.read: dict[tuple[int, View], int] = {}  # slots of what others saved of its outputs
         self.kept: list[tuple[weakref.ref[Discarded], Saved]] = []
@@ -98,7 +102,8 @@ class Proof:
     def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
         """One of the call's own nodes saved `tensor`; `handle` stands for it, None for a parameter."""
         if self.recorder is not None:
-            self.slots.append(None if handle is None else self.recorder.saved(tensor))
+            compared = handle is not None and id(tensor) not in self.unread
+            self.slots.append(self.recorder.saved(tensor) if compared else None)
         if self.trial and handle is not None:
             self.kept.append((weakref.ref(handle), _held(tensor)))
 
@@ -449,7 +454,7 @@ class Pass:
     def _proof(self, call: CheapCall, trial: bool) -> Proof:
         verification = self.verification
         recorder = None if verification is None else Recorder(verification, call.name, call.kind)
-        return Proof(recorder, trial)
+        return Proof(recorder, trial, {id(buffer) for buffer in call.unread()})
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`tensor`, which the claim covers, in another dtype; in backward all its copies are one."""

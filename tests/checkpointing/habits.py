@@ -1,0 +1,674 @@
+"""Habits of forwards that a policy may meet, as small modules to compose blocks of, and loops that train such blocks.
+
+Each habit maps [rows, WIDTH] to [rows, WIDTH]. What it does beside that (writes, draws, keeps) is what a policy that
+runs it twice, drops what it saved or parks it has to get right.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, ROWS = 4, 3
+Given = dict[str, Any]  # what the model hands to its blocks by keyword
+
+HABITS: dict[str, type[Habit]] = {}
+outside = {"scale": 1.0}  # a global that blocks read
+
+
+class Habit(nn.Module):
+    reads = "step"  # the key of what the model hands to it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def __init_subclass__(cls) -> None:
+        HABITS[cls.__name__] = cls
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        raise NotImplementedError
+
+
+# --- writes in place
+
+
+class InPlaceActivation(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return F.relu_(self.linear(x)) + x
+
+
+class WritesItsInput(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        x.mul_(0.9)
+        return x + self.linear(x)
+
+
+class WritesAView(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = self.linear(x)
+        y[:, :2].mul_(2)
+        return y.tanh() + x
+
+
+class UnsafeChunk(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        a, b = torch.unsafe_chunk(self.linear(x), 2, -1)
+        a.sigmoid_()
+        return x + torch.cat([a * b.tanh_(), a], -1)
+
+
+class LSTMCell(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        h, c = self.cell(self.linear(x))
+        return x + h * c
+
+
+class GRUCell(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.cell(self.linear(x), x)
+
+
+class WritesThroughData(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        x.data.mul_(0.5)
+        return x + self.linear(x).sigmoid()
+
+
+class WritesAParameter(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return x + self.linear(x)
+
+
+class NormalizesAParameter(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.copy_(F.normalize(self.linear.weight, dim=0))
+        return x + self.linear(x)
+
+
+# --- state in attributes
+
+
+class KeepsATensor(Habit):
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = self.linear(x if self.last is None else x + 0.1 * self.last)
+        self.last = y.detach()
+        return x + y.tanh()
+
+
+class KeepsATensorInPlace(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.total += x.detach().mean(0)
+        return x + self.linear(x) * self.total
+
+
+class KeepsATuple(Habit):
+    state: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        h, c = self.cell(x, self.state)
+        self.state = h.detach(), c.detach()
+        return x + self.linear(h)
+
+
+class Counts(Habit):
+    calls = 0
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.calls += 1
+        return x + self.linear(x) * self.calls
+
+
+class KeepsAList(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.seen.append(0.1)
+        return x + self.linear(x) * sum(self.seen)
+
+
+class KeepsADeque(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: collections.deque[torch.Tensor] = collections.deque(maxlen=2)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.seen.append(x.detach().clone())
+        return x + self.linear(x) * self.seen[0].mean()
+
+
+class KeepsADict(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = self.linear(x) + self.memory.get("last", 0.0)
+        self.memory["last"] = y.detach().mean()
+        return x + y.sigmoid()
+
+
+class KeepsAnArray(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros(1)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.array += 0.1
+        return x + self.linear(x) * float(self.array[0])
+
+
+class StartsToKeepLater(Habit):
+    calls_seen = 0
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        if given["step"] > 0:
+            self.factor = getattr(self, "factor", 1.0) + 0.5
+        return x + self.linear(x) * getattr(self, "factor", 1.0)
+
+
+class CachesByShape(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[torch.Size, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        mask = self.masks.setdefault(x.shape, torch.ones(x.shape).tril())
+        return x + self.linear(x) * mask
+
+
+class MakesALayer(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return x + self.late(self.linear(x))
+
+
+class MakesABuffer(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.randn(WIDTH))
+        return x + self.linear(x) * self.made
+
+
+class LazyLayer(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.lazy(self.linear(x))
+
+
+# --- buffers
+
+
+class CountsInABuffer(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.count.add_(1)
+        return x + self.linear(x) * self.count
+
+
+class RunningMean(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.linear(x - self.mean)
+
+
+class BatchNorm(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return F.relu(x + self.norm(self.linear(x)))
+
+
+class SpectralNorm(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+# --- random numbers
+
+
+class Dropout(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.drop(self.linear(self.drop(x)))
+
+
+class FunctionalDropout(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + F.dropout(self.linear(x), 0.3, self.training)
+
+
+class Noise(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x * torch.randn_like(x))
+
+
+class HostDraws(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x) * random.random() * float(np.random.rand())
+
+
+class OwnGenerator(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x) * torch.rand(x.shape, generator=self.generator)
+
+
+class OwnNumpyGenerator(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x) * float(self.rng.random())
+
+
+class SkipsAtRandom(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + (self.linear(x) if torch.rand(()) < 0.5 else self.linear(x).relu())
+
+
+# --- norms
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.scaled(x)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class DropoutRMSNorm(RMSNorm):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().scaled(x), 0.5, self.training)
+
+
+class RunningRMSNorm(RMSNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.9).add_(x.detach().pow(2).mean(), alpha=0.1)
+        return x / self.scale
+
+
+class NoisyLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * draw(x)
+
+
+def draw(x: torch.Tensor) -> torch.Tensor:
+    return 1 + 0.1 * torch.randn_like(x)
+
+
+class ScheduledLayerNorm(nn.LayerNorm):
+    """Reads a global that changes between forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * outside["scale"]
+
+
+class _Normed(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(F.silu(self.norm(x)))
+
+
+def _normed(name: str, make: Callable[[], nn.Module]) -> None:
+    def __init__(self: Any) -> None:
+        _Normed.__init__(self)
+        self.norm = make()
+
+    type(name, (_Normed,), {"__init__": __init__})
+
+
+_normed("WithRMSNorm", RMSNorm)
+_normed("WithDropoutRMSNorm", DropoutRMSNorm)
+_normed("WithRunningRMSNorm", RunningRMSNorm)
+_normed("WithNoisyLayerNorm", lambda: NoisyLayerNorm(WIDTH))
+_normed("WithScheduledLayerNorm", lambda: ScheduledLayerNorm(WIDTH))
+_normed("WithGroupNorm", lambda: nn.GroupNorm(2, WIDTH))
+
+
+# --- operators and structure
+
+
+class Gated(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down, self.act = (
+            nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.SiLU(),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.down(input=torch.mul(input=self.act(self.gate(x)), other=self.up(x)))
+
+
+class Attention(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        q = self.linear(x)[None, None]
+        return x + F.scaled_dot_product_attention(q, q.tanh(), q)[0, 0]
+
+
+class InnerCheckpoint(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = checkpoint(lambda x: F.dropout(self.linear(x).tanh(), 0.2), x, use_reentrant=False)
+        return x + y
+
+
+class Autocast(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.linear(x).float()
+
+
+class StopsGradients(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.linear(x)
+        return x * y.sigmoid() + self.linear(x.detach())
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+class OwnFunction(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + 0.1 * _Square.apply(self.linear(x).tanh())
+
+
+class ComplexView(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = torch.view_as_complex(self.linear(x).view(-1, 2, 2).contiguous())
+        return x + torch.view_as_real(y * y.conj() + y).reshape(x.shape)
+
+
+class SwitchesMode(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.drop.train(not self.drop.training)
+        return x + self.drop(self.linear(x))
+
+
+class Scaled(Habit):
+    """A LoRA layer's scale, which the model sets around its forward."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x).tanh() * self.scale
+
+
+class ReadsAGlobal(Habit):
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + (self.linear(x) * outside["scale"]).tanh()
+
+
+class Hooked(Habit):
+    """A hook that counts, as per-sample gradients' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.linear.register_forward_hook(lambda module, args, out: (self.calls.append(1), out * len(self.calls))[1])
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        return x + self.linear(x) * 0.1
+
+
+# --- what the model hands to its blocks
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    history: list[Any] = field(default_factory=list)
+
+
+def _reads(name: str, key: str, act: Callable[[Any, torch.Tensor], Any]) -> None:
+    def forward(self: Habit, x: torch.Tensor, given: Given) -> torch.Tensor:
+        y = self.linear(x)
+        return x + (y * act(given[key], y)).tanh()
+
+    type(name, (Habit,), {"forward": forward, "reads": key})
+
+
+def _write(tensor: torch.Tensor, by: float = 0.1) -> torch.Tensor:
+    tensor.add_(by)
+    return tensor.clone()
+
+
+def _append(items: Any, y: torch.Tensor) -> torch.Tensor:
+    items.append(y.detach())
+    return sum(items)
+
+
+def _set(owner: Any, y: torch.Tensor) -> torch.Tensor:
+    owner.value = owner.value + 0.1 * y.detach().mean(0)
+    return owner.value
+
+
+def _array(array: Any, y: torch.Tensor) -> float:
+    array += 0.1
+    return float(array[0])
+
+
+_reads("WritesATensorArgument", "tensor", lambda value, y: _write(value))
+_reads("WritesInATuple", "tuple", lambda value, y: _write(value[0]))
+_reads("WritesInAList", "list_of_tensors", lambda value, y: _write(value[0]))
+_reads("WritesInADict", "dict", lambda value, y: _write(value["a"]))
+_reads("ReplacesInADict", "dict", lambda value, y: value.update(a=value["a"] + 0.1) or value["a"])
+_reads("AppendsToAList", "list", _append)
+_reads("SetsInADataclass", "record", _set)
+_reads("AppendsInADataclass", "record", lambda value, y: _append(value.history, y))
+_reads("SetsInANamespace", "namespace", _set)
+_reads("TakesFromAnIterator", "iterator", lambda value, y: next(value))
+_reads("WritesAnArray", "array", _array)
+_reads("DrawsFromAGenerator", "generator", lambda value, y: torch.rand(y.shape, generator=value))
+_reads("ReadsLayerPast", "layer_past", lambda value, y: value)
+_reads("CallsAFunction", "function", lambda value, y: value(y))
+
+AROUND = (
+    "scale around forward", "global after forward", "temporary hook", "two forwards", "attribute between forwards",
+    "eval in backward", "data between blocks", "positional",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, habits: tuple[str, ...]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = Mlp(habits)
+
+    def forward(self, x: torch.Tensor, given: Given | None = None, **named: Any) -> torch.Tensor:
+        return x + self.mlp(self.norm(x), named if given is None else given)
+
+
+class Mlp(nn.Module):
+    def __init__(self, habits: tuple[str, ...]) -> None:
+        super().__init__()
+        self.habits = nn.ModuleList(HABITS[name]() for name in habits)
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        for habit in self.habits:
+            x = habit(x, given)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: tuple[tuple[str, ...], ...], around: frozenset[str]) -> None:
+        super().__init__()
+        self.blocks, self.around = nn.ModuleList(Block(habits) for habits in blocks), around
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.step = 0
+        self.reads = {"step", *(module.reads for module in self.modules() if isinstance(module, Habit))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = {key: value for key, value in _given(self.step).items() if key in self.reads}, self.first(x)
+        for block in self.blocks:
+            x = block(x, given) if "positional" in self.around else block(x, **given)
+            if "data between blocks" in self.around:
+                x.data.mul_(0.9)
+        return self.last(x)
+
+
+def _given(step: int) -> Given:
+    ones = torch.ones(WIDTH)
+    return {
+        "step": step,
+        "tensor": ones.clone(),
+        "tuple": (ones.clone(), 1),
+        "list_of_tensors": [ones.clone()],
+        "dict": {"a": ones.clone()},
+        "list": [],
+        "record": Record(ones.clone()),
+        "namespace": SimpleNamespace(value=ones.clone()),
+        "iterator": iter(np.linspace(0.1, 2, 100).tolist()),
+        "array": np.ones(1),
+        "generator": torch.Generator().manual_seed(step),
+        "layer_past": ones * 2,
+        "function": torch.sigmoid,
+    }
+
+
+@contextlib.contextmanager
+def _surroundings(model: Model) -> Iterator[None]:
+    """What holds during a forward, and no longer in backward."""
+    scaled = [module for module in model.modules() if isinstance(module, Scaled)]
+    handles = []
+    if "scale around forward" in model.around:
+        for module in scaled:
+            module.scale = 0.5
+    if "temporary hook" in model.around:
+        handles = [block.mlp.register_forward_hook(lambda m, a, out: out * 1.5) for block in model.blocks]
+    yield
+    for module in scaled:
+        module.scale = 1.0
+    for handle in handles:
+        handle.remove()
+    if "global after forward" in model.around:
+        outside["scale"] = outside["scale"] + 0.5
+
+
+def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
+    """What each step leaves: loss, gradients, buffers; then the weights and the states of all generators."""
+    outside["scale"] = 1.0
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    optimizer: torch.optim.Optimizer | None = None
+    found: list[torch.Tensor] = []
+    for step in range(steps):
+        model.step = step
+        forwards = 2 if {"two forwards", "attribute between forwards"} & model.around else 1
+        losses = []
+        for forward in range(forwards):
+            if "attribute between forwards" in model.around:
+                for module in model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.p = 0.1 + 0.2 * forward
+                    if isinstance(module, Scaled):
+                        module.scale = 1.0 + forward
+            with _surroundings(model):
+                losses.append(model(torch.randn(ROWS, WIDTH)).square().mean())
+        loss = torch.stack(losses).sum()
+        if "eval in backward" in model.around:
+            model.eval()
+        loss.backward()
+        model.train()
+        found.append(loss.detach())
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [buffer.clone() for buffer in model.buffers()]
+        if optimizer is None:  # lazy layers have their weights now
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    found += [p.detach().clone() for p in model.parameters()]
+    state = np.random.get_state()
+    host = torch.tensor([*random.getstate()[1], *state[1].tolist(), state[2]], dtype=torch.float64)
+    return [*found, torch.get_rng_state(), host]
+
+
+def build(blocks: tuple[tuple[str, ...], ...], around: frozenset[str]) -> Model:
+    torch.manual_seed(0)
+    return Model(blocks, around)
+
+
+HABITS.pop("_Normed")

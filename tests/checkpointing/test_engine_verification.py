@@ -1,0 +1,107 @@
+"""In a verified step the engines compare what they put back with what was dropped, parked or computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import build
+from torch import nn
+
+from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing import deferred_logits, offload
+from ckpt_ft.checkpointing.verify import VerificationError
+
+WIDTH = 8
+factor = 1.0
+
+
+class OutsideLayerNorm(nn.LayerNorm):
+    """It reads a value from outside, which no look at the module shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * factor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = (
+            OutsideLayerNorm(WIDTH),
+            nn.Linear(WIDTH, 16),
+            nn.GELU(),
+            nn.Linear(16, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_pointwise_names_the_norm_that_is_rebuilt_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    apply_policy(model, "pointwise", verify="always")
+    model(torch.randn(4, WIDTH)).sum().backward()
+    loss = model(torch.randn(4, WIDTH)).sum()
+    monkeypatch.setitem(globals(), "factor", 2.0)
+    with pytest.raises(VerificationError, match=r"where: blocks\.0\.norm \(OutsideLayerNorm\)"):
+        loss.backward()
+
+
+def test_pointwise_compares_nothing_in_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    apply_policy(model, "pointwise", verify="never")
+    loss = model(torch.randn(4, WIDTH)).sum()
+    monkeypatch.setitem(globals(), "factor", 2.0)
+    loss.backward()
+
+
+def test_offload_compares_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(offload.install.__kwdefaults__, "min_bytes", 1)
+    model = Stack()
+    apply_policy(model, "offload", verify="always")
+    model(torch.randn(4, WIDTH)).sum().backward()
+    loss = model(torch.randn(4, WIDTH)).sum()
+    fetch = offload.Parked.fetch
+
+    def damaged(self: Any) -> None:
+        fetch(self)
+        self.device.view(torch.int32)[0] ^= 1  # one bit
+
+    monkeypatch.setattr(offload.Parked, "fetch", damaged)
+    with pytest.raises(VerificationError, match="what differs: values"):
+        loss.backward()
+
+
+def test_head_compares_the_second_run_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", 5 * 99 * 4)
+    model, inputs = build("llama")
+    apply_policy(model, "head", verify="always")
+    model(**inputs).loss.backward()
+    loss = model(**inputs).loss
+    with torch.no_grad():
+        model.lm_head.weight.data.mul_(1.5)
+    with pytest.raises(VerificationError, match=r"where: lm_head \(Linear\)"):
+        loss.backward()
+
+
+def test_the_norms_statistics_are_not_compared() -> None:
+    """BatchNorm saves them for eval mode; in training they move on, and backward does not read them."""
+    model = Stack()
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH)
+    apply_policy(model, "pointwise", verify="always")
+    for _ in range(3):
+        model(torch.randn(4, WIDTH)).sum().backward()
+    assert int(model.blocks[0].norm.num_batches_tracked) == 3
