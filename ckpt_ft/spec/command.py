@@ -9,22 +9,44 @@ from .ecosystem import OPTIM_OF_TRAINER
 from .flags import words_of
 from .launch import Launch
 from .launch_file import sharing_options
-from .training_spec import TrainingSpec
+from .training_spec import TrainingSpec, declared
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # the others are DeepSpeed's
 _OTHERS = "YOUR_SCRIPT.py"  # for a step that no recipe trains
-# Fields that recipes/llm.py has as flags with a value, by the names of those flags.
-_LLM_VALUES = {
-    "quant_storage": "bnb_4bit_quant_storage",
+# Fields of a spec -> the flags of a recipe that trains with `TrainingArguments`.
+_TRAINER = {
+    "batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "dtype": "dtype",
+    "mixed_precision": "",  # --bf16 or --fp16
     "attn_implementation": "attn_implementation",
     "max_grad_norm": "max_grad_norm",
+    "optimizer": "optim",
 }
-# Fields that it has as switches.
-_LLM_SWITCHES = {
-    "use_dora": "use_dora",
-    "load_in_4bit": "load_in_4bit",
-    "double_quant": "use_bnb_nested_quant",
+_FLAGS: dict[str, dict[str, str]] = {
+    "llm": {
+        "seq_length": "max_length",
+        **_TRAINER,
+        "lora_r": "lora_r",
+        "lora_targets": "lora_target_modules",
+        "lora_dropout": "lora_dropout",
+        "use_dora": "use_dora",
+        "peft_config": "peft_config",
+        "load_in_4bit": "load_in_4bit",
+        "double_quant": "use_bnb_nested_quant",
+        "quant_storage": "bnb_4bit_quant_storage",
+        "rows": "",  # --packing; rows of a dataset are padded without it
+    },
+    "image_classification": {"resolution": "resolution", **_TRAINER},
 }
+RECIPES = {"language model": "llm", "image classifier": "image_classification"}  # kind of workload -> recipe
+# Flags that are always printed, so that the command does not depend on a recipe's defaults.
+_ALWAYS = ("batch_size", "dtype", "optimizer")
+# Fields that are no flags of a recipe: the model and the policy, which every recipe has, and what is outside of it.
+_OUTSIDE = (
+    "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "alloc_conf",
+    "default_seq_length",
+)  # fmt: skip
 
 
 def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_file: str = "") -> str:
@@ -43,11 +65,11 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
         words += ["--config_file", config_file] if config_file else launch_words(launch)
         if launch.machines > 1:
             words += ["--machine_rank", "RANK", "--main_process_ip", "HOST"]
-    if recipe == "llm" and llm_trains(spec):
-        script = ["ckpt-ft", "recipe", "llm"] if launch is None else []
-        path = "" if launch is None else ' "$(ckpt-ft recipe --path llm)"'
+    if recipe and can_train(recipe, spec):
+        script = ["ckpt-ft", "recipe", recipe] if launch is None else []
+        path = "" if launch is None else f' "$(ckpt-ft recipe --path {recipe})"'
         start = setting + shlex.join([*words, *script])
-        return f"{start}{path} {shlex.join(llm_words(spec, dataset))}"
+        return f"{start}{path} {shlex.join(recipe_words(recipe, spec, dataset))}"
     runner = words or ["python"]
     return setting + shlex.join([*runner, _OTHERS, *_memory_words(spec)])
 
@@ -57,8 +79,9 @@ def command_for(spec: TrainingSpec, kind: str) -> str:
 
     kind: of workload, "language model" for example.
     """
-    if kind == "language model" and llm_trains(spec):
-        return training_command(spec, "llm")
+    recipe = RECIPES.get(kind, "")
+    if recipe and can_train(recipe, spec):
+        return training_command(spec, recipe)
     return shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
 
 
@@ -76,43 +99,42 @@ def launch_words(launch: Launch) -> list[str]:
     return words
 
 
-def llm_trains(spec: TrainingSpec) -> bool:
-    """Whether recipes/llm.py has flags for all that `spec` asks for."""
-    optimizer = spec.optimizer.name
-    other = (
-        spec.quantisation.load_in_8bit,
-        spec.quantisation.prepare_kbit,
-        spec.adapter.peft,
-        spec.model.frozen,
-        spec.model.train_towers,
-        spec.optimizer.ema,
-        spec.data.images,
-    )
-    return not any(other) and (optimizer == "none" or optimizer in OPTIM_OF_TRAINER)
+def can_train(recipe: str, spec: TrainingSpec) -> bool:
+    """Whether the recipe has flags for everything in `spec` that is not at its default."""
+    if spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
+        return False
+    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE}
+    if spec.adapter.peft_config:
+        known.add("peft")  # which that file has
+    return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())
 
 
-def llm_words(spec: TrainingSpec, dataset: str = "") -> list[str]:
-    """The flags of recipes/llm.py for `spec`."""
-    words = ["--model_name_or_path", spec.model.name, *_memory_words(spec)]
-    words += ["--max_length", str(spec.data.tokens), "--dtype", spec.precision.dtype]
-    if spec.precision.mixed_precision != "no":
-        words.append(f"--{spec.precision.mixed_precision}")
-    if spec.data.accumulation > 1:
-        words += ["--gradient_accumulation_steps", str(spec.data.accumulation)]
+def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str]:
+    """The flags of a recipe for `spec`."""
+    words = ["--model_name_or_path", spec.model.name, "--ac_policy", spec.policy]
     if spec.adapter.lora_r:
-        words += ["--use_peft", "--lora_r", str(spec.adapter.lora_r)]
-        words += ["--lora_target_modules", *spec.adapter.lora_targets] if spec.adapter.lora_targets else []
-        words += [] if spec.adapter.lora_dropout is None else ["--lora_dropout", str(spec.adapter.lora_dropout)]
-    words += [f"--{flag}" for key, flag in _LLM_SWITCHES.items() if spec.get(key)]
-    words += ["--packing"] if spec.data.rows == "packed" else []
-    default = TrainingSpec()
-    for key, flag in _LLM_VALUES.items():
-        if spec.get(key) != default.get(key):
-            value = spec.get(key)
-            words += [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
-    if spec.optimizer.name != "none":
-        words += ["--optim", OPTIM_OF_TRAINER[spec.optimizer.name]]
+        words.append("--use_peft")
+    for key, flag in _FLAGS[recipe].items():
+        value = spec.get(key)
+        if value != declared()[key].default or key in _ALWAYS:
+            words += _flag_words(key, flag, value)
+        elif key == "seq_length":
+            words += [f"--{flag}", str(spec.data.tokens)]
     return [*words, "--dataset_name", dataset or "DATASET"]
+
+
+def _flag_words(key: str, flag: str, value: Any) -> list[str]:
+    if key == "mixed_precision":
+        return [f"--{value}"]
+    if key == "rows":
+        return ["--packing"] if value == "packed" else []
+    if key == "optimizer":
+        return [] if value == "none" else [f"--{flag}", OPTIM_OF_TRAINER[value]]
+    if isinstance(value, tuple):
+        return [f"--{flag}", *value]
+    if value is True:
+        return [f"--{flag}"]
+    return [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
 
 
 def _memory_words(spec: TrainingSpec) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_ft.spec.command import RECIPES
 from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .batches import class_for, task_of
@@ -9,7 +10,7 @@ from .model_config import read_config
 
 
 def recipe_for(spec: TrainingSpec, dataset: str = "") -> str:
-    """The name of the recipe that trains the spec's model on text; "" for other models.
+    """The name of the recipe that trains the spec's model on text, or to classify images; "" for other models.
 
     dataset: that it is trained on; a model that sees may find images there, which recipes/llm.py does not read.
     """
@@ -17,4 +18,4 @@ def recipe_for(spec: TrainingSpec, dataset: str = "") -> str:
     named = (config.get("architectures") or [""])[0] or class_for(config.get("model_type", ""))
     task = task_of(named)
     pictured = bool(dataset) and "vision_config" in config
-    return "llm" if task is not None and task.kind == "language model" and not pictured else ""
+    return "" if task is None or pictured else RECIPES.get(task.kind, "")

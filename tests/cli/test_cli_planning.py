@@ -234,7 +234,7 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
     assert "fits on 1: none at batch 2" in shown
     line = f'accelerate launch -q --config_file {file} --machine_rank RANK --main_process_ip HOST "$(ckpt-ft recipe'
     assert line in shown
-    assert "--ac_policy none --per_device_train_batch_size 2 --max_length 32 --dtype float32 --bf16" in shown
+    assert "--ac_policy none --max_length 32 --per_device_train_batch_size 2 --dtype float32 --bf16" in shown
 
 
 def test_the_recipe_is_told_all_that_was_planned(config: str) -> None:

@@ -19,9 +19,9 @@ def test_the_command_of_one_process_is_whole() -> None:
     )  # fmt: skip
     assert training_command(spec, "llm", "rows.jsonl") == (
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B "
-        "--ac_policy full,head --per_device_train_batch_size 2 --max_length 512 --dtype bfloat16 --bf16 "
-        "--gradient_accumulation_steps 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj "
-        "--attn_implementation sdpa --max_grad_norm 0.5 --optim adamw_torch --dataset_name rows.jsonl"
+        "--ac_policy full,head --use_peft --max_length 512 --per_device_train_batch_size 2 "
+        "--gradient_accumulation_steps 4 --dtype bfloat16 --bf16 --attn_implementation sdpa --max_grad_norm 0.5 "
+        "--optim adamw_torch --lora_r 8 --lora_target_modules q_proj v_proj --dataset_name rows.jsonl"
     )
 
 
@@ -58,4 +58,31 @@ def test_what_the_recipe_does_not_know_is_left_open(fields: dict[str, object]) -
     )
     assert "prodigy" not in training_command(launched, "llm")
     assert command_for(spec, "language model").startswith("ckpt-ft estimate gpt2 --policy full")
-    assert command_for(TrainingSpec.of("resnet-50"), "image classifier") == "ckpt-ft estimate resnet-50"
+    assert command_for(TrainingSpec.of("a/unet"), "diffusion model") == "ckpt-ft estimate a/unet"
+
+
+def test_a_classifier_has_its_recipe() -> None:
+    spec = TrainingSpec.of("resnet-50", policy="full", batch_size=32, resolution=160, optimizer="sgd")
+    assert command_for(spec, "image classifier") == (
+        "ckpt-ft recipe image_classification --model_name_or_path resnet-50 --ac_policy full --resolution 160 "
+        "--per_device_train_batch_size 32 --dtype float32 --optim sgd --dataset_name DATASET"
+    )
+    assert command_for(spec.edit(lora_r=4), "image classifier").startswith("ckpt-ft estimate resnet-50")
+
+
+@pytest.mark.parametrize("recipe", ["llm", "image_classification"])
+def test_the_recipes_read_their_commands(recipe: str) -> None:
+    from ckpt_ft.training.arguments import ACArguments
+    from ckpt_ft.training.images.classification import VisionArguments
+    from ckpt_ft.training.models import ModelArguments
+    from ckpt_ft.training.run.arguments import RunArguments
+    from ckpt_ft.training.run.parser import parse_args
+    from ckpt_ft.training.text.data import DataArguments
+
+    more = {"lora_r": 4, "load_in_4bit": True, "double_quant": True, "seq_length": 64} if recipe == "llm" else {}
+    spec = TrainingSpec.of("a/model", policy="full", accumulation=3, max_grad_norm=0.5, dtype="bfloat16", **more)
+    words = shlex.split(training_command(spec, recipe, "rows"))[3:]
+    data = DataArguments if recipe == "llm" else VisionArguments
+    model, _, memory, run = parse_args((ModelArguments, data, ACArguments, RunArguments), words)
+    assert (model.dtype, model.lora_r, model.load_in_4bit) == ("bfloat16", more.get("lora_r"), bool(more))
+    assert (run.gradient_accumulation_steps, run.max_grad_norm, memory.ac_policy) == (3, 0.5, "full")
