@@ -1,7 +1,7 @@
 """MemoryReport: what a run needed, what held memory at its peak, and how the prediction compares.
 
 `MemoryProfiler.report()` makes one, complete and frozen. memory_report.json holds it, and `from_json` reads it back.
-The tables are made by report_tables.py and the page by run_view.py.
+Its tables and page are made by export/report.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
 from ckpt_ft.export.step_page import StepView
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
@@ -29,8 +30,6 @@ from ckpt_ft.reading import Bytes, Seconds, read_json
 from ckpt_ft.redact import redacted
 
 from . import REPORT_KINDS
-from .report_tables import headline, lines, markdown_report, print_report, tables
-from .run_view import report_page
 
 if TYPE_CHECKING:
     from rich.console import Console
