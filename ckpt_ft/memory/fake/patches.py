@@ -97,7 +97,9 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     gc.disable()
-    gc.freeze()  # collections look only at what the step makes
+    freezes = not gc.get_freeze_count()  # `gc.unfreeze` cannot tell the caller's frozen objects from a trace's
+    if freezes:
+        gc.freeze()  # collections look only at what the step makes
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -105,6 +107,7 @@ def quiet() -> Iterator[None]:
         logger.disabled = silent
         random.setstate(python)
         numpy.random.set_state(drawn)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if enabled:
             gc.enable()

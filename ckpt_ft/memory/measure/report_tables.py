@@ -1,4 +1,4 @@
-"""How a memory report reads: one list of tables, printed by rich or written as Markdown."""
+"""The tables and sentences of a memory report, printed by rich or written as Markdown."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckpt_ft.memory.record.events import CATEGORIES, PHASES
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 
-from .records import Prediction, RankMemory, RunMemory
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .report import MemoryReport, Prediction, RankMemory
 
-def headline(report: RunMemory) -> str:
+
+def headline(report: MemoryReport) -> str:
     """One line: the policy, the devices, the batch."""
     facts = report.provenance
     device = report.ranks[0].device
@@ -25,7 +25,7 @@ def headline(report: RunMemory) -> str:
     return " · ".join(filter(None, (f"policy {facts.get('policy') or 'as it is'}", where, shapes)))
 
 
-def print_report(report: RunMemory, console: Console | None = None) -> None:
+def print_report(report: MemoryReport, console: Console | None = None) -> None:
     """Print `report` to `console`, or to standard output."""
     from rich.console import Console
 
@@ -37,7 +37,7 @@ def print_report(report: RunMemory, console: Console | None = None) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-def markdown_report(report: RunMemory) -> str:
+def markdown_report(report: MemoryReport) -> str:
     """`report` as Markdown."""
     parts = ["# Memory report", headline(report)]
     for table in tables(report):
@@ -49,7 +49,7 @@ def markdown_report(report: RunMemory) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tables(report: RunMemory) -> Iterator[Table]:
+def tables(report: MemoryReport) -> Iterator[Table]:
     """The tables that `report` has figures for, in the order they are read."""
     yield _peaks(report)
     yield _phases(report)
@@ -67,7 +67,7 @@ def tables(report: RunMemory) -> Iterator[Table]:
         yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
 
 
-def lines(report: RunMemory) -> list[str]:
+def lines(report: MemoryReport) -> list[str]:
     """What is said in sentences."""
     steps, sampled = report.ranks[0].steps, report.ranks[0].sampled
     said = [
@@ -80,7 +80,7 @@ def lines(report: RunMemory) -> list[str]:
     return said + report.notes
 
 
-def _peaks(report: RunMemory) -> Table:
+def _peaks(report: MemoryReport) -> Table:
     on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
     header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
     header += ["retries", "OOMs"] if on_gpu else []
@@ -93,7 +93,7 @@ def _peaks(report: RunMemory) -> Table:
     return Table("Peak memory", tuple(header), rows, text=(0, 1))
 
 
-def _phases(report: RunMemory) -> Table:
+def _phases(report: MemoryReport) -> Table:
     rows = [
         (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in PHASES))
         for rank in report.ranks
@@ -101,7 +101,7 @@ def _phases(report: RunMemory) -> Table:
     return Table("Peak allocated by phase", ("rank", *PHASES), rows)
 
 
-def _predicted(report: RunMemory) -> Iterator[Table]:
+def _predicted(report: MemoryReport) -> Iterator[Table]:
     """Predicted beside measured: all figures of the fullest rank, and the peaks of each."""
     fullest, several = report.fullest, len(report.ranks) > 1
     if fullest.predicted is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from ckpt_ft.export.page import Figure, Page, Section
 from ckpt_ft.export.step_page import STEP_TITLE, StepView
 from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.units import format_bytes
 
-from .records import History, Prediction, RankMemory, RunMemory
 from .report_tables import headline, lines, tables
+
+if TYPE_CHECKING:
+    from .report import History, MemoryReport, Prediction, RankMemory
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,14 @@ class RunView:
     figures: list[str]
 
 
-def run_view(report: RunMemory) -> RunView:
+def run_view(report: MemoryReport) -> RunView:
     """What a report knows of its run."""
     ranks = [_rank(rank, _prediction(rank)) for rank in report.ranks]
     known = {name for rank in ranks for name in (*rank.measured, *rank.predicted)}
     return RunView(ranks, [name for name in (*PHASES, "reserved") if name in known])
 
 
-def report_page(report: RunMemory, step: StepView | None) -> Page:
+def report_page(report: MemoryReport, step: StepView | None) -> Page:
     """The page of a report. `step`: every allocation of the step; without it the timeline in short."""
     sections = [Section("figures", "", _figures(report)), Section("run", "The run", run_view(report))]
     if step is not None:
@@ -76,7 +79,7 @@ def _rank(rank: RankMemory, predicted: Prediction | None) -> RankView:
     return RankView(rank.rank, rank.device, measured, expected, rank.history)
 
 
-def _figures(report: RunMemory) -> list[Figure]:
+def _figures(report: MemoryReport) -> list[Figure]:
     fullest, several = report.fullest, len(report.ranks) > 1
     where = f"rank {fullest.rank}, the fullest of {len(report.ranks)}" if several else fullest.device
     found = [Figure("peak allocated, measured", format_bytes(fullest.peak() or 0), where)]
