@@ -53,6 +53,7 @@ def measured(small: Small, sizes: range) -> dict[int, int]:
     return peaks
 
 
+@pytest.mark.slow
 def test_one_of_the_grid() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "full")
@@ -223,6 +224,7 @@ def _on_a_rank(rank: int, results: str) -> None:
     Path(results, str(rank)).write_text(str(found.batch))
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_smallest(tmp_path: Path) -> None:
     mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="fork")  # spawned ones import first
     sizes = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
@@ -239,6 +241,7 @@ def _rank_main(rank: int, results: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "found_by_trying"), [("none", 177), ("stages:3+4", 205)])
 def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(policy, found_by_trying):
     resnet = load(TrainingSpec.of("microsoft/resnet-50", optimizer="none", max_grad_norm=0.0), find_gpu("t4"))
