@@ -28,8 +28,8 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.session import Session
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.model_config import find_model
 
@@ -139,13 +139,13 @@ def test_stopped_and_resumed(
     whole = train(recipe, tiny["flux2"], tmp_path / "whole", *flags)
     out, calls = tmp_path / "out", []
 
-    def step(memory: LoopMemory) -> None:
+    def step(memory: Session) -> None:
         calls.append(memory)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LoopMemory, "step", step)
+        patch.setattr(Session, "step", step)
         with pytest.raises(Interrupted, match="checkpoint-2 is whole"):
             train(recipe, tiny["flux2"], out, *flags)
     assert train(recipe, tiny["flux2"], out, *flags, "--resume_from_checkpoint", "latest") == whole

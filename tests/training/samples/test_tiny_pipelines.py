@@ -57,14 +57,14 @@ def test_the_decoder_learns(images: torch.Tensor) -> None:
 
 
 def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.diffusion.tiny_pipeline.DECODER_STEPS", 0)
+    monkeypatch.setattr("ckpt_ft.training.samples.pipelines.DECODER_STEPS", 0)
     made: list[str] = []
 
     def make(kind: str) -> StableDiffusionPipeline:
         made.append(kind)
         return make_tiny_pipeline(kind, 0, (16,))
 
-    monkeypatch.setattr("ckpt_ft.training.diffusion.tiny_pipeline.make_tiny_pipeline", make)
+    monkeypatch.setattr("ckpt_ft.training.samples.pipelines.make_tiny_pipeline", make)
     first = tiny_pipeline_dir("sd1")
     assert tiny_pipeline_dir("sd1") == first
     assert made == ["sd1"]
