@@ -44,10 +44,10 @@ from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.run.trainer_run import evaluate, train
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.text.answers import Questions, check_answers
 from ckpt_ft.training.text.encode import check_cache
+from ckpt_ft.training.trainer_run import evaluate, train
 from ckpt_ft.training.vision_language.conversations import ImageLoader, load_conversations
 from ckpt_ft.training.vision_language.encode import encode_conversations
 from ckpt_ft.training.vision_language.models import (

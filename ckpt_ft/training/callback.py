@@ -20,12 +20,12 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
-    from_trainer,
     loss_of,
-    measured_workload,
+    measured_step,
     require_batches,
     rows_of,
 )
+from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
 from .fit import Fitted, fit
@@ -163,7 +163,7 @@ class ACCallback(TrainerCallback):
             with never_fatal("the memory report"):
                 session.write_report(
                     args.output_dir,
-                    workload=lambda: measured_workload(kwargs["model"], profiler, args, self._loss),
+                    workload=lambda: Workload(**measured_step(kwargs["model"], profiler, args, self._loss)),
                     model=type(kwargs["model"]).__name__,
                     per_device_batch_size=args.per_device_train_batch_size,
                     gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -187,7 +187,7 @@ class ACCallback(TrainerCallback):
         automatic = session.policy is not None and session.policy.auto
         if session.fitted is None and (automatic or settings.find_max_batch_size):
             flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
-            workload, args = from_trainer(trainer, flag), trainer.args
+            workload, args = Workload.from_trainer(trainer, flag), trainer.args
             session.use(fit(workload, args, settings, args.device, lambda: launch_ahead(args)))
             assert session.fitted is not None
             trainer.args = session.fitted.args

@@ -1,6 +1,6 @@
 """Workloads of a live transformers Trainer, TRL's trainers included.
 
-`from_trainer` describes the step that a trainer is going to make, for a plan; `measured_workload` describes the step
+`planned_step` describes the step that a trainer is going to make, for a plan; `measured_step` describes the step
 that was measured, for the predicted column of a report. The trainer is only read.
 """
 
@@ -22,19 +22,20 @@ from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
 
 from .sample_sizes import rows_by_length
-from .workload import MIXED_PRECISION, Batch, Forward, Workload
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
 
+    from .workload import Batch, Forward
+
 TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without its `self`
 _IGNORED = -100  # the label that a loss leaves out
 
 
-def from_trainer(trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
-    """The step that `trainer` is going to make on its training data, on its device.
+def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
+    """The fields of a Workload for the step that `trainer` is going to make on its training data, on its device.
 
     The loss is the trainer's own: label smoothing, `compute_loss_func` and a subclass's `compute_loss` are in it. The
     trainer's other models are on the device. Rows with "input_ids" or TRL's preferences have lengths, of which the
@@ -68,25 +69,25 @@ def from_trainer(trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
         return kind([p for p in model.parameters() if p.requires_grad], **options)
 
     model: nn.Module = trainer.model
-    return Workload(
-        model,
-        make_batch,
-        compute_loss,
-        make_optimizer=make_optimizer if trainer.optimizer is None else optimizer_like(model, trainer.optimizer),
-        device=current_gpu() or "cpu",
-        autocast=MIXED_PRECISION[precision_of(args)],
-        accumulation=args.gradient_accumulation_steps,
-        max_grad_norm=args.max_grad_norm,
-        auxiliary_models=auxiliary_models(trainer),
-        lengths=lengths,
-        name=type(model).__name__,
-    )
+    return {
+        "model": model,
+        "make_batch": make_batch,
+        "compute_loss": compute_loss,
+        "make_optimizer": make_optimizer if trainer.optimizer is None else optimizer_like(model, trainer.optimizer),
+        "device": current_gpu() or "cpu",
+        "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision_of(args)),
+        "accumulation": args.gradient_accumulation_steps,
+        "max_grad_norm": args.max_grad_norm,
+        "auxiliary_models": auxiliary_models(trainer),
+        "lengths": lengths,
+        "name": type(model).__name__,
+    }
 
 
-def measured_workload(
+def measured_step(
     model: nn.Module, profiler: MemoryProfiler, args: TrainingArguments, loss: TrainerLoss | None = None
-) -> Workload:
-    """The step that a trainer made on the largest batch that `profiler` saw.
+) -> dict[str, Any]:
+    """The fields of a Workload for the step that a trainer made on the largest batch that `profiler` saw.
 
     Args:
         model: as it was trained; it applies its own autocast by then.
@@ -109,16 +110,16 @@ def measured_workload(
         given, named = batch.again()
         return {"args": given, "kwargs": named}
 
-    return Workload(
-        model,
-        make_batch,
-        compute_loss,
-        make_optimizer=None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
-        device=current_gpu(args.device.index) or "cpu",
-        accumulation=args.gradient_accumulation_steps,
-        max_grad_norm=args.max_grad_norm,
-        auxiliary_models=profiler.auxiliary_models,
-    )
+    return {
+        "model": model,
+        "make_batch": make_batch,
+        "compute_loss": compute_loss,
+        "make_optimizer": None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
+        "device": current_gpu(args.device.index) or "cpu",
+        "accumulation": args.gradient_accumulation_steps,
+        "max_grad_norm": args.max_grad_norm,
+        "auxiliary_models": profiler.auxiliary_models,
+    }
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:

@@ -199,11 +199,18 @@ class Workload:
         )
 
     @classmethod
-    def from_trainer(cls, trainer: Trainer) -> Workload:
-        """The step of a transformers Trainer, with its own loss, data and auxiliary models (from_trainer.py)."""
-        from .from_trainer import from_trainer
+    def from_trainer(cls, trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
+        """The step that a transformers Trainer is going to make, with its own loss, data and auxiliary models.
 
-        return from_trainer(trainer)
+        Args:
+            flag: what needs the workload, for errors.
+
+        Raises:
+            UserError: the trainer makes its batches while it trains, or its rows are streamed.
+        """
+        from .from_trainer import planned_step
+
+        return cls(**planned_step(trainer, flag))
 
     def step(self, samples: int, length: int | None = None) -> Step:
         """One optimizer step on micro-batches of `samples`, the longest of them `length` tokens.

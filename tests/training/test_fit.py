@@ -25,7 +25,7 @@ from ckpt_ft.training.run.manifest import write_manifest
 from ckpt_ft.training.session import Session
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.units import MIB
-from ckpt_ft.workloads.from_trainer import from_trainer
+from ckpt_ft.workloads.workload import Workload
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
 
@@ -94,7 +94,7 @@ def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
     """Gradients live from one micro-batch to the next: a budget that four samples alone just fit holds fewer then."""
-    alone = from_trainer(trainer(tmp_path))
+    alone = Workload.from_trainer(trainer(tmp_path))
     limit = alone.trace(4).peak_allocated
     settings = ACArguments(ac_policy="none", ac_budget=f"{limit / 0.95 + 1:.0f}B", find_max_batch_size=True)
     fitted = fit(tmp_path, settings, per_device_train_batch_size=12)

@@ -16,7 +16,8 @@ from ckpt_ft.training import fit, launched
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.launched import launch_ahead, launch_of
 from ckpt_ft.training.text.encode import PadCollator
-from ckpt_ft.workloads.from_trainer import from_trainer, precision_of
+from ckpt_ft.workloads.from_trainer import precision_of
+from ckpt_ft.workloads.workload import Workload
 
 ROWS = [{"input_ids": [1] * 8, "labels": [1] * 8}]
 
@@ -99,7 +100,7 @@ def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="1GiB", ac_on_oom="replan")
     args = arguments(tmp_path)
     with pytest.raises(UserError, match="--ac_on_oom replan on 4 processes: one runs out of memory while the others"):
-        fit.fit(from_trainer(trainer(args, 16, 1, 32)), args, settings, args.device, lambda: None)
+        fit.fit(Workload.from_trainer(trainer(args, 16, 1, 32)), args, settings, args.device, lambda: None)
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monke
     monkeypatch.setattr(fit, "found_by_main", lambda find: find())
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     args = arguments(tmp_path, per_device_train_batch_size=64)
-    workload = from_trainer(trainer(args, 64, 2, 512))
+    workload = Workload.from_trainer(trainer(args, 64, 2, 512))
     fitted = fit.fit(workload, args, settings, args.device, lambda: Launch("fsdp2", 4))
     assert fitted.largest is not None
     assert not fitted.largest.trials

@@ -18,7 +18,6 @@ from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
-from ckpt_ft.workloads.from_trainer import from_trainer
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload
 
@@ -70,7 +69,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
     measured = max(phase["allocated"] for phase in callback.report.ranks[0].peaks.values())
     assert estimated == pytest.approx(measured, rel=1e-4)
     real = LlamaForCausalLM(config)
-    planned = from_trainer(Trainer(real, args, train_dataset=[{"input_ids": x, "labels": x} for x in ids]))
+    planned = Workload.from_trainer(Trainer(real, args, train_dataset=[{"input_ids": x, "labels": x} for x in ids]))
     apply_policy(real, policy)
     assert planned.trace(4).peak_allocated == pytest.approx(measured, rel=1e-3)  # and a row of the data
 
@@ -116,7 +115,7 @@ class Recorder(nn.Module):
 
 
 def workload_of(model: nn.Module, args: TrainingArguments, rows: Any = ROWS) -> Workload:
-    return from_trainer(Trainer(model, args, train_dataset=rows, data_collator=PadCollator(0)))
+    return Workload.from_trainer(Trainer(model, args, train_dataset=rows, data_collator=PadCollator(0)))
 
 
 def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:

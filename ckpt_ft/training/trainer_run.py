@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.training.replan import train_with_replanning
-from ckpt_ft.training.session import advise_on_oom
-
-from .directory import RunDirectory
-from .trainer_checkpoints import keep_checkpoints
+from .replan import train_with_replanning
+from .run.directory import RunDirectory
+from .run.trainer_checkpoints import keep_checkpoints
+from .session import advise_on_oom
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from ckpt_ft.training.callback import ACCallback
+    from .callback import ACCallback
 
 
 def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
