@@ -40,13 +40,13 @@ from ckpt_ft.training.diffusion.encoders import load_transformer
 from ckpt_ft.training.diffusion.loop import TrainingState, leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.setup import load_transformer_data
 from ckpt_ft.training.diffusion.workload import fit_loop, flow_workload
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.replan import Attempt, run_within
+from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
 from ckpt_ft.training.samples.pipelines import tiny_transformer_dir
+from ckpt_ft.training.session import Session
 
 # The defaults if no pipeline is given.
 BUILT_IN = {
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
     )
     directory = RunDirectory.of(args, lora=model_args.adapts)
-    run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
+    run_with_replanning(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
 @explained_full_disk()
@@ -98,7 +98,7 @@ def train(
     transformer = prepare(transformer, model_args, data.dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
     fitted = fit_loop(flow_workload(transformer, attempt.args, accelerator, data), accelerator, attempt)
-    memory = LoopMemory(fitted, accelerator)
+    memory = Session(fitted, accelerator)
     memory.apply(transformer)
 
     # 3. Optimizer, schedule and moving average, from the checkpoint on

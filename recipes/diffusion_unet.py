@@ -39,13 +39,13 @@ from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import TrainingState, leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.setup import load_unet_data
 from ckpt_ft.training.diffusion.workload import fit_loop, unet_workload
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.replan import Attempt, run_within
+from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
 from ckpt_ft.training.samples.pipelines import tiny_pipeline_dir
+from ckpt_ft.training.session import Session
 
 # The defaults if no pipeline is given.
 BUILT_IN = {
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
     )
     directory = RunDirectory.of(args, lora=model_args.adapts)
-    run_within(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
+    run_with_replanning(lambda attempt: train(model_args, image_args, directory, attempt), args, ac_args, directory)
 
 
 @explained_full_disk()
@@ -94,7 +94,7 @@ def train(
     unet.to(accelerator.device)
     workload = unet_workload(unet, attempt.args, accelerator, data, model_args.snr_gamma)
     fitted = fit_loop(workload, accelerator, attempt)
-    memory = LoopMemory(fitted, accelerator)
+    memory = Session(fitted, accelerator)
     memory.apply(unet)
 
     # 3. Optimizer, schedule and moving average, from the checkpoint on

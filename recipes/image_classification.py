@@ -39,7 +39,6 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.images.classification import (
     Collator,
     ImageRows,
@@ -109,12 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     eval_dataset = None if eval_rows is None else ImageRows(eval_rows, processor, data_args.resolution)
 
-    # 4. What --ac_policy auto and --find_max_batch_size leave open
     collator = Collator(position_arguments(model, data_args.resolution))
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-    training_args = check_batch_norm(model, fitted.args, len(train_rows))
 
-    # 5. Training: the policy and the memory report are one callback
+    # 4. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
@@ -127,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             preprocess_logits_for_metrics=most_likely_class,
             callbacks=[new_crops_each_epoch(train_dataset)],
         )
-    memory = ACCallback(fitted).attach(trainer)
+    memory = ACCallback(ac_args).attach(trainer)
+    trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the batch that was found
     train(trainer, memory, directory)
     if eval_dataset is not None:
         evaluate(trainer)

@@ -40,7 +40,6 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
@@ -105,21 +104,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if data_args.packing:
         check_rows_apart(model)
 
-    # 3. What --ac_policy auto and --find_max_batch_size leave open
     collator = PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
 
-    # 4. Training: the policy and the memory report are one callback
+    # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
-            args=fitted.args,
+            args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             data_collator=collator,
         )
-    memory = ACCallback(fitted).attach(trainer)
+    memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     if eval_dataset is not None:
         evaluate(trainer)

@@ -40,7 +40,6 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import fit_to_memory
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
@@ -122,14 +121,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         alone = replace(data_args, packing=False)  # questions are answered one by one
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, alone)
 
-    # 3. What --ac_policy auto and --find_max_batch_size leave open
-    fitted = fit_to_memory(model, training_args, ac_args, train_dataset, collator)
-
-    # 4. Training: the policy and the memory report are one callback
+    # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
+    # and reports memory
     with library_reads("no Trainer can be made of these flags"):
         trainer = Trainer(
             model=model,
-            args=fitted.args,
+            args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processor,
@@ -140,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = eval_dataset.select(range(min(data_args.answered, len(eval_dataset))))
         questions = Questions(asked, processor.tokenizer, collator)
         before = questions.right(model)
-    memory = ACCallback(fitted).attach(trainer)
+    memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     if eval_dataset is not None:
         counts = {}

@@ -12,8 +12,7 @@ from rich.console import Console
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import Timeline
-from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory
-from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory
 from ckpt_ft.planning.budget import MemoryBudget
 from ckpt_ft.planning.candidate import Candidate
 from ckpt_ft.planning.results import Plan
@@ -72,6 +71,7 @@ def test_plans(tmp_path: Path) -> None:
         try:
             settings = ACArguments(ac_policy=str(path))
             assert str(settings.policy) in ("full", "none")
+            assert settings.plan is not None
             settings.plan.table()
             assert settings.plan.why
         except UserError as error:

@@ -18,7 +18,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.memory.gpus import GPU, current_gpu
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
-from ckpt_ft.memory.measure.records import Prediction
+from ckpt_ft.memory.measure.report import Prediction
 from ckpt_ft.planning.batch_size import find_max_batch_size
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.workloads.workload import Batch, Workload

@@ -31,6 +31,7 @@ CATEGORY_COLOURS = {
     "communication": ("#cc79a7", "#d795ba"),
     "workspace": ("#999999", "#8d949c"),
 }
+PHASES = ("forward", "backward", "optimizer")  # of a step, in order
 POINTS = 1500
 _TOP, _LEFT, _RIGHT, _BOTTOM = 22, 70, 10, 8  # margins of the SVG
 _DASHED = "stroke='currentColor' stroke-dasharray='3 4' stroke-opacity='.6'"

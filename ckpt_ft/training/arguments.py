@@ -1,7 +1,7 @@
-"""ACArguments: the flags of activation checkpointing, for `HfArgumentParser`, beside `TrainingArguments`.
+"""ACArguments: the flags of activation checkpointing, for `HfArgumentParser` together with `TrainingArguments`.
 
-Only strings and booleans: a policy travels as the string that a person typed, because a callable in a training
-argument breaks its JSON and its pickle (transformers writes both).
+Every field is a string or a boolean. A policy stays the string that was typed, because transformers writes arguments
+as JSON and as a pickle, which a callable breaks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_ft.errors import UserError, meant
-from ckpt_ft.memory.measure.kinds import KINDS as REPORT_KINDS
+from ckpt_ft.memory.measure import REPORT_KINDS
 from ckpt_ft.policy import Policy
 from ckpt_ft.units import is_bare, parse_budget
 
@@ -30,22 +30,24 @@ class ACArguments:
     """What is recomputed, under which budget, and what is reported about memory.
 
     Attributes:
-        ac_policy: a policy, as `Policy.parse` takes it; None leaves the model as it is and still reports.
-            A file that `ckpt-ft plan --output plan.json` wrote stands for the policy that it picked.
-        ac_budget: an amount of memory such as "24GiB": what `auto` and `find_max_batch_size` may use. On a CPU,
-            training that would pass it runs out of memory as on a card of that size.
-        ac_report: comma-separated kinds of report written to the output directory, or "none", with which nothing is
-            measured but what a budget on a CPU needs.
-        find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and proof, and use
-            it as far as gradient accumulation can keep the effective batch as it was.
-        ac_on_oom: "replan": under `auto`, go on under a leaner policy from the last checkpoint when memory runs out;
-            "stop": stop with advice. None: the first in one process, the second in several, where one process runs
-            out while the others wait for it.
-        ac_check: compare one step's loss, gradients, buffers and RNG with and without the policy before training.
+        ac_policy: a policy for `Policy.parse`, or a file that `ckpt-ft plan --output plan.json` wrote, which stands
+            for the policy that it picked. None leaves the model as it is; memory is still reported.
+        ac_budget: an amount of memory such as "24GiB" that `auto` and `find_max_batch_size` may use. On a CPU a step
+            that exceeds it runs out of memory, as on a card of that size.
+        ac_report: comma-separated kinds of report to write to the output directory, or "none". With "none" nothing is
+            measured, except for a budget on a CPU.
+        find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and then by a real
+            step, and use it as far as gradient accumulation can keep the effective batch as it was.
+        ac_on_oom: what to do under `auto` when memory runs out. "replan": continue from the last checkpoint under a
+            policy that needs less. "stop": stop with advice. None: "replan" in one process and "stop" in several,
+            where one process runs out while the others wait for it.
+        ac_check: before training, compare one step's loss, gradients, buffers and RNG with and without the policy.
         ac_verify: which training steps prove that backward computes with what forward saved; see `apply_policy`.
+        plan: the plan that `ac_policy` names, read once; None if it names none. Not a flag.
 
     Raises:
-        UserError: a value cannot be understood, or two contradict each other; raised when the object is made.
+        UserError: a value cannot be understood, two contradict each other, or the plan's file cannot be used. All of
+            it is raised when the object is made.
     """
 
     ac_policy: str | None = flag(
@@ -70,7 +72,6 @@ class ACArguments:
     ac_check: bool = flag(
         False, "Before training, prove that the policy changes no loss, gradient, buffer or random state."
     )
-
     ac_verify: str = flag(
         "first",
         "Steps in which backward proves, bit for bit, that it computes with what forward saved: first (the first two "
@@ -83,14 +84,15 @@ class ACArguments:
 
             self.ac_verify = str(self.ac_verify)
             Schedule.parse(self.ac_verify)
-        if self.ac_policy is not None and not self.from_plan:
+        self.plan = self._read_plan()
+        if self.ac_policy is not None and self.plan is None:
             self.ac_policy = str(_parsed(self.ac_policy))
         if self.ac_budget is not None:
             parse_budget(self.ac_budget)
             if is_bare(self.ac_budget):
                 logger.warning("--ac_budget %s is taken as %s GiB", self.ac_budget, self.ac_budget)
                 self.ac_budget = f"{self.ac_budget}GiB"
-            if self.ac_policy != "auto" and not self.from_plan and not self.find_max_batch_size:
+            if self.ac_policy != "auto" and self.plan is None and not self.find_max_batch_size:
                 given = "without a policy" if self.ac_policy is None else f"with --ac_policy {self.ac_policy}"
                 raise UserError(
                     f"--ac_budget {self.ac_budget} {given}: the budget is for --ac_policy auto or "
@@ -100,14 +102,13 @@ class ACArguments:
             raise UserError(f"--ac_on_oom {self.ac_on_oom}: choose one of {', '.join(ON_OOM)}")
         if self.ac_check and self.ac_policy is None:
             raise UserError("--ac_check compares a policy with plain training; give one, as in --ac_policy full")
-        self.reports  # noqa: B018  validated while nothing has been done yet
+        self.reports  # noqa: B018  validated before anything is done
 
     @property
     def policy(self) -> Policy | None:
-        """The parsed policy, None when the model is left as it is; of a plan, the one that it picked."""
-        if self.ac_policy is None:
-            return None
-        return Policy.parse(self.plan.best.policy if self.from_plan else self.ac_policy)
+        """The parsed policy, or the one that the plan picked; None if the model is left as it is."""
+        chosen = self.ac_policy if self.plan is None else self.plan.best.policy
+        return None if chosen is None else Policy.parse(chosen)
 
     @property
     def limit(self) -> int | None:
@@ -116,28 +117,12 @@ class ACArguments:
 
     @property
     def measures(self) -> bool:
-        """Whether steps are measured: for a report, or, on a CPU, against the budget."""
+        """Whether steps are measured, for a report or for a budget on a CPU."""
         return bool(self.reports) or self.limit is not None
 
     @property
-    def from_plan(self) -> bool:
-        """Whether the policy is a plan's file."""
-        return self.ac_policy is not None and self.ac_policy.endswith(".json")
-
-    @property
-    def plan(self) -> Plan:
-        """The plan whose file was given; raises UserError where there is none, or one of other versions."""
-        from ckpt_ft.planning.results import Plan
-
-        assert self.ac_policy is not None
-        path = Path(self.ac_policy)
-        if not path.is_file():
-            raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
-        return Plan.from_json(path.read_bytes(), f"--ac_policy {path}")
-
-    @property
     def reports(self) -> tuple[str, ...]:
-        """The kinds of report to write, () for none."""
+        """The kinds of report to write; () for none."""
         kinds = tuple(kind.strip() for kind in self.ac_report.split(","))
         if kinds == ("none",):
             return ()
@@ -146,6 +131,21 @@ class ACArguments:
                 known = f"{meant(kind, REPORT_KINDS)} ({', '.join(REPORT_KINDS)}, or none)"
                 raise UserError(f"--ac_report {self.ac_report}: no report '{kind}'{known}")
         return kinds
+
+    def _read_plan(self) -> Plan | None:
+        """The plan in the file that `ac_policy` names.
+
+        Raises:
+            UserError: there is no such file, or its plan was made with other versions.
+        """
+        if self.ac_policy is None or not self.ac_policy.endswith(".json"):
+            return None
+        from ckpt_ft.planning.results import Plan
+
+        path = Path(self.ac_policy)
+        if not path.is_file():
+            raise UserError(f"--ac_policy {path}: no such file; `ckpt-ft plan MODEL --output {path}` writes one")
+        return Plan.from_json(path.read_bytes(), f"--ac_policy {path}")
 
 
 def _parsed(text: str) -> Policy:

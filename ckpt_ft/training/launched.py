@@ -1,4 +1,4 @@
-"""The launch that this process is part of, as a `Launch` to trace; and what one process finds out for all."""
+"""The distributed launch that this process is part of, as a `Launch` that a trace can model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.spec.launch import PRECISIONS, Launch, ZeroOptions
+from ckpt_ft.spec.launch import Launch, ZeroOptions
+from ckpt_ft.workloads.from_trainer import precision_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,10 +24,10 @@ Answer = TypeVar("Answer")
 
 
 def launch_of(accelerator: Accelerator) -> Launch | None:
-    """The launch that `accelerator` is of, and this rank of it; None for one process.
+    """The launch of `accelerator` and this process's rank in it; None for one process.
 
     Raises:
-        UserError: it is not modelled.
+        UserError: the launch is not modelled.
     """
     if accelerator.num_processes == 1:
         return None
@@ -43,7 +44,7 @@ def launch_of(accelerator: Accelerator) -> Launch | None:
 
 
 def launch_ahead(args: TrainingArguments) -> Launch | None:
-    """That of the accelerator which a Trainer with `args` will make; see `launch_of`."""
+    """The launch that a Trainer with `args` is going to make, as `launch_of` returns it afterwards."""
     if PartialState().num_processes == 1:
         return None
     sharing: dict[str, Any] = {}
@@ -56,20 +57,6 @@ def launch_ahead(args: TrainingArguments) -> Launch | None:
     else:  # Trainer._build_accelerator_args, without checkpointing of the library's own
         sharing = {"find_unused_parameters": args.ddp_find_unused_parameters is not False}
     return _launch(precision_of(args), **sharing)
-
-
-def precision_of(args: TrainingArguments) -> str:
-    """The mixed precision that a Trainer with `args` runs in: theirs, or that of `accelerate launch`.
-
-    Raises:
-        UserError: the launch's is another than no, bf16 and fp16.
-    """
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in PRECISIONS:
-        raise UserError(f"mixed precision '{launched}' of the launch: {', '.join(PRECISIONS)} are modelled")
-    return launched
 
 
 def _launch(precision: str, **sharing: Any) -> Launch:
@@ -109,7 +96,10 @@ def _zero(plugin: Any) -> dict[str, Any]:
 
 
 def found_by_main(find: Callable[[], Answer]) -> Answer:
-    """`find()` of the main process, or the UserError that it raised, on all; every process must call it."""
+    """Runs `find` on the main process and returns its answer, or raises its UserError, on every process.
+
+    Every process must call it.
+    """
     state = PartialState()
     if state.num_processes == 1:
         return find()

@@ -1,8 +1,8 @@
-"""When memory runs out all the same: training goes on under a leaner plan, from the last checkpoint.
+"""Continues training from the last checkpoint under a policy that needs less, after memory ran out under `auto`.
 
-`train_within` does it for a Trainer, which is told to train again; `run_within` for a loop, which runs again from
-loading the model on. Of several processes one runs out of memory while the others wait for it in a collective: there
-is no plan that they could still agree on, and training stops with advice.
+`train_with_replanning` is for a Trainer, whose `train` is called again; `run_with_replanning` is for a loop, which
+runs again from loading the model. Several processes are not replanned: one runs out of memory while the others wait
+for it in a collective, so they cannot agree on a new plan, and training stops with advice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import PartialState
 from transformers import Trainer
@@ -25,31 +25,22 @@ from ckpt_ft.units import format_bytes
 
 from .arguments import ACArguments
 from .fit import Fitted, make_plan, say
+from .session import Session
 
 logger = logging.getLogger(__name__)
-_LEANER = 0.9  # of the budget: what is planned for after memory ran out
+_NEXT_BUDGET = 0.9  # of the budget that was too large
 
 
-class Measuring(Protocol):
-    """What of ACCallback training again needs."""
+def train_with_replanning(trainer: Trainer, session: Session, directory: RunDirectory) -> dict[str, float]:
+    """`trainer.train()`, repeated under `auto` with a smaller budget from the last checkpoint when memory runs out.
 
-    fitted: Fitted | None
-
-    def take(self, fitted: Fitted) -> None:
-        """Train under `fitted` from now on."""
-
-    def close(self) -> None:
-        """Stop measuring and take the policy off."""
-
-
-def train_within(trainer: Trainer, memory: Measuring, directory: RunDirectory) -> dict[str, float]:
-    """`trainer.train()`; under `auto`, when memory runs out, again under a leaner plan from the last checkpoint.
-
-    Without a checkpoint it starts again only if not one step had been made. Raises what training raised where there is
-    no leaner plan, or with `--ac_on_oom stop`.
+    Without a checkpoint it is repeated only if no step had been made.
 
     Returns:
-        Training's metrics; none where the checkpoint that is resumed was the last one.
+        The training metrics; empty if the resumed checkpoint was the last one of a finished run.
+
+    Raises:
+        Exception: the error of `trainer.train()`, if no policy needs less or with `--ac_on_oom stop`.
     """
     resume = directory.checkpoint
     while True:
@@ -60,23 +51,23 @@ def train_within(trainer: Trainer, memory: Measuring, directory: RunDirectory) -
             load_finished(trainer)
             return {}
         except Exception as error:
-            fitted = memory.fitted
+            fitted = session.fitted
             if not is_oom(error) or fitted is None or not _may_replan(trainer, fitted, directory):
                 raise
             traceback.clear_frames(error.__traceback__)
             reason = one_line(error)
             failed = error
-        memory.close()
+        session.close()
         trainer.optimizer = trainer.lr_scheduler = None
         fitted.workload.model.zero_grad(set_to_none=True)
         gc.collect()
         assert fitted.plan is not None
-        budget = leaner_budget(fitted.plan)
+        budget = smaller_budget(fitted.plan)
         try:
             made = make_plan(fitted.workload, budget, fitted.args.per_device_train_batch_size)
         except UserError:
             raise failed from None
-        memory.take(replace(fitted, plan=made))
+        session.use(replace(fitted, plan=made))
         resume = directory.last_complete()
         place = resume or "the beginning"
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
@@ -84,13 +75,13 @@ def train_within(trainer: Trainer, memory: Measuring, directory: RunDirectory) -
 
 @dataclass
 class Attempt:
-    """One try of a loop's run.
+    """One attempt at a loop's run.
 
     Attributes:
-        args: the loop's; with the batch that was found, once it is.
-        settings: what is left open, of which a later try leaves the batch as the first one found it.
-        checkpoint: what it goes on from, None for the beginning.
-        budget: bytes to plan for, where memory has run out before; None for those of `--ac_budget`.
+        args: the loop's; once the batch is found, with that batch.
+        settings: what is left open. A later attempt keeps the batch of the first one.
+        checkpoint: where it continues from; None for the beginning.
+        budget: bytes to plan for after memory has run out; None for `--ac_budget`.
         plan: under `auto`, once it is made.
     """
 
@@ -101,26 +92,27 @@ class Attempt:
     plan: Plan | None = None
 
     def note(self, fitted: Fitted) -> None:
-        """What this try runs under, but for the model, which must go before the next one."""
+        """Keeps what this attempt runs under, without the model, which must be freed before the next attempt."""
         self.args, self.plan = fitted.args, fitted.plan
 
-    def leaner(self, checkpoint: str | None) -> Attempt:
-        """The next try: the same batch in less memory, from `checkpoint` on."""
-        assert self.plan is not None, "auto has made one before it trained"
+    def with_less(self, checkpoint: str | None) -> Attempt:
+        """The next attempt: the same batch in less memory, continued from `checkpoint`."""
+        assert self.plan is not None, "auto plans before it trains"
         settings = replace(self.settings, find_max_batch_size=False)
-        return Attempt(self.args, settings, checkpoint, leaner_budget(self.plan))
+        return Attempt(self.args, settings, checkpoint, smaller_budget(self.plan))
 
 
-def run_within(train: Callable[[Attempt], None], args: Any, settings: ACArguments, directory: RunDirectory) -> None:
-    """`train(attempt)`; under `auto`, when memory runs out, again for a smaller budget from the last
-    checkpoint, or from the beginning where there is none.
+def run_with_replanning(
+    train: Callable[[Attempt], None], args: Any, settings: ACArguments, directory: RunDirectory
+) -> None:
+    """`train(attempt)`, repeated under `auto` with a smaller budget from the last checkpoint when memory runs out.
 
     Args:
         train: a whole run, from loading the model on; it notes in the attempt what it was fitted to.
         args: the loop's.
 
     Raises:
-        WorkFailed: what training raised, where there is no leaner plan or with `--ac_on_oom stop`.
+        WorkFailed: the error of `train`, if no policy needs less or with `--ac_on_oom stop`.
     """
     attempt = Attempt(args, settings, directory.checkpoint)
     failed: WorkFailed | None = None
@@ -137,22 +129,21 @@ def run_within(train: Callable[[Attempt], None], args: Any, settings: ACArgument
                 raise
             raise failed from None
         gc.collect()
-        attempt = attempt.leaner(directory.last_complete())
+        attempt = attempt.with_less(directory.last_complete())
         place = attempt.checkpoint or "the beginning"
         logger.warning("%s; planning again for %s, from %s", reason, format_bytes(attempt.budget or 0), place)
 
 
-def leaner_budget(failed: Plan) -> int:
-    """What to plan for after the pick of `failed` ran out of memory: too little, as predicted, for that pick."""
+def smaller_budget(failed: Plan) -> int:
+    """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
     budget, needed = failed.room.budget, failed.room.needs(failed.best)
     while budget >= min(needed, failed.room.budget):
-        budget = round(budget * _LEANER)
+        budget = round(budget * _NEXT_BUDGET)
     return budget
 
 
 def _replans(settings: ACArguments) -> bool:
-    alone = PartialState().num_processes == 1  # of several ranks one runs out first, and the others wait for it
-    return alone and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
+    return PartialState().num_processes == 1 and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
 
 
 def _may_replan(trainer: Trainer, fitted: Fitted, directory: RunDirectory) -> bool:

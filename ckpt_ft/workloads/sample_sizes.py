@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from ckpt_ft.errors import UserError
+
+PREFERENCES = ("prompt_ids", "chosen_ids", "rejected_ids")  # columns of TRL's DPOTrainer
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,67 @@ def nearest(image: Size, sizes: Sequence[Size]) -> int:
         return round(shape, 6), abs(math.log(height * width) - math.log(size[0] * size[1]))
 
     return min(range(len(sizes)), key=lambda at: apart(sizes[at]))
+
+
+def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int | None], list[Any]], Lengths | None]:
+    """Returns (samples, length) -> rows whose longest has that length, and the histogram of lengths.
+
+    Rows without lengths are taken as alike: the first one is repeated, and there is no histogram. In most batches the
+    other rows are padded, so they are taken from the middle of the shorter ones. Of rows with images, those with more
+    `pixels` count as longer, and the row with the most pixels stands beside the longest row.
+
+    Args:
+        grouped: whether batches are made of rows of similar length.
+    """
+    if not have_lengths(rows):
+        return lambda samples, length: [rows[0]] * samples, None
+    lengths = row_lengths(rows)
+    pixels = list(rows.with_format(None)["pixels"]) if "pixels" in rows.column_names else []
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], -pixels[row] if pixels else 0))
+
+    def chosen(samples: int, length: int | None) -> list[Any]:
+        longest = lengths[order[-1]]
+        wanted = longest if length is None else length
+        first = min(bisect_left(order, wanted, key=lengths.__getitem__), len(order) - 1)
+        other = order[first // 2]
+        if pixels and lengths[order[first]] == longest:
+            other = pixels.index(max(pixels))
+        return [rows[order[first]], *[rows[other]] * (samples - 1)]
+
+    return chosen, Lengths.of(lengths, grouped)
+
+
+def have_lengths(rows: Any) -> bool:
+    """Returns whether `row_lengths` can count the tokens of `rows`."""
+    columns = getattr(rows, "column_names", None) or ()
+    return "input_ids" in columns or all(name in columns for name in PREFERENCES)
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Returns the number of tokens of each row of a `datasets.Dataset` with `input_ids` or TRL's preferences.
+
+    The length of a preference is that of its prompt and its longer answer.
+
+    Raises:
+        UserError: the columns do not hold lists.
+    """
+    if "input_ids" in rows.column_names:
+        return _list_lengths(rows, "input_ids")
+    prompts, chosen, rejected = (_list_lengths(rows, name) for name in PREFERENCES)
+    return [prompt + max(pair) for prompt, *pair in zip(prompts, chosen, rejected, strict=True)]
+
+
+def _list_lengths(rows: Any, column: str) -> list[int]:
+    """Reads the lengths of Arrow's lists, not their values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    tables = rows.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    try:
+        found = [length for table in tables for length in pc.list_value_length(table[column]).to_pylist()]
+    except pa.ArrowNotImplementedError as error:
+        kind = rows.features[column]
+        raise UserError(f"the dataset's '{column}' are {kind}; expected a list of tokens in each row") from error
+    if None in found:
+        raise UserError(f"row {found.index(None) + 1}: '{column}' is null; expected a list of tokens")
+    return found

@@ -20,10 +20,13 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
+from ckpt_ft.memory.record.dispatch import run_eagerly
 
 from .sample_sizes import Lengths
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from ckpt_ft.memory.gpus import GPU
     from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.spec.launch import Launch
@@ -195,6 +198,13 @@ class Workload:
             name=name or type(model).__name__,
         )
 
+    @classmethod
+    def from_trainer(cls, trainer: Trainer) -> Workload:
+        """The step of a transformers Trainer, with its own loss, data and auxiliary models (from_trainer.py)."""
+        from .from_trainer import from_trainer
+
+        return from_trainer(trainer)
+
     def step(self, samples: int, length: int | None = None) -> Step:
         """One optimizer step on micro-batches of `samples`, the longest of them `length` tokens.
 
@@ -244,16 +254,17 @@ class Workload:
             UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
         """
         try:
-            return trace_steps(
-                self.model,
-                steps,
-                make_optimizer=self.make_optimizer,
-                device=self.device,
-                launch=self.launch,
-                alloc_conf=self.alloc_conf,
-                beside=self.auxiliary_models,
-                update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
-            )
+            with run_eagerly():
+                return trace_steps(
+                    self.model,
+                    steps,
+                    make_optimizer=self.make_optimizer,
+                    device=self.device,
+                    launch=self.launch,
+                    alloc_conf=self.alloc_conf,
+                    beside=self.auxiliary_models,
+                    update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
+                )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
                 raise

@@ -10,9 +10,11 @@ import pytest
 from frames import settled
 from made_traces import HOSTILE, layered
 
-from ckpt_ft.memory.measure.records import STRETCHES, History, Prediction, RankMemory
-from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.timeline import Timeline
+from ckpt_ft.memory.measure.report import MAX_POINTS, History, MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import PHASES
+from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 Show = Callable[[Path], "Page"]
 
 
-def report() -> MemoryReport:
-    """Two ranks of 30 steps."""
+def report(trace: StepTrace | None = None) -> MemoryReport:
+    """Two ranks of 30 steps; `trace` is the recorded step."""
     predicted = Prediction(
         "t4", 6 * GIB, {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}, 8 * GIB, 1.0
     )
@@ -36,7 +38,11 @@ def report() -> MemoryReport:
             "backward": {"allocated": (6 + rank) * GIB, "reserved": 8 * GIB},
         }
         ranks.append(RankMemory(rank, "Tesla T4", 30, 30, peaks, history=history, predicted=predicted))
-    return MemoryReport({"policy": "full"}, ranks)
+    if trace is None:
+        return MemoryReport({"policy": "full"}, ranks)
+    return MemoryReport(
+        {"policy": "full"}, ranks, timeline=Timeline.from_trace(trace), step=StepView.from_trace(trace)
+    )
 
 
 def test_each_rank_and_phase_beside_its_prediction(show: Show, tmp_path: Path) -> None:
@@ -65,9 +71,8 @@ def test_the_steps_of_a_rank(show: Show, tmp_path: Path) -> None:
 
 
 def test_a_report_shows_the_step_that_it_was_made_with(show: Show, tmp_path: Path) -> None:
-    made = report()
     trace = layered(2)
-    made.predict(trace)
+    made = report(trace)
     page = show(made.to_html(tmp_path / "report.html"))
     assert page.locator("aside .here .big").inner_text() == format_bytes(trace.peak_allocated)
     made.to_json(tmp_path / "memory_report.json")
@@ -83,15 +88,14 @@ def test_a_notebook_shows_a_report() -> None:
     assert "7.00 GiB" in shown
     assert "<svg" not in shown  # no step was recorded
     assert HOSTILE not in shown
-    made.predict(layered(2))
-    assert "<svg" in made._repr_html_()
+    assert "<svg" in report(layered(2))._repr_html_()
 
 
 def test_a_long_run_stays_short() -> None:
     history = History()
     for step in range(1, 10_001):
         history.add(step, {"forward": {"allocated": 1, "reserved": 2}, "backward": {"allocated": step % 777 * MIB}})
-    assert STRETCHES / 2 <= len(history.steps) <= STRETCHES
+    assert MAX_POINTS / 2 <= len(history.steps) <= MAX_POINTS
     assert {len(history.allocated[phase]) for phase in PHASES} == {len(history.steps)} == {len(history.reserved)}
     assert history.steps[:2] == [1, 1 + history.every]
     assert max(history.allocated["backward"]) == 776 * MIB  # no peak is lost
@@ -102,7 +106,7 @@ def test_a_long_run_stays_short() -> None:
 @pytest.mark.parametrize("every", [1, 2])
 def test_reserved_is_known_on_a_gpu_alone(every: int) -> None:
     history = History()
-    for step in range(1, STRETCHES * every + 1):
+    for step in range(1, MAX_POINTS * every + 1):
         history.add(step, {"forward": {"allocated": step}})
     assert history.every == every
     assert history.reserved == []

@@ -28,8 +28,8 @@ from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import TransformerArguments, TransformerLoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.session import Session
 from ckpt_ft.units import parse_bytes
 from ckpt_ft.workloads.model_config import find_model
 
@@ -131,6 +131,7 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
     assert train(recipe, tiny["sd3"], tmp_path / "policy", *flags) == plain
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,13 +140,13 @@ def test_stopped_and_resumed(
     whole = train(recipe, tiny["flux2"], tmp_path / "whole", *flags)
     out, calls = tmp_path / "out", []
 
-    def step(memory: LoopMemory) -> None:
+    def step(memory: Session) -> None:
         calls.append(memory)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LoopMemory, "step", step)
+        patch.setattr(Session, "step", step)
         with pytest.raises(Interrupted, match="checkpoint-2 is whole"):
             train(recipe, tiny["flux2"], out, *flags)
     assert train(recipe, tiny["flux2"], out, *flags, "--resume_from_checkpoint", "latest") == whole
@@ -174,6 +175,7 @@ def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: li
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_the_runs_own_step(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

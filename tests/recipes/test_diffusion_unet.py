@@ -30,11 +30,11 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.loop_memory import LoopMemory
 from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.resume import PIPELINE_LORA
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
+from ckpt_ft.training.session import Session
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.workload import Workload
 
@@ -89,6 +89,7 @@ def draw(pipeline: DiffusionPipeline) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
 def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     losses = train(recipe, tiny[kind], tmp_path / "out", "--learning_rate", "1e-3", "--checkpointing_steps", "4")
@@ -153,12 +154,12 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
 
 
 class OutOfMemoryOnce:
-    """LoopMemory.step that runs out of memory at the end of one step."""
+    """Session.step that runs out of memory at the end of one step."""
 
     def __init__(self, at: int) -> None:
         self.at, self.calls = at, 0
 
-    def __call__(self, memory: LoopMemory) -> None:
+    def __call__(self, memory: Session) -> None:
         self.calls += 1
         if self.calls == self.at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -181,7 +182,7 @@ def test_out_of_memory_is_planned_again(
 
     monkeypatch.setattr("ckpt_ft.training.fit.plan", quick)
     step = OutOfMemoryOnce(at)
-    monkeypatch.setattr(LoopMemory, "step", lambda memory: step(memory))
+    monkeypatch.setattr(Session, "step", lambda memory: step(memory))
     flags += ["--ac_policy", "auto", "--ac_budget", "1GiB"]
     assert train(recipe, tiny["sd1"], tmp_path / "out", *flags) == plain
     assert planned[0] == GIB
@@ -189,11 +190,12 @@ def test_out_of_memory_is_planned_again(
     assert planned[1] < 0.01 * GIB  # where the pick that failed would not fit
     assert step.calls == 4 + (1 if at == 1 else 2)  # steps 3 and 4 again
     again = OutOfMemoryOnce(at)
-    monkeypatch.setattr(LoopMemory, "step", lambda memory: again(memory))
+    monkeypatch.setattr(Session, "step", lambda memory: again(memory))
     with pytest.raises(WorkFailed, match="out of memory: CUDA out of memory"):
         train(recipe, tiny["sd1"], tmp_path / "stopped", *flags, "--ac_on_oom", "stop")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +237,7 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
     assert list((out / "logs").rglob("events.out.tfevents*"))
 
 
+@pytest.mark.slow
 def test_a_validation_that_fails_costs_a_warning(
     recipe: ModuleType,
     tiny: dict[str, str],
@@ -250,7 +253,7 @@ def test_a_validation_that_fails_costs_a_warning(
     with caplog.at_level(logging.WARNING, "ckpt_ft"):
         assert len(train(recipe, tiny["sd1"], tmp_path, *flags)) == 4
     assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
-    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.reporting"]
+    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.session"]
     assert said == ["validation failed, training is not touched by it: ValueError: no such sampler"] * 3
 
 
@@ -269,6 +272,7 @@ def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path:
     assert min(next(value for name, value in adapter.items() if "lora" in name).shape) == 3
 
 
+@pytest.mark.slow
 def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the second checkpoint is written; what went before goes on from the first."""
     import accelerate.checkpointing
@@ -351,6 +355,7 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
     assert f"--config recipes/diffusion/{config.name}" in comment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_waited_out(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -360,13 +365,13 @@ def test_a_signal_is_waited_out(
     whole = train(recipe, tiny["sd1"], tmp_path / "whole", *flags)
     out, calls = tmp_path / "out", []
 
-    def step(memory: LoopMemory) -> None:
+    def step(memory: Session) -> None:
         calls.append(memory)
         if len(calls) == 2:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LoopMemory, "step", step)
+        patch.setattr(Session, "step", step)
         with pytest.raises(Interrupted, match=r"checkpoint-2 is whole\. To go on:\n.* --resume_from") as stopped:
             train(recipe, tiny["sd1"], out, *flags)
     assert stopped.value.number == number

@@ -74,7 +74,7 @@ def test_a_report_that_fails_costs_a_warning(
         train(llm, out)
     assert_same_weights(out, whole)
     assert (out / "memory_report.json").is_file()
-    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.reporting"]
+    said = [record.message for record in caplog.records if record.name == "ckpt_ft.training.session"]
     assert [line.partition(" failed")[0] for line in said] == [
         "printing the memory report", "writing memory_report.md", "writing memory_report.png",
     ]  # fmt: skip

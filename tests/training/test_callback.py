@@ -21,8 +21,7 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.oom import LADDER, advise_on_oom, cheaper_policies
+from ckpt_ft.training.session import FALLBACK_POLICIES, Session, advise_on_oom, cheaper_policies
 from ckpt_ft.workloads.workload import Workload
 
 ROWS = Dataset.from_list([{"input_ids": [1 + (i * 7 + j) % 60 for j in range(12)]} for i in range(16)]).map(
@@ -149,18 +148,32 @@ def test_the_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_a_policy_beside_the_trainers_own_checkpointing_is_refused(tmp_path: Path, flag: str) -> None:
+def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
+    tmp_path: Path, flag: str, attached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's configs switch it on by default."""
     if flag not in TrainingArguments.__dataclass_fields__:
         pytest.skip("transformers 5.23 brought the new name")
-    args = arguments(tmp_path, **{flag: True})
+    plain = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
+    plain.train()
+    args, model = arguments(tmp_path, **{flag: True}), tiny()
+    runs = []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: runs.append(1))
+    callback = ACCallback(ACArguments(ac_policy="every:2", ac_report="none"))
+    trainer = Trainer(model=model, args=args, train_dataset=ROWS, callbacks=[] if attached else [callback])
+    if attached:
+        callback.attach(trainer)
+    trainer.train()
+    assert losses(trainer) == losses(plain)
+    assert len(runs) == 3 * (3 + 2)  # the first and the third of three blocks are re-run, in three steps
+    assert getattr(args, flag)  # the user's own object stays as it is
+    assert f"policy 'every:2' takes the place of {_OWN}_checkpointing, which is switched off" in caplog.text
+    with pytest.raises(UserError, match="are both on: blocks would be re-run twice"):
+        check_conflicts(args, callback.policy)  # two flags of a recipe
     check_conflicts(args, None)
-    trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
-    ACCallback("full").attach(trainer)
-    with pytest.raises(
-        UserError, match="policy 'full' and (activation|gradient)_checkpointing are both on: blocks would be re-run"
-    ):
-        trainer.train()
 
 
 def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
@@ -173,7 +186,7 @@ def test_fsdps_own_checkpointing_is_refused_when_launched_with_it(
     with pytest.raises(UserError, match="set fsdp_activation_checkpointing to false"):
         check_conflicts(args, ACArguments(ac_policy="full").policy)
     plugin = SimpleNamespace(activation_checkpointing=True)
-    memory = LoopMemory(ACArguments(ac_policy="full"), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))  # type: ignore[arg-type]
+    memory = Session(ACArguments(ac_policy="full"), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="set fsdp_activation_checkpointing to false"):
         memory.apply(tiny())
 
@@ -182,17 +195,44 @@ def test_a_budget_holds_without_a_report(tmp_path: Path) -> None:
     settings = ACArguments(ac_policy="auto", ac_budget="100KiB", ac_report="none")
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     callback = ACCallback(settings)
-    callback.policy = Policy.parse("full")  # as where the planner has chosen it
+    callback.session.policy = Policy.parse("full")  # as where the planner has chosen it
     callback.attach(trainer)
-    with pytest.raises(WorkFailed, match=r"of the limit of 100\.0 KiB set for this run"), advise_on_oom(callback):
+    with (
+        pytest.raises(WorkFailed, match=r"of the limit of 100\.0 KiB set for this run"),
+        advise_on_oom(callback.session),
+    ):
         trainer.train()
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=ROWS)
     callback = ACCallback(replace(settings, ac_budget="1GiB"))
-    callback.policy = Policy.parse("full")
+    callback.session.policy = Policy.parse("full")
     callback.attach(trainer)
     trainer.train()
     assert callback.report is None
     assert not list(tmp_path.glob("memory_report.*"))
+
+
+def test_a_compiled_run_stays_compiled_where_steps_are_measured(tmp_path: Path) -> None:
+    """A dispatch mode makes torch.compile give up a function for ever, unless it is told to run it eagerly."""
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    scale = torch.compile(doubled, backend=backend, fullgraph=True)  # as torchao's optimizers compile their step
+    model = tiny()
+    model.model.norm.register_forward_hook(lambda module, args, output: scale(output))
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS)
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    assert callback.report.ranks[0].predicted is not None, callback.report.notes
+    assert compiled == []  # all three steps were measured
+    scale(torch.ones(1, 16))
+    assert compiled == [1]
 
 
 class Breaks(TrainerCallback):
@@ -243,7 +283,7 @@ def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_pat
     model = tiny()
     ids = torch.arange(24).reshape(2, 12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = LoopMemory(ACArguments(ac_policy="full"), Accelerator(cpu=True))
+    memory = Session(ACArguments(ac_policy="full"), Accelerator(cpu=True))
     memory.apply(model)
 
     def run_out() -> None:
@@ -265,13 +305,17 @@ def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_pat
         seen.append(str(applied_policy(model).policy))
         model(input_ids=ids, labels=ids).loss.backward()
 
-    assert memory.report(str(tmp_path), workload=Workload.of_loop(model, lambda size: step, device="cpu")) is not None
+    assert (
+        memory.write_report(str(tmp_path), workload=lambda: Workload.of_loop(model, lambda size: step, device="cpu"))
+        is not None
+    )
     assert seen == ["full", "full"]  # what was measured
     assert applied_policy(model) is mine
     mine.remove()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_auto_plans_from_the_trainer_it_is_attached_to(tmp_path: Path) -> None:
     """The plan's bytes are those that training then takes, and its data come in the order of plain training."""
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)
@@ -322,7 +366,7 @@ def test_what_looks_at_rows_is_refused_where_they_stream(settings: ACArguments, 
 
 
 def test_cheaper_policies_keep_less() -> None:
-    assert cheaper_policies(None) == list(LADDER[1:])
+    assert cheaper_policies(None) == list(FALLBACK_POLICIES[1:])
     assert cheaper_policies(ACArguments(ac_policy="full").policy) == ["full,head", "full,offload,head"]
     assert cheaper_policies(ACArguments(ac_policy="every:2").policy)[0] == "full"
     assert cheaper_policies(ACArguments(ac_policy="every:2,head").policy) == ["full,head", "full,offload,head"]
@@ -334,10 +378,11 @@ def test_cheaper_policies_keep_less() -> None:
     assert cheaper_policies(ACArguments(ac_policy="pointwise,head").policy)[0] == "save:attention,head"
     assert cheaper_policies(ACArguments(ac_policy="full,pointwise").policy)[0] == "full,pointwise,head"
     assert cheaper_policies(ACArguments(ac_policy="full,offload,head").policy) == []
-    for policy in LADDER:
+    for policy in FALLBACK_POLICIES:
         assert str(ACArguments(ac_policy=policy).policy) == policy
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of TRL's default
 def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple[Path, Path]) -> None:
     trl = pytest.importorskip("trl")
     from peft import LoraConfig
@@ -346,7 +391,7 @@ def test_sft_trainer_gains_a_policy_in_three_lines(tmp_path: Path, sample: tuple
 
     def train(name: str, policy: str | None) -> list[float]:
         fields = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        config = trl.SFTConfig(str(tmp_path / name), **OFF, bf16=False, **fields)
+        config = trl.SFTConfig(str(tmp_path / name), **({} if policy else OFF), bf16=False, **fields)
         lora = LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
         torch.manual_seed(0)
         trainer = trl.SFTTrainer(str(sample[0]), args=config, train_dataset=rows, peft_config=lora)

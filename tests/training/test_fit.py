@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.fit import Fitted, fit_to_memory
-from ckpt_ft.training.replan import Attempt, train_within
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.fit import Fitted, next_policies
+from ckpt_ft.training.replan import Attempt, train_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.manifest import write_manifest
+from ckpt_ft.training.session import Session
 from ckpt_ft.training.text.encode import PadCollator
-from ckpt_ft.training.trainer_workload import trainer_workload
 from ckpt_ft.units import MIB
-from ckpt_ft.workloads.batches import own_loss
+from ckpt_ft.workloads.from_trainer import from_trainer
 
 ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (8, 32, 16)]
 
@@ -42,8 +42,17 @@ def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **more)
 
 
+def trainer(tmp_path: Path, **more: Any) -> Trainer:
+    return Trainer(
+        model(), arguments(tmp_path, **more), train_dataset=Dataset.from_list(ROWS), data_collator=PadCollator(0)
+    )
+
+
 def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
-    return fit_to_memory(model(), arguments(tmp_path, **more), settings, Dataset.from_list(ROWS), PadCollator(0))
+    """What a callback with `settings` fits a trainer to."""
+    fitted = ACCallback(settings).attach(trainer(tmp_path, **more)).fitted
+    assert fitted is not None
+    return fitted
 
 
 def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
@@ -65,27 +74,30 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
     assert tracker.peak <= 3 * MIB
 
 
+@pytest.mark.slow
 def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
-    given = arguments(tmp_path, per_device_train_batch_size=64)
-    fitted = fit_to_memory(model(), given, settings, Dataset.from_list(ROWS), PadCollator(0))
+    given = trainer(tmp_path, per_device_train_batch_size=64)
+    before = given.args
+    fitted = ACCallback(settings).attach(given).fitted
+    assert fitted is not None
     assert fitted.largest is not None
+    assert given.args is fitted.args
+    assert given._train_batch_size == fitted.args.per_device_train_batch_size
     assert 1 < fitted.args.per_device_train_batch_size <= fitted.largest.batch < 64
     assert fitted.args.per_device_train_batch_size * fitted.args.gradient_accumulation_steps == 64
     assert fitted.workload.accumulation == fitted.args.gradient_accumulation_steps
-    assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (64, 1)
+    assert (before.per_device_train_batch_size, before.gradient_accumulation_steps) == (64, 1)
     assert "the effective batch stays 64 per device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
     """Gradients live from one micro-batch to the next: a budget that four samples alone just fit holds fewer then."""
-    rows = Dataset.from_list(ROWS)
-    alone = trainer_workload(model(), arguments(tmp_path), rows, PadCollator(0), own_loss)
+    alone = from_trainer(trainer(tmp_path))
     limit = alone.trace(4).peak_allocated
     settings = ACArguments(ac_policy="none", ac_budget=f"{limit / 0.95 + 1:.0f}B", find_max_batch_size=True)
-    fitted = fit_to_memory(
-        model(), arguments(tmp_path, per_device_train_batch_size=12), settings, rows, PadCollator(0)
-    )
+    fitted = fit(tmp_path, settings, per_device_train_batch_size=12)
     assert (fitted.args.per_device_train_batch_size, fitted.args.gradient_accumulation_steps) == (3, 4)
     assert alone.trace(5).peak_allocated > limit
     assert replace(alone, accumulation=3).trace(4).peak_allocated > limit
@@ -98,10 +110,16 @@ def test_a_plan_is_taken_as_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(fitted.plan.to_json())
     settings = ACArguments(ac_policy=str(path))
+    path.unlink()  # it was read once, when the flags were
     assert settings.policy == Policy.parse(fitted.plan.best.policy)
-    assert fit(tmp_path, settings).plan == fitted.plan
+    attached = ACCallback(settings).attach(trainer(tmp_path))
+    assert attached.policy == settings.policy
+    assert next_policies(settings.plan) == next_policies(fitted.plan) != []
     with pytest.raises(UserError, match="no such file"):
-        _ = ACArguments(ac_policy="missing.json").policy
+        ACArguments(ac_policy="missing.json")
+    other = Trainer(torch.nn.Linear(2, 2), arguments(tmp_path), train_dataset=Dataset.from_list(ROWS))
+    with pytest.raises(UserError, match="made for LlamaForCausalLM, and this Linear"):
+        ACCallback(settings).attach(other)
 
 
 class Failing:
@@ -119,53 +137,51 @@ class Failing:
         return SimpleNamespace(metrics={"loss": 1.0})
 
 
-class Memory:
-    """What of ACCallback training again needs."""
+class Planned(Session):
+    """Remembers its plans."""
 
     def __init__(self, fitted: Fitted) -> None:
-        self.fitted: Fitted | None = None
-        self.plans: list[Plan] = []
-        self.take(fitted)
-
-    def take(self, fitted: Fitted) -> None:
+        super().__init__(fitted)
         assert fitted.plan is not None
-        self.fitted = fitted
+        self.plans = [fitted.plan]
+
+    def use(self, fitted: Fitted) -> None:
+        super().use(fitted)
+        assert fitted.plan is not None
         self.plans.append(fitted.plan)
 
-    def close(self) -> None:
-        pass
 
-
+@pytest.mark.slow
 def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     """The pick that failed is not tried again, nor one that needs as much."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")
-    memory = Memory(fit(tmp_path, settings))
+    session = Planned(fit(tmp_path, settings))
     directory = RunDirectory(str(tmp_path / "out"), lora=False)
     for step, run in ((7, directory.run), (8, "another run's")):
         checkpoint = tmp_path / "out" / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainer_state.json").write_text("{}")
         write_manifest(checkpoint, run)
-    trainer = Failing(2, at_step=9)
-    assert train_within(trainer, memory, directory) == {"loss": 1.0}  # type: ignore[arg-type]
-    assert trainer.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
-    assert len(memory.plans) == 3
-    for before, after in pairwise(memory.plans):
+    failing = Failing(2, at_step=9)
+    assert train_with_replanning(failing, session, directory) == {"loss": 1.0}  # type: ignore[arg-type]
+    assert failing.resumed == [None] + 2 * [str(tmp_path / "out" / "checkpoint-7")]
+    assert len(session.plans) == 3
+    for before, after in pairwise(session.plans):
         assert after.best.reserved < before.best.reserved
         assert not after.room.fits(before.best)
         assert after.room.budget <= round(before.room.budget * 0.9)
-    assert memory.fitted is not None
-    assert str(memory.fitted.policy) == memory.plans[-1].best.policy
+    assert session.fitted is not None
+    assert str(session.fitted.policy) == session.plans[-1].best.policy
     assert settings.ac_policy == "auto"
 
 
 @pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
 def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
     """Asked to stop; or steps were made and no checkpoint holds them."""
-    memory = Memory(fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom)))
+    session = Planned(fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom)))
     directory = RunDirectory(str(tmp_path), lora=False)
     with pytest.raises(torch.OutOfMemoryError):
-        train_within(Failing(1, at_step), memory, directory)  # type: ignore[arg-type]
+        train_with_replanning(Failing(1, at_step), session, directory)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -175,7 +191,7 @@ def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None
     assert fitted.plan is not None
     first = Attempt(arguments(tmp_path, per_device_train_batch_size=64), settings, None)
     first.note(fitted)
-    second = first.leaner("checkpoint-3")
+    second = first.with_less("checkpoint-3")
     assert second.args is fitted.args
     assert second.settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
     assert second.checkpoint == "checkpoint-3"
@@ -186,12 +202,12 @@ def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])
 def test_a_model_that_zero3_has_partitioned_is_refused(flags: dict[str, Any], tmp_path: Path) -> None:
-    partitioned = model()
-    for parameter in partitioned.parameters():  # what deepspeed.zero.Init leaves
-        parameter.ds_id, parameter.data = 0, torch.empty(0)  # type: ignore[attr-defined]
+    given = trainer(tmp_path)
+    for parameter in given.model.parameters():  # what deepspeed.zero.Init leaves
+        parameter.ds_id, parameter.data = 0, torch.empty(0)
     settings = ACArguments(ac_budget="3MiB", **flags)
     with pytest.raises(UserError, match=r"ZeRO-3 has partitioned the model .* zero3_init_flag: false"):
-        fit_to_memory(partitioned, arguments(tmp_path), settings, Dataset.from_list(ROWS), PadCollator(0))
+        ACCallback(settings).attach(given)
 
 
 def test_bad_flags() -> None:

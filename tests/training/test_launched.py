@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.training import fit, launched
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.fit import fit_to_memory
-from ckpt_ft.training.launched import launch_ahead, launch_of, precision_of
+from ckpt_ft.training.launched import launch_ahead, launch_of
 from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.workloads.from_trainer import from_trainer, precision_of
 
 ROWS = [{"input_ids": [1] * 8, "labels": [1] * 8}]
 
@@ -96,27 +96,34 @@ def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(
 
 @pytest.mark.usefixtures("second_of_four")
 def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
-    )
     settings = ACArguments(ac_policy="auto", ac_budget="1GiB", ac_on_oom="replan")
+    args = arguments(tmp_path)
     with pytest.raises(UserError, match="--ac_on_oom replan on 4 processes: one runs out of memory while the others"):
-        fit_to_memory(model, arguments(tmp_path), settings, ROWS, PadCollator(0))
+        fit.fit(from_trainer(trainer(args, 16, 1, 32)), args, settings, args.device, lambda: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_of_four")
 def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its largest batch is predicted, for the launch, and nothing runs."""
     monkeypatch.setattr(fit, "found_by_main", lambda find: find())
-    monkeypatch.setattr(fit, "launch_ahead", lambda args: Launch("fsdp2", 4))
-    model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=512)
-    )
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     args = arguments(tmp_path, per_device_train_batch_size=64)
-    fitted = fit_to_memory(model, args, settings, ROWS, PadCollator(0))
+    workload = from_trainer(trainer(args, 64, 2, 512))
+    fitted = fit.fit(workload, args, settings, args.device, lambda: Launch("fsdp2", 4))
     assert fitted.largest is not None
     assert not fitted.largest.trials
-    apply_policy(model, "full")
+    apply_policy(workload.model, "full")
     below, above = (fitted.workload.trace(fitted.largest.batch + more).peak_allocated for more in (0, 4))
     assert below <= 0.95 * 3 * 2**20 < above  # a twentieth of a CPU's budget is the loop's
+
+
+def trainer(args: TrainingArguments, width: int, layers: int, vocabulary: int) -> Trainer:
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        vocab_size=vocabulary,
+    )
+    return Trainer(LlamaForCausalLM(config), args, train_dataset=ROWS, data_collator=PadCollator(0))

@@ -1,7 +1,7 @@
-"""Makes fake tensors: what `FakeTensor`'s constructor sets in Python is copied from one that it made.
+"""Makes fake tensors quickly: the attributes that `FakeTensor`'s constructor sets are copied from one that it made.
 
-It takes 9 µs, most of them to work out what is the same for every fake of a mode on one device, and a plan makes
-hundreds of thousands of them.
+The constructor takes 9 µs, mostly for values that are the same for every fake tensor of a mode on one device. A plan
+makes hundreds of thousands of fake tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _META = torch.device("meta")
 
 
 class Fakes:
-    """Makes the fake CPU tensors of one mode; no dispatch mode hears of it."""
+    """Makes the fake CPU tensors of one mode, without dispatching an op."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -30,25 +30,25 @@ class Fakes:
         )
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
-        """One with a storage of its own."""
+        """A fake tensor with a storage of its own."""
         with torch._C._DisableTorchDispatch():
             return self._of(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
     def view(
         self, of: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> FakeTensor:
-        """One on the storage of another."""
+        """A fake tensor on the storage of another."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(of.untyped_storage(), offset, shape, stride)
             return self._of(meta)
 
     def like(self, tensor: Tensor) -> FakeTensor:
-        """One of the same shape, strides and dtype."""
+        """A fake tensor of the same shape, strides and dtype."""
         return self.new(tensor.shape, tensor.stride(), tensor.dtype)
 
     def parameter(self, like: Tensor) -> FakeTensor:
-        """A parameter like another."""
+        """A fake parameter like another."""
         fake = self.like(like)
         fake.requires_grad_(like.requires_grad)
         fake._is_param = True  # as torch/nn/parameter.py does

@@ -1,8 +1,8 @@
-"""Remembers what an op returns for given shapes, so that a fake op met before costs microseconds.
+"""Caches what ops return for arguments of given shapes, so that a repeated op on fake tensors costs microseconds.
 
-FakeTensorMode has a cache of its own; most of its time goes into being right under symbolic shapes and many devices.
-In a trace there is one device and no symbols, and what an op returns depends on its arguments' shapes, strides and
-dtypes and on the default dtype only: new tensors, views of an argument, or the argument itself.
+FakeTensorMode has a cache of its own, which spends most of its time on symbolic shapes and several devices. A trace
+has one device and no symbols. What an op returns (new tensors, views of an argument, or the argument itself) depends
+only on its arguments' shapes, strides and dtypes, and on the default dtype.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .fakes import CPU, Fakes
 _CHANGES_SHAPE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::lift_fresh", "aten::_local_scalar_dense"}
 
 
-_LARGEST = 100_000  # calls remembered for one kind of device, some 100 MB
-_Calls = dict[Any, tuple[Any, Any]]  # key -> recipe, and what `keep` was told
-# By compute capability and whether fp32 may be rounded, for each op: a plan traces one model many times.
+_LARGEST = 100_000  # cached calls for one kind of device, about 100 MB
+_Calls = dict[Any, tuple[Any, Any]]  # key -> recipe, and the `more` of `keep`
+# By compute capability and whether fp32 may be rounded, for each op. Shared, as a plan traces one model many times.
 _shared: dict[tuple[int, bool, bool], dict[Any, _Calls]] = {}
 
 
 def forget() -> None:
-    """Drop all that is remembered, as in a new process."""
+    """Empty the cache, as in a new process."""
     _shared.clear()
 
 
@@ -44,7 +44,7 @@ class Memo:
             self._known.clear()
 
     def of(self, func: Any) -> Remembered | None:
-        """The calls of one op; None if what it does is more than shapes can tell."""
+        """The cached calls of one op; None if its result depends on more than shapes."""
         if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
             return None
         return Remembered(self.fakes, self._known.setdefault(func, {}))
@@ -57,14 +57,14 @@ class Remembered:
         self._fakes, self._known = fakes, known
 
     def get(self, key: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
-        """The result of a call met before, freshly made, and what was kept with it."""
+        """The result of a cached call, made anew, and the `more` that was kept with it; None if the call is new."""
         known = self._known.get(key)
         if known is None:
             return None
         return self._make(known[0], args), known[1]
 
     def keep(self, key: Any, args: tuple[Any, ...], out: Any, more: Any) -> None:
-        """Keep how to make `out` again; does nothing if that is more than shapes can tell."""
+        """Cache how to make `out` again; does nothing if the result depends on more than shapes."""
         with suppress(Uncacheable):
             self._known[key] = _recipe(out, args, _homes(args)), more
 
@@ -83,7 +83,7 @@ class Remembered:
 
 
 def _homes(args: tuple[Any, ...]) -> dict[int, int | None]:
-    """Of each storage among the arguments, by address, which argument has it: None within a list."""
+    """For each storage among the arguments, by address, the index of the argument that has it; None within a list."""
     homes: dict[int, int | None] = {}
     for at, value in enumerate(args):
         for item, place in [(value, at)] if isinstance(value, Tensor) else [(item, None) for item in _listed(value)]:
@@ -97,7 +97,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _recipe(out: Any, args: tuple[Any, ...], homes: dict[int, int | None]) -> Any:
-    if out is None or type(out) is int:  # how long a sequence is, beside attention's output
+    if out is None or type(out) is int:  # attention returns lengths of sequences besides its output
         return "plain", out
     if isinstance(out, (tuple, list)):
         return "sequence", type(out), [_recipe(item, args, homes) for item in out]

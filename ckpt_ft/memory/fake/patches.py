@@ -23,7 +23,7 @@ from .values import Values
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """transformers builds attention masks for fake tensors that it skips for real ones: let it see real ones."""
+    """transformers builds attention masks for fake tensors that it skips for real ones: hide that they are fake."""
     if "transformers" not in sys.modules:
         yield
         return
@@ -35,7 +35,7 @@ def unnoticed() -> Iterator[None]:
 
 @contextmanager
 def tensors_of_fakes() -> Iterator[None]:
-    """torch.tensor([a, b]) reads 0-dim tensors behind every mode's back: a fake one has to be asked first."""
+    """torch.tensor([a, b]) reads 0-dim tensors without dispatch, which fails on fakes: read those by `.item()`."""
     make = torch.tensor
 
     def numbers(data: Any) -> Any:
@@ -52,10 +52,10 @@ def tensors_of_fakes() -> Iterator[None]:
 
 @contextmanager
 def device_calls(recorder: Recorder) -> Iterator[None]:
-    """What a step asks of its device by Python's functions is told to the tracker, also where there is no device."""
+    """Records what a step asks of its device by Python functions, and makes them work without a device."""
 
     def forget_peaks(device: Any = None) -> None:
-        """The record has the whole step."""
+        """Does nothing: the record has the whole step."""
 
     answers = {
         "empty_cache": recorder.empty_cache,
@@ -71,7 +71,7 @@ def device_calls(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
-    """`tolist` copies a tensor to the host once; a fake one asks for each number, and the host waits each time."""
+    """Makes `tolist` of a fake tensor one copy to the host, as on a real tensor, instead of one for each number."""
     each = FakeTensor.tolist
 
     def tolist(tensor: FakeTensor) -> Any:
@@ -88,16 +88,18 @@ def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Random numbers as they were, and reference cycles freed between steps rather than whenever Python chooses to.
+    """Restores random states afterwards, and lets reference cycles be freed between steps only.
 
-    Python's and numpy's too: a forward draws its masks or its LayerDrop from them, and data its augmentation. What an
-    op refuses is raised; that torch logs it too is left out.
+    Python's and numpy's random states too: a forward may draw masks or LayerDrop from them, and data its augmentation.
+    torch's log of ops that refuse fake tensors is off; the errors are raised.
     """
     enabled, python, drawn = gc.isenabled(), random.getstate(), numpy.random.get_state()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     silent, logger.disabled = logger.disabled, True
     gc.disable()
-    gc.freeze()  # collections look at what the step makes, not at what was there
+    freezes = not gc.get_freeze_count()  # `gc.unfreeze` cannot tell the caller's frozen objects from a trace's
+    if freezes:
+        gc.freeze()  # collections look only at what the step makes
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -105,6 +107,7 @@ def quiet() -> Iterator[None]:
         logger.disabled = silent
         random.setstate(python)
         numpy.random.set_state(drawn)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -190,6 +190,7 @@ class _Trace:
     beside: Sequence[nn.Module] = ()
     update: Step | None = None
     traced: Traced | None = None
+    freezes: bool = True  # whether the garbage collector's frozen objects are those of the trace alone
 
     def run(self) -> StepTrace:
         """Run the steps and return their record.
@@ -197,6 +198,7 @@ class _Trace:
         Raises:
             NotPeriodic: a step could not be repeated; `traced` has grown.
         """
+        self.freezes = not gc.get_freeze_count()
         gpu = gpu_of(self.device)
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
@@ -282,5 +284,5 @@ class _Trace:
 
     def _between_steps(self, number: int) -> None:
         gc.collect()
-        if number:
+        if number and self.freezes:
             gc.freeze()  # as in `quiet`: later collections need not look through the record of this step

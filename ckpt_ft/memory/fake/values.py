@@ -1,8 +1,8 @@
-"""Values of small tensors in a trace: masks, positions and labels that a step brings, and what follows from them.
+"""Known values of small tensors in a trace: masks, positions and labels of a batch, and what is computed from them.
 
-They decide which attention kernel runs (is anything padded or packed?) and how large some results are (`nonzero`). An
-op all of whose tensors are known is therefore also computed for real, beside the fake one. Of floating point only what
-is made of constants is known (a mask of `torch.ones`), never the model's weights or what they are applied to.
+They decide which attention kernel runs (is anything padded or packed?) and how large some results are (`nonzero`). So
+an op whose tensors all have known values is also computed for real, besides the fake one. Floating-point values are
+known only if they are made of constants (a mask of `torch.ones`); the model's weights and activations never are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckpt_ft.memory.cost.op_work import tensors
 aten = torch.ops.aten
 
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: a batch's tokens; not a mask of every pair of them
+_MOST, _MOST_FLOATS = 1 << 20, 1 << 16  # elements: enough for a batch's tokens, not for a mask of all pairs
 _MOST_SIZES = 8  # of one tensor
 _NO_VALUE = ("aten::empty", "aten::new_empty")
 _NOT_EQUAL = aten.ne.Tensor  # isnan() is x != x
-_IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # of floats: as if none were exactly that number
+_IS_NUMBER = {aten.eq.Scalar: False, aten.ne.Scalar: True}  # no unknown float is taken to be exactly a number
 
 UNKNOWN = object()
 
@@ -35,31 +35,31 @@ class _Unknown(Exception):
 
 
 class Values:
-    """The known values of fake tensors, each an attribute of its fake; views share storage as their fakes do."""
+    """Known values of fake tensors. Each is an attribute of its fake tensor; values share storage as the fakes do."""
 
     def __init__(self) -> None:
-        self._lost: dict[int, torch.UntypedStorage] = {}  # by address: since written to with what is not known
+        self._lost: dict[int, torch.UntypedStorage] = {}  # by address: values that were overwritten with unknown ones
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of `tensor`, None where they are not known."""
+        """The values of `tensor`, None if they are not known."""
         value = tensor.__dict__.get("_value") if type(tensor) is FakeTensor else None
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def keep(self, fake: Tensor, real: Tensor) -> None:
-        """`fake` stands for `real`, whose values are copied if they are few whole numbers."""
+        """`fake` takes the place of `real`; copy the values if they are few integers."""
         if is_small(real):
             attach(fake, real)
 
     def set(self, fake: Tensor, number: float) -> None:
-        """Every element of `fake` is taken to be `number`."""
+        """Assume that every element of `fake` is `number`."""
         with _disable_current_modes():
             fake._value = torch.tensor(number, dtype=fake.dtype).expand(fake.shape)  # type: ignore[attr-defined]
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Give `out`, just made by an op, its values where they follow from those of the arguments."""
+        """Set the values of `out`, the result of an op, if they follow from those of the arguments."""
         if args and type(args[0]) is FakeTensor and "_value" not in args[0].__dict__:
             if type(out) is FakeTensor and out.dtype.is_floating_point:
-                return  # nearly all of a model's ops, without a look at which
+                return  # nearly all of a model's ops, so this comes first
             if func in _IS_NUMBER and args[0].dtype.is_floating_point:  # an image that is all zeros is a padded one
                 self.set(out, _IS_NUMBER[func])
             if _kind(func).needs_first:
@@ -68,7 +68,7 @@ class Values:
         if kind.finds_nan or (func is _NOT_EQUAL and args[0] is args[1]):
             self.set(out, False)  # not in a model's numbers
             return
-        if kind.lifts:  # what torch.tensor(...) has made: a real one
+        if kind.lifts:  # the argument is a real tensor, made by torch.tensor(...)
             self.keep(out, args[0])
             return
         if (type(out) is FakeTensor and not _is_few(out)) or (out is None and not kind.writes):
@@ -80,7 +80,7 @@ class Values:
             self._forget(args[index : index + 1])
 
     def _forget(self, written: tuple[Any, ...]) -> None:
-        """What has been written to is no longer known, nor are the tensors that share it."""
+        """A tensor was overwritten: its values are no longer known, nor those of tensors that share its storage."""
         for tensor in tensors(written):
             known = self.of(tensor)
             if known is not None:
@@ -88,7 +88,7 @@ class Values:
                 self._lost[storage._cdata] = storage
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op gives for known arguments, UNKNOWN where one is not known or the result has no values."""
+        """The op's result for known arguments; UNKNOWN if an argument is not known or the result has no values."""
         if not _kind(func).has_values:
             return UNKNOWN
         try:
@@ -109,31 +109,31 @@ class Values:
         return value
 
     def count(self, mask: Tensor) -> int | None:
-        """How many elements of `mask` are not zero, None where they are not known."""
+        """How many elements of `mask` are not zero, None if they are not known."""
         value = self.of(mask)
         with _disable_current_modes():
             return None if value is None else int(value.count_nonzero())
 
     def numbers(self, tensor: Tensor) -> list[Any] | None:
-        """The elements of `tensor`, None where they are not known."""
+        """The elements of `tensor`, None if they are not known."""
         value = self.of(tensor)
         with _disable_current_modes():
             return None if value is None else value.tolist()
 
     def exactly(self, guess: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the op gives, as fake tensors; where that is not known, what `guess` says."""
+        """The op's result as fake tensors; if its arguments are not known, that of `guess`."""
         real = self.compute(func, args, kwargs)
         return guess(func, args, kwargs) if real is UNKNOWN else _as_fake(real)
 
 
 class _Kind(NamedTuple):
-    """What is to be known of an op; of argument lists the first one counts."""
+    """Properties of an op."""
 
-    has_values: bool  # it computes on the host, the same each time; other libraries' ops may launch or communicate
-    needs_first: bool  # nothing follows where its first argument is not known
+    has_values: bool  # it can be computed on the host, with the same result each time
+    needs_first: bool  # its result is unknown if its first argument is
     finds_nan: bool
     lifts: bool
-    writes: tuple[int, ...]  # to these arguments
+    writes: tuple[int, ...]  # indices of arguments that it writes to
 
 
 @cache
@@ -152,23 +152,23 @@ def _kind(func: Any) -> _Kind:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Whether `tensor` holds few whole numbers, as masks, positions and labels do."""
+    """Whether `tensor` holds few integers, like masks, positions and labels."""
     return tensor.dtype in _WHOLE and tensor.numel() <= _MOST and tensor.device.type != "meta"
 
 
 def holds_sizes(tensor: Tensor) -> bool:
-    """Whether `tensor`, of a model's own, is a list of sizes (of FRoD's sparse matrices), which decide shapes."""
+    """Whether `tensor`, held by a model, is a list of sizes that decide shapes (FRoD's sparse matrices have one)."""
     return is_small(tensor) and tensor.dtype is torch.int64 and tensor.dim() == 1 and tensor.numel() <= _MOST_SIZES
 
 
 def attach(fake: Tensor, real: Tensor) -> None:
-    """`fake` has the values of `real`, as they are now."""
+    """Set the values of `fake` to a copy of `real`."""
     with _disable_current_modes():
         fake._value = real.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
 
 
 def _is_few(tensor: Tensor) -> bool:
-    """Whether values are followed this far; of floating point only constants come to have any."""
+    """Whether a tensor is small enough for its values to be followed."""
     return tensor.numel() <= (_MOST if tensor.dtype in _WHOLE else _MOST_FLOATS)
 
 

@@ -1,20 +1,18 @@
-"""How one process's memory is measured while it trains: CUDA's own counters, or storages followed on CPU.
-
-Both are opened for a step, told when a phase begins where they cannot see it, and closed with the step's peaks.
-"""
+"""Meters of one process's memory: CUDA's own counters, or a tracker of storages on a CPU."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ckpt_ft.memory.fake.faked_model import tensors_held
+from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 
@@ -22,7 +20,8 @@ Peaks = dict[str, dict[str, int]]  # phase -> figure -> bytes
 
 
 class Meter(Protocol):
-    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` gives the step's peaks."""
+    """`begin` opens a step in its forward phase, `enter` begins another phase, `end` returns the step's peaks and
+    `cancel` drops the step."""
 
     def begin(self) -> None: ...
     def enter(self, phase: str) -> None: ...
@@ -31,9 +30,13 @@ class Meter(Protocol):
 
 
 class CpuMeter:
-    """A Tracker for the length of a step; it sees the phases itself. Keeps the trace of the fullest step.
+    """Runs a Tracker for the length of a step and keeps the trace of the step with the highest peak.
 
-    limit: bytes that the step may not pass (see Tracker). beside: models on the device that are not trained.
+    Compiled functions run eagerly in a measured step, and compiled in the others.
+
+    Args:
+        limit: bytes; a step that exceeds it raises torch.OutOfMemoryError.
+        auxiliary_models: models on the device that are not trained.
     """
 
     def __init__(
@@ -41,18 +44,20 @@ class CpuMeter:
         model: nn.Module | None,
         optimizer: Optimizer | None,
         limit: int | None = None,
-        beside: Sequence[nn.Module] = (),
+        auxiliary_models: Sequence[nn.Module] = (),
     ) -> None:
-        self.model, self.optimizer, self.limit, self.beside = model, optimizer, limit, beside
+        self.model, self.optimizer, self.limit, self.auxiliary_models = model, optimizer, limit, auxiliary_models
         self.fullest: StepTrace | None = None
         self._tracker: Tracker | None = None
+        self._eager: Any = None
 
     def begin(self) -> None:
         self._tracker = Tracker(self.model, self.optimizer, limit=self.limit, ops=False)
-        self._tracker.add_beside(self.beside)
-        for module in self.model.modules() if self.model is not None else ():  # also what this step does not touch
+        self._tracker.add_beside(self.auxiliary_models)
+        for module in self.model.modules() if self.model is not None else ():  # also those that this step leaves alone
             self._tracker.add_resident(tensors_held(module).values(), "activations")
         self._tracker.__enter__()
+        self._eager = run_eagerly()
         self._tracker.start_step()
 
     def enter(self, phase: str) -> None:
@@ -69,20 +74,21 @@ class CpuMeter:
             self._stop()
 
     def latest(self) -> StepTrace | None:
-        """The trace of the step being measured, as far as it got, else of the fullest."""
+        """The trace of the current step so far; between steps, of the step with the highest peak."""
         return self.fullest if self._tracker is None else self._tracker.trace("cpu")
 
     def _stop(self) -> Tracker:
         tracker, self._tracker = self._tracker, None
         assert tracker is not None, "end() follows begin()"
+        self._eager.__exit__(None, None, None)
         tracker.__exit__(None, None, None)
         return tracker
 
 
 class CudaMeter:
-    """The caching allocator's counters, their peaks reset where a phase begins. They live on the host: nothing waits.
+    """Reads the caching allocator's counters and resets their peaks where a phase begins, without synchronisation.
 
-    Resetting is seen by the whole process: `torch.cuda.max_memory_allocated()` then speaks of the last phase only.
+    The reset affects the whole process: `torch.cuda.max_memory_allocated()` then covers the last phase only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +114,7 @@ class CudaMeter:
         pass
 
     def counters(self) -> tuple[int, int]:
-        """Allocation retries and out-of-memory errors of the process so far."""
+        """Allocation retries and failed allocations of the process so far."""
         stats = torch.cuda.memory_stats(self.device)
         return stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
 
@@ -121,9 +127,9 @@ class CudaMeter:
 
 
 class OomSnapshot:
-    """Dumps the allocator's state to `path` when an allocation fails, before anything is freed.
+    """Writes the allocator's state to `path` when an allocation fails, before anything is freed.
 
-    For pytorch.org/memory_viz. It holds stack traces where torch.cuda.memory._record_memory_history is on.
+    The file is for pytorch.org/memory_viz. It has stack traces if torch.cuda.memory._record_memory_history is on.
     """
 
     _current: weakref.ReferenceType[OomSnapshot] | None = None
@@ -132,7 +138,7 @@ class OomSnapshot:
     def __init__(self, path: Path) -> None:
         self.path = path
         OomSnapshot._current = weakref.ref(self)
-        if not OomSnapshot._attached:  # observers cannot be detached, so there is one for the process
+        if not OomSnapshot._attached:  # an observer cannot be detached, so the process has only one
             torch._C._cuda_attach_out_of_memory_observer(_observe)  # type: ignore[attr-defined]
             OomSnapshot._attached = True
 

@@ -1,4 +1,4 @@
-"""MemoryProfiler: measures a training loop, whichever it is, on every rank.
+"""MemoryProfiler: measures the memory of a training loop on every rank.
 
     with MemoryProfiler(accelerator, model, optimizer) as profiler:
         for batch in loader:
@@ -7,54 +7,109 @@
     report = profiler.report(policy="full")
     report.print()
 
-On CUDA every step is measured, from the allocator's counters: no synchronisation. On CPU storages are followed
-(tracker.py), which slows a step down several times; so the first two steps are measured, every `sample`-th, and the
-last if `total_steps` says which that is.
+On CUDA every step is measured, from the allocator's counters and without synchronisation. On a CPU a dispatch mode
+follows every storage (memory/record/tracker.py), which makes a step several times slower. So only the first two steps
+are measured, every `sample`-th step, and the last one if `total_steps` is known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
+from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.cost.op_work import tensors
+from ckpt_ft.memory.fake.values import is_small
 from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
 
-from .largest_batch import LargestBatch
 from .meters import CpuMeter, CudaMeter, Meter, OomSnapshot, Peaks
-from .records import FIGURES, History, RankMemory, merge_peaks
-from .report import MemoryReport, provenance
+from .report import History, MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory, provenance
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+FIGURES = ("allocated", "reserved", "active")  # of torch's allocator; on a CPU only the first exists
+
+
+class Outline(NamedTuple):
+    """A tensor's shape and dtype. `values` are kept on the host for masks, positions and labels, because they decide
+    which operators run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Outline:
+        with _disable_current_modes():  # the copy must not be measured
+            values = tensor.detach().to("cpu", copy=True) if is_small(tensor) else None
+        return cls(tuple(tensor.shape), tensor.dtype, values)
+
+
+class LargestBatch:
+    """The arguments of the call with the most tensor elements. Only outlines of tensors are kept: no device memory."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keeps these arguments if they have more elements than those before."""
+        elements = sum(leaf.numel() for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+        if elements > self.elements:
+            self.elements = elements
+            self.args, self.kwargs = tree_map_only(torch.Tensor, Outline.of, (args, dict(kwargs)))
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of the tensors, by argument."""
+        named = {**{f"input {i}": value for i, value in enumerate(self.args)}, **self.kwargs}
+        return {name: list(value.shape) for name, value in named.items() if isinstance(value, Outline) and value.shape}
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Makes the arguments again for a trace. Tensors whose values were not kept are zeros."""
+
+        def fill(value: Any) -> Any:
+            if not isinstance(value, Outline):
+                return value
+            if value.values is None:
+                return torch.zeros(value.shape, dtype=value.dtype)
+            return torch.tensor(value.values.tolist(), dtype=value.dtype)  # a new tensor that lives as long as a batch
+
+        given: tuple[tuple[Any, ...], dict[str, Any]] = (self.args, self.kwargs)
+        return tree_map(fill, given, is_leaf=lambda value: isinstance(value, Outline))
 
 
 class MemoryProfiler:
     """Measures the steps of a loop; a context manager.
 
     Args:
-        accelerator: its device is measured, its trackers are logged to, its processes' figures gathered.
-        model: whose forward and backward are the phases, whose modules are named. Without one, CUDA's peaks of forward
-            and backward are not told apart.
+        accelerator: its device is measured, figures are logged to its trackers and gathered from its processes.
+        model: its forward and backward are the phases and its modules are named. Without a model the forward and
+            backward peaks on CUDA are not separated.
         optimizer: its state counts as "optimizer" from the start.
-        sample: on CPU, measure every so many steps.
-        total_steps: how many steps there will be, where that is known.
-        snapshot: on CUDA, where to dump the allocator's state if memory runs out.
-        limit: on CPU, bytes; the step that would pass it raises torch.OutOfMemoryError. Every step is then measured.
-        beside: models on the device that are not trained.
+        sample: on a CPU, measure every so many steps.
+        total_steps: how many steps there will be, if that is known.
+        snapshot: on CUDA, where to write the allocator's state if memory runs out.
+        limit: on a CPU, bytes; the step that exceeds it raises torch.OutOfMemoryError. Every step is then measured.
+        auxiliary_models: models on the device that are not trained, such as a reference model.
 
     Attributes:
-        batch: the largest batch that the model was given in the fullest of the measured steps.
-        loss_batch: and what the loss was, of that step, where `note_loss` told of it.
+        batch: the largest batch that the model was given in the measured step with the highest peak.
+        loss_batch: what the loss was given in that step, if `note_loss` was called.
 
     Raises:
         UserError: `sample` is not positive.
@@ -70,7 +125,7 @@ class MemoryProfiler:
         total_steps: int | None = None,
         snapshot: str | Path | None = None,
         limit: int | None = None,
-        beside: Sequence[nn.Module] = (),
+        auxiliary_models: Sequence[nn.Module] = (),
     ) -> None:
         if sample < 1:
             raise UserError(f"memory profiler: sample={sample}: measure every step (1) or every so many")
@@ -79,20 +134,20 @@ class MemoryProfiler:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.sample, self.total_steps = 1 if limit else sample, total_steps
         self.device = _device(accelerator, model)
-        self.meter: Meter = CpuMeter(model, optimizer, limit, beside)
+        self.meter: Meter = CpuMeter(model, optimizer, limit, auxiliary_models)
         if self.device.type == "cuda":
             self.meter = CudaMeter(self.device)
-        self._beside = beside
+        self.auxiliary_models = tuple(auxiliary_models)
         self.steps = self.sampled = 0
         self.peaks: Peaks = {}
         self.history = History()
-        self.batch = self.loss_batch = LargestBatch()  # of the fullest step
-        self._noted = self._loss_noted = LargestBatch()  # of the step that runs
+        self.batch = self.loss_batch = LargestBatch()  # of the step with the highest peak
+        self._batch = self._loss_batch = LargestBatch()  # of the current step
         self._resident: dict[str, int] = {}
         self._open = False
-        self._failed: StepTrace | None = None  # of a step that broke off
-        self._began = self._quiet_seconds = 0.0
-        self._quiet_steps = 0
+        self._failed: StepTrace | None = None  # of a step that raised
+        self._began = self._timed_seconds = 0.0
+        self._timed_steps = 0
         self._hooks: list[Any] = []
         self._snapshot = OomSnapshot(Path(snapshot)) if snapshot and self.device.type == "cuda" else None
 
@@ -114,7 +169,7 @@ class MemoryProfiler:
         self.close(failed=exception[0] is not None)
 
     def close(self, failed: bool = False) -> None:
-        """Stop measuring, a second time too; of a step that has `failed`, `holders` tells what held its peak."""
+        """Stops measuring; may be called twice. After a step that `failed`, `holders` describes that step."""
         try:
             if failed and self._open and isinstance(self.meter, CpuMeter):
                 self._failed = self.meter.latest()
@@ -127,35 +182,36 @@ class MemoryProfiler:
 
     @property
     def measuring(self) -> bool:
-        """Whether the step that runs is one of those that are measured."""
+        """Whether the current step is measured."""
         return self._open
 
     def note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell what a loss was given that is more than the model's own, for `loss_batch`."""
+        """Records the arguments of a loss that computes more than the model's own, for `loss_batch`."""
         if self._open:
-            self._loss_noted.note(args, kwargs)
+            self._loss_batch.note(args, kwargs)
 
     def begin_step(self) -> None:
-        """Begin the next step's measurement here rather than where the last one ended (after an evaluation, say)."""
+        """Begins the next step here instead of where the last one ended (after an evaluation, for example)."""
         self._cancel()
         self._failed = None
         last = self.total_steps is not None and self.steps == self.total_steps - 1
         if self.device.type == "cuda" or self.steps < 2 or last or self.steps % self.sample == 0:
             self.meter.begin()
-            self._noted, self._loss_noted = LargestBatch(), LargestBatch()
+            self._batch, self._loss_batch = LargestBatch(), LargestBatch()
             self._open = True
         self._began = time.perf_counter()
 
     def step(self) -> dict[str, float]:
-        """End an optimizer step and begin the next.
+        """Ends an optimizer step and begins the next.
 
-        Returns this process's figures of it in GiB, "memory/allocated_gib", "memory/backward_gib" and so on, as they
-        are logged to the accelerator's trackers; nothing for a step that was not measured.
+        Returns:
+            This process's figures of the step in GiB ("memory/allocated_gib", "memory/backward_gib", ...), which are
+            also logged to the accelerator's trackers; empty for a step that was not measured.
         """
         seconds = time.perf_counter() - self._began
         if self.steps > 0 and not (self._open and self.device.type == "cpu"):  # the first step warms up
-            self._quiet_seconds += seconds
-            self._quiet_steps += 1
+            self._timed_seconds += seconds
+            self._timed_steps += 1
         self.steps += 1
         scalars: dict[str, float] = {}
         if self._open:
@@ -163,9 +219,9 @@ class MemoryProfiler:
             peaks = self.meter.end()
             self.sampled += 1
             if self.device.type == "cuda" and not self._resident and self.model is not None:
-                self._resident = resident_bytes(nn.ModuleList([self.model, *self._beside]), self.optimizer)
-            if self._noted.elements and _allocated(peaks) > _allocated(self.peaks):
-                self.batch, self.loss_batch = self._noted, self._loss_noted
+                self._resident = resident_bytes(nn.ModuleList([self.model, *self.auxiliary_models]), self.optimizer)
+            if self._batch.elements and _allocated(peaks) > _allocated(self.peaks):
+                self.batch, self.loss_batch = self._batch, self._loss_batch
             merge_peaks(self.peaks, peaks)
             self.history.add(self.steps, peaks)
             scalars = _scalars(peaks)
@@ -173,52 +229,72 @@ class MemoryProfiler:
                 self.accelerator.log(scalars, step=self.steps)
         if self.steps != self.total_steps:
             self.begin_step()
-        else:  # there may be more of them even so
+        else:  # a loop may still make more steps than it announced
             self._began = time.perf_counter()
         return scalars
 
     def holders(self, n: int = 5) -> list[Holder]:
-        """What held the peak of the step that is being measured or has failed, else of the fullest; CPU only."""
+        """What held the peak of the step that is being measured or has failed, otherwise of the measured step with
+        the highest peak. Only on a CPU; empty on CUDA."""
         trace = self._failed or (self.meter.latest() if isinstance(self.meter, CpuMeter) else None)
         return [] if trace is None else trace.grouped_holders(n)
 
-    def report(self, **facts: Any) -> MemoryReport:
+    def report(
+        self,
+        predicted: StepTrace | None = None,
+        *,
+        notes: Sequence[str] = (),
+        max_batch: MaxBatch | None = None,
+        next_policies: Sequence[PolicyRow] = (),
+        **facts: Any,
+    ) -> MemoryReport:
         """The report of all ranks' steps so far; every process must call it.
 
-        `facts`, such as policy and batch_size, are kept in its provenance.
+        Args:
+            predicted: a trace of this process's step, to be shown beside the measurement.
+            notes: this process's sentences; a sentence that several processes say is printed once.
+            facts: for the provenance, such as policy and batch_size.
         """
         self._cancel()
-        mine, fullest = self._measured()
-        ranks = [mine]
+        recorded = self.meter.fullest if isinstance(self.meter, CpuMeter) else None
+        mine = self._rank_memory(recorded, None if predicted is None else Prediction.from_trace(predicted))
+        gathered = [(mine, list(notes))]
         if self.accelerator is not None:
             from accelerate.utils import gather_object
 
-            ranks = sorted(gather_object([mine]), key=lambda rank: rank.rank)
-        main = self.accelerator is None or self.accelerator.is_main_process
-        known = provenance(**{"shapes": self.batch.shapes, **facts})
-        report = MemoryReport(known, ranks, main=main)
-        if fullest is not None:
-            report.show(fullest)
-        return report
+            gathered = sorted(gather_object(gathered), key=lambda rank: rank[0].rank)
+        shown = recorded or predicted
+        return MemoryReport(
+            provenance(**{"shapes": self.batch.shapes, **facts}),
+            [rank for rank, _ in gathered],
+            max_batch,
+            list(next_policies),
+            None if shown is None else Timeline.from_trace(shown),
+            list(dict.fromkeys(note for _, said in gathered for note in said)),
+            self.accelerator is None or self.accelerator.is_main_process,
+            None if shown is None else StepView.from_trace(shown),
+        )
 
-    def _measured(self) -> tuple[RankMemory, StepTrace | None]:
-        """This process's figures, and the trace of its fullest step where there is one."""
-        rank = 0 if self.accelerator is None else self.accelerator.process_index
-        seconds = self._quiet_seconds / self._quiet_steps if self._quiet_steps else None
-        record = RankMemory(rank, _name(self.device), self.steps, self.sampled, self.peaks, seconds=seconds)
-        record.history = self.history
+    def _rank_memory(self, recorded: StepTrace | None, predicted: Prediction | None) -> RankMemory:
+        figures: dict[str, Any] = {}
         if isinstance(self.meter, CudaMeter):
-            record.retries, record.ooms = self.meter.counters()
+            figures["retries"], figures["ooms"] = self.meter.counters()
             if self._resident:
-                record.at_peak = dict(self._resident)
-                rest = (record.peak() or 0) - sum(self._resident.values())
-                record.at_peak["gradients, activations and temporary"] = max(rest, 0)
-            return record, None
-        trace = self.meter.fullest if isinstance(self.meter, CpuMeter) else None
-        if trace is None:
-            return record, None
-        record.at_peak, record.holders = trace.at_peak, trace.grouped_holders()
-        return record, trace
+                rest = _allocated(self.peaks) - sum(self._resident.values())
+                figures["at_peak"] = {**self._resident, "gradients, activations and temporary": max(rest, 0)}
+        elif recorded is not None:
+            figures = {"at_peak": recorded.at_peak, "holders": recorded.grouped_holders()}
+        return RankMemory(
+            0 if self.accelerator is None else self.accelerator.process_index,
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            self.steps,
+            self.sampled,
+            self.peaks,
+            seconds=self._timed_seconds / self._timed_steps if self._timed_steps else None,
+            history=self.history,
+            predicted=predicted,
+            **figures,
+        )
 
     def _cancel(self) -> None:
         if self._open:
@@ -229,7 +305,7 @@ class MemoryProfiler:
         if torch.is_grad_enabled():
             self.meter.enter("forward")
         if self._open and module.training:
-            self._noted.note(args, kwargs)
+            self._batch.note(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for tensor in _outputs(output):
@@ -237,8 +313,16 @@ class MemoryProfiler:
                 tensor.grad_fn.register_prehook(lambda *_: self.meter.enter("backward"))
 
 
+def merge_peaks(into: Peaks, step: Peaks) -> None:
+    """Raises the peaks in `into` to those of one more `step`."""
+    for phase in PHASES:
+        for figure, nbytes in step.get(phase, {}).items():
+            known = into.setdefault(phase, {})
+            known[figure] = max(known.get(figure, 0), nbytes)
+
+
 def resident_bytes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
-    """Bytes on the GPU of a model's parameters and buffers and of its optimizer's state, each storage once."""
+    """Bytes on the GPU of a model's parameters, buffers and optimizer state; a shared storage counts once."""
     from torch.distributed.tensor import DTensor
 
     state = [] if optimizer is None else list(tensors(list(values.values()) for values in optimizer.state.values()))
@@ -264,10 +348,6 @@ def _device(accelerator: Accelerator | None, model: nn.Module | None) -> torch.d
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _outputs(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that a model returned: one, or in a (nested) tuple, list or mapping, ModelOutput included."""
     if isinstance(value, torch.Tensor):
@@ -285,7 +365,7 @@ def _allocated(peaks: Peaks) -> int:
 
 
 def _scalars(peaks: Peaks) -> dict[str, float]:
-    """A step's peak of each figure, and what was allocated at most in each phase, in GiB under "memory/"."""
+    """A step's peak of each figure and the peak allocated in each phase, in GiB, under "memory/"."""
     scalars = {}
     for figure in FIGURES:
         values = [phase[figure] for phase in peaks.values() if figure in phase]

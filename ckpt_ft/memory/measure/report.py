@@ -1,6 +1,7 @@
-"""MemoryReport: what a run needed, where it stood at the peak, and how that compares with the prediction.
+"""MemoryReport: what a run needed, what held memory at its peak, and how the prediction compares.
 
-`MemoryProfiler.report()` makes one; memory_report.json holds all of it and `from_json` reads it back.
+`MemoryProfiler.report()` makes one, complete and frozen. memory_report.json holds it, and `from_json` reads it back.
+Its tables and page are made by export/report.py.
 """
 
 from __future__ import annotations
@@ -17,68 +18,211 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.export import plots
+from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
 from ckpt_ft.export.step_page import StepView
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
+from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.reading import read_json
+from ckpt_ft.reading import Bytes, Seconds, read_json
 from ckpt_ft.redact import redacted
 
-from .kinds import KINDS
-from .records import Facts, Prediction, RunMemory
-from .report_tables import headline, lines, markdown_report, print_report, tables
-from .run_view import report_page
+from . import REPORT_KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_HERE = ("main", "step")  # fields that are not of the report's JSON
+MAX_POINTS = 200  # of a history; an even number, because points are merged in pairs
+_NOT_IN_JSON = ("main", "step")
 _PACKAGES = ("torch", "transformers", "accelerate", "diffusers", "peft")
 
 
 @dataclass
-class MemoryReport(RunMemory):
-    """The report of a run: printed, written, read back.
+class History:
+    """Peaks over a run. Each point is the maximum over a number of measured steps, so a long run stays short.
 
-    main: False on the processes that neither print nor write.
-    step: every allocation of the step that `timeline` has in short; only where the report was made.
+    Attributes:
+        steps: the first step of each point.
+        allocated: phase -> bytes at each point.
+        reserved: bytes at each point; empty on a CPU.
+        every: how many measured steps a point covers.
+        filled: how many the last point covers so far.
     """
 
+    steps: list[Bytes] = field(default_factory=list)
+    allocated: dict[str, list[Bytes]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    reserved: list[Bytes] = field(default_factory=list)
+    every: Bytes = 1
+    filled: Bytes = 0
+
+    def add(self, step: int, peaks: dict[str, dict[str, int]]) -> None:
+        """Adds the peaks (phase -> figure -> bytes) of a measured step."""
+        reserved = [figures["reserved"] for figures in peaks.values() if "reserved" in figures]
+        values = {phase: peaks.get(phase, {}).get("allocated", 0) for phase in PHASES}
+        if self.steps and self.filled < self.every:
+            self.filled += 1
+            for phase, column in self.allocated.items():
+                column[-1] = max(column[-1], values[phase])
+            self.reserved[-1:] = [max(self.reserved[-1:] + reserved)] if reserved else []
+            return
+        if len(self.steps) == MAX_POINTS:
+            self._halve()
+        self.steps.append(step)
+        self.filled = 1
+        for phase, column in self.allocated.items():
+            column.append(values[phase])
+        self.reserved += [max(reserved)] if reserved else []
+
+    def _halve(self) -> None:
+        """Merges points in pairs."""
+        self.every *= 2
+        self.steps = self.steps[::2]
+        self.allocated = {phase: _pairs(column) for phase, column in self.allocated.items()}
+        self.reserved = _pairs(self.reserved)
+
+
+def _pairs(values: list[int]) -> list[int]:
+    return [max(values[i : i + 2]) for i in range(0, len(values), 2)]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The figures of a traced step. Bytes and seconds; `reserved` and `seconds` are None for device "cpu"."""
+
+    device: str
+    allocated: Bytes
+    peaks: dict[str, Bytes]
+    reserved: Bytes | None = None
+    seconds: Seconds | None = None
+    seconds_parts: dict[str, Seconds] = field(default_factory=dict)
+    bound: str = ""
+
+    @classmethod
+    def from_trace(cls, trace: StepTrace) -> Prediction:
+        """The figures of the last step in `trace`."""
+        if trace.device == "cpu":
+            return cls(trace.device, trace.peak_allocated, trace.peaks)
+        took = trace.seconds_parts
+        allocated, reserved = trace.peak_allocated, trace.peak_reserved
+        return cls(trace.device, allocated, trace.peaks, reserved, took.total, took.parts, took.bound)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one process.
+
+    Attributes:
+        device: "cpu", or the name of the GPU.
+        steps: optimizer steps, of which `sampled` were measured.
+        peaks: phase -> figure ("allocated", on CUDA also "reserved" and "active") -> bytes; the maximum over the
+            measured steps.
+        at_peak: category -> bytes at the moment of the peak. Empty if unknown.
+        holders: the largest groups of allocations at that moment. Empty if unknown.
+        seconds: per step, without the steps that the measurement slowed down; None if there were no others.
+        retries, ooms: CUDA allocations that first had to free cached memory, and those that failed.
+        history: peaks over the measured steps.
+        predicted: the figures of a trace of this process's step.
+    """
+
+    rank: Bytes
+    device: str
+    steps: Bytes
+    sampled: Bytes
+    peaks: dict[str, dict[str, Bytes]]
+    at_peak: dict[str, Bytes] = field(default_factory=dict)
+    holders: list[Holder] = field(default_factory=list)
+    seconds: Seconds | None = None
+    retries: Bytes = 0
+    ooms: Bytes = 0
+    history: History = field(default_factory=History)
+    predicted: Prediction | None = None
+
+    def peak(self, figure: str = "allocated") -> int | None:
+        """The maximum over all phases in bytes; None for a figure that was not measured."""
+        return max((phase[figure] for phase in self.peaks.values() if figure in phase), default=None)
+
+
+@dataclass(frozen=True)
+class MaxBatch:
+    """The largest micro-batch that fits a device: as predicted, and as a real step confirmed it (None: not tried)."""
+
+    device: str
+    predicted: Bytes
+    proved: Bytes | None = None
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """Another policy for the same step: predicted peak in bytes and seconds per step."""
+
+    policy: str
+    peak: Bytes
+    seconds: Seconds | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The part of a report's provenance that is read back; a provenance may hold more."""
+
+    command: str = ""
+    machine: str = ""
+    policy: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The report of a run. Every part but `provenance` and `ranks` is optional.
+
+    Attributes:
+        provenance: what `provenance()` returns.
+        ranks: the figures of each process, with its prediction.
+        max_batch: the result of `--find_max_batch_size`.
+        next_policies: the next best policies of the plan.
+        timeline: rank 0's step with the highest measured peak; the predicted step if none was recorded.
+        notes: one sentence each.
+        main: False on the processes that neither print nor write.
+        step: every allocation of the step in `timeline`; it is not written to JSON.
+    """
+
+    provenance: dict[str, Any]
+    ranks: list[RankMemory]
+    max_batch: MaxBatch | None = None
+    next_policies: list[PolicyRow] = field(default_factory=list)
+    timeline: Timeline | None = None
+    notes: list[str] = field(default_factory=list)
     main: bool = True
-    step: StepView | None = field(default=None, init=False, compare=False)
+    step: StepView | None = field(default=None, compare=False)
 
-    def show(self, trace: StepTrace) -> None:
-        """The step that is drawn: the measured one where there is one."""
-        self.timeline, self.step = Timeline.from_trace(trace), StepView.from_trace(trace)
-
-    def predict(self, trace: StepTrace, rank: int = 0) -> None:
-        """Put the figures of `trace` beside those that `rank` measured; it is drawn, where no step was measured."""
-        self.ranks[rank].predicted = Prediction.from_trace(trace)
-        if self.timeline is None and rank == 0:
-            self.show(trace)
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak() or 0)
 
     def print(self, console: Console | None = None) -> None:
-        """Print the tables, on the main process only."""
+        """Prints the tables, on the main process only."""
         if self.main:
             print_report(self, console)
 
     def to_markdown(self, path: str | Path | None = None) -> str:
-        """The tables as Markdown, also written to `path`."""
+        """Returns the tables as Markdown and writes them to `path` if one is given."""
         return _written(markdown_report(self), path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Everything as JSON, also written to `path`."""
-        values = {"format": 1, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in _HERE}}
+        """Returns everything but `step` as JSON and writes it to `path` if one is given."""
+        values = {"format": 1, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_IN_JSON}}
         rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, default=asdict)}" for name, value in values.items())
         return _written(f"{{\n{rows}\n}}\n", path)
 
     @classmethod
     def from_json(cls, path: str | Path) -> MemoryReport:
-        """Read what `to_json(path)` wrote.
+        """Reads a file that `to_json` wrote.
 
         Raises:
-            UserError: there is no such file, or it is not a memory report.
+            UserError: the file does not exist or is not a memory report.
         """
         try:
             text = Path(path).read_bytes()
@@ -91,7 +235,7 @@ class MemoryReport(RunMemory):
         return report
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page that shows the run, its step and its tables to `path`: one file, to be opened in a browser."""
+        """Writes one HTML file with the run, its step and its tables, to be opened in a browser."""
         return report_page(self, self.step).write(path)
 
     def _repr_html_(self) -> str:
@@ -101,7 +245,7 @@ class MemoryReport(RunMemory):
         )
 
     def plot(self, path: str | Path) -> Path | None:
-        """Draw memory over the step to `path` (PNG, SVG or PDF); None when no step was recorded.
+        """Draws memory over the step to `path` (PNG, SVG or PDF); returns None if no step was recorded.
 
         Raises:
             UserError: matplotlib is not installed.
@@ -110,10 +254,11 @@ class MemoryReport(RunMemory):
             return None
         return plots.draw_step(path, self.timeline, headline(self))
 
-    def write(self, directory: str | Path, kinds: Collection[str] = KINDS) -> list[Path]:
-        """Write memory_report.json, .md, .html and (with matplotlib and a recorded step) .png; whole or not there.
+    def write(self, directory: str | Path, kinds: Collection[str] = REPORT_KINDS) -> list[Path]:
+        """Writes memory_report.json, .md, .html and (with matplotlib and a recorded step) .png, whole or not at all.
 
-        Returns what was written of `kinds`: nothing on other than the main process.
+        Returns:
+            The files written, in the order of `kinds`; none on other processes than the main one.
 
         Raises:
             UserError: `directory` cannot be written to.
@@ -137,7 +282,7 @@ class MemoryReport(RunMemory):
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """What made a report: the command less its secrets, versions and machine, then `facts` (policy, shapes, ...)."""
+    """Where a report comes from: the command without its secrets, versions, machine, and `facts` (policy, shapes)."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -149,7 +294,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 
 def _written(text: str, path: str | Path | None) -> str:
-    """`text`, written to `path` where one is given."""
+    """Returns `text` after writing it to `path`, if one is given."""
     if path is not None:
         write(path, text)
     return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -115,6 +116,15 @@ def leave_uncompiled() -> None:
         _skip_recording()
         # The context's hooks tell which module runs. A compiled module's calls them twice; once is enough.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Runs compiled functions eagerly from this call on until the context ends.
+
+    Under a dispatch mode `torch.compile` would give them up for the rest of the process, or refuse to run them
+    (`fullgraph=True`, as in torchao's optimizers).
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @cache

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-CATEGORIES = (
-    "parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "workspace",
-)  # fmt: skip
-PHASES = ("forward", "backward", "optimizer")
+from ckpt_ft.export.timeline import CATEGORY_COLOURS
+from ckpt_ft.export.timeline import PHASES as PHASES
+
+CATEGORIES = tuple(CATEGORY_COLOURS)
 EMPTIED = "empty_cache"  # a mark: torch.cuda.empty_cache() was called
 
 

@@ -1,9 +1,9 @@
-"""torch.autocast("cuda") on tensors that only look like CUDA's.
+"""torch.autocast("cuda") on fake CPU tensors.
 
-The traced tensors are fake CPU ones, so CPU autocast is what casts them, and its op lists differ from CUDA's: CUDA
-computes softmax, norms, exp, pow and sums in float32 where the CPU does not touch them. While a step is traced,
-kernels for the AutocastCPU key take CUDA's side (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP,
-AT_FORALL_FP32, ...). Ops that both lists treat alike keep their C++ kernels and with them the cache of cast weights.
+CPU autocast casts the traced tensors, and its lists of ops differ from CUDA's: CUDA computes softmax, norms, exp, pow
+and sums in float32, which CPU autocast leaves alone. While a step is traced, kernels for the AutocastCPU key do what
+CUDA's lists say (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Ops that both
+treat alike keep their C++ kernels, and with them the cache of cast weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch._C import DispatchKey, DispatchKeySet
 KEY = "AutocastCPU"
 _WITHOUT_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
-# On CUDA in the lower precision; CPU autocast does not know them.
+# CUDA runs them in the lower precision; CPU autocast does not know them.
 LOWER = (
     "_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "lstm_cell",
     "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "_thnn_fused_lstm_cell",
     "_thnn_fused_gru_cell",
 )  # fmt: skip
-# On CUDA in float32; CPU autocast does not know them.
+# CUDA runs them in float32; CPU autocast does not know them.
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
@@ -36,9 +36,9 @@ FLOAT32 = (
     "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-# On CUDA their output is float32 unless a dtype was asked for: the op converts while it reads, no cast is stored.
+# On CUDA their output is float32 unless a dtype is given: the kernel converts while it reads and stores no cast.
 FLOAT32_OUTPUT = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList")
-# On CUDA in the widest type among the inputs.
+# CUDA runs them in the widest dtype among the inputs.
 WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot")
 # CPU autocast casts these; CUDA's leaves them alone.
 UNTOUCHED = (
@@ -79,7 +79,7 @@ def _widest(given: Iterable[Any]) -> torch.dtype:
 
 
 def _casting(choose: Callable[[Iterable[Any]], torch.dtype], op: Any) -> Callable[..., Any]:
-    """`op` on arguments of the dtype that `choose(arguments)` says."""
+    """A kernel that runs `op` on arguments cast to the dtype `choose(arguments)`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
@@ -120,7 +120,7 @@ _TREATMENTS = (
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(op, kernel for the AutocastCPU key) of every op that CUDA's autocast treats otherwise."""
+    """(op, kernel for the AutocastCPU key) for every op that CUDA's autocast treats differently."""
     for names, treatment in _TREATMENTS:
         for name in names:
             yield name, treatment(_overload(name))
@@ -128,7 +128,7 @@ def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """torch.autocast("cuda"), its default float16 and what asks for its state, for tensors that are on the CPU."""
+    """Makes torch.autocast("cuda"), with its default float16, apply to CPU tensors, and report its state so."""
     autocast = torch.amp.autocast_mode.autocast
     init, enabled, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 

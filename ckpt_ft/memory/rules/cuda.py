@@ -1,11 +1,12 @@
-"""What CUDA does where the CPU differs: the rules under which fake CPU tensors are traced for a GPU.
+"""Rules for tracing fake CPU tensors as if they were on a GPU: what CUDA does differently from the CPU.
 
-Three tables, one comment and one source per row (paths are PyTorch's):
-  composite: ops that choose their kernel, and with it what autograd saves, by device; replaced above autograd;
-  rules:     ops whose results differ on CUDA; replaced below autograd;
-  after:     memory that an op takes besides its results: scratch that it frees again, and workspaces that stay.
-Autocast's lists are in autocast.py, attention's kernels in sdpa.py, convolution's workspace in cudnn.py,
-save_on_cpu in save_on_cpu.py; rounding to 512-byte blocks is the allocator's.
+Three tables, each row with its source (paths are PyTorch's):
+- composite: ops that choose their kernel, and so what autograd saves, by device; replaced above autograd.
+- rules: ops whose results differ on CUDA; replaced below autograd.
+- after: memory that an op allocates besides its results: scratch that it frees, and workspaces that stay.
+
+Autocast's lists are in autocast.py, attention kernels in sdpa.py, workspaces of convolutions in cudnn.py, save_on_cpu
+in save_on_cpu.py. The allocator rounds to blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _CAPTURABLE = "_get_capturable_supported_devices"  # in each optimizer's own fil
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """A fused kernel that keeps a bool mask; the CPU multiplies by a mask of input's dtype. [native/Dropout.cpp]"""
+    """CUDA has a fused kernel that keeps a bool mask; the CPU uses a mask of input's dtype. [native/Dropout.cpp]"""
     if not train or p == 0 or not input.numel():
         return input
     return aten.native_dropout(input, p, train)[0] if p < 1 else input * torch.zeros_like(input)
 
 
 def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """float16 in, float32 out is one kernel: no float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
+    """From float16 to float32 is one kernel, without a float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
     if input.dtype == torch.float16 and dtype == torch.float32:
         return op(input, dim, True)
     return op(input if dtype is None else input.to(dtype), dim, False)
@@ -61,7 +62,7 @@ def to(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """All is on the device already: only another dtype or memory format copies. [native/TensorConversions.cpp]"""
+    """Copies only for another dtype or memory format: the device is the same. [native/TensorConversions.cpp]"""
     same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
     return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
 
@@ -81,20 +82,20 @@ def composite(arch: int) -> dict[str, Callable[..., Any]]:
 
 
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and rstd are float32 (acc_type) whatever the input; GroupNorm's not. [native/cuda/layer_norm_kernel.cu]"""
+    """Mean and rstd are always float32 (acc_type), unlike GroupNorm's. [native/cuda/layer_norm_kernel.cu]"""
     out, mean, rstd = func(*args, **kwargs)
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
 
 def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One kernel that saves rstd in float32; elsewhere it is composed of five. [native/cuda/layer_norm_kernel.cu]"""
+    """One kernel that saves rstd in float32; the CPU composes it of five. [native/cuda/layer_norm_kernel.cu]"""
     input, shape = args[:2]
     statistics = list(input.shape[: input.dim() - len(shape)]) + [1] * len(shape)
     return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
 
 
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN's: statistics in float32, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
+    """cuDNN keeps float32 statistics, and no reserve for contiguous tensors. [native/cudnn/BatchNorm.cpp]"""
     out, mean, rstd = func(*args, **kwargs)
     return out, as_dtype(mean, torch.float32), as_dtype(rstd, torch.float32)
 
@@ -106,7 +107,7 @@ RESERVE = (
 
 
 def lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN keeps a reserve for backward, whose layout is not published: four gates and the cell's state (RESERVE)."""
+    """cuDNN keeps a reserve for backward; its layout is not published, so RESERVE says what is assumed."""
     output, *states, workspace = func(*args, **kwargs)
     return output, *states, workspace.new_empty(5 * output.nbytes)
 
@@ -125,7 +126,7 @@ def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
     return () if dropout else (2, 3)
 
 
-# Which of an op's results are on the host even so.
+# By op: which of its results are on the host.
 ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
     aten._scaled_dot_product_efficient_attention.default: seeds,
 }
@@ -143,9 +144,9 @@ def cublas_workspace(arch: int) -> int:
 
 
 def matmul(arch: int) -> After:
-    """A thread's first matmul allocates its cuBLAS workspace, for good; autograd's thread is not the main one.
+    """A thread's first matmul allocates its cuBLAS workspace, which stays; autograd has a thread of its own.
 
-    A matmul with a bias goes through cuBLASLt, which takes a workspace of 1 MiB of its own.
+    A matmul with a bias goes through cuBLASLt, which has a workspace of 1 MiB of its own.
     [cuda/CublasHandlePool.cpp; native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt]
     """
     given: set[tuple[bool, bool]] = set()
@@ -164,7 +165,7 @@ def matmul(arch: int) -> After:
 def softmax_backward(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> None:
-    """grad * output, of the size and dtype of the gradient, is a tensor. [native/cuda/SoftMax.cu]"""
+    """It allocates grad * output, of the gradient's size and dtype. [native/cuda/SoftMax.cu]"""
     recorder.scratch(args[0].numel() * args[0].itemsize, str(func))
 
 
@@ -218,7 +219,7 @@ def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def lstm_reserve(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Say what `lstm` took."""
+    """Note what `lstm` assumes."""
     recorder.note(RESERVE)
 
 
@@ -227,7 +228,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def after(arch: int) -> dict[Any, After]:
-    """What to record once an op's results are."""
+    """What to call once an op's results are recorded, by op."""
     workspace = matmul(arch)
     matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
     convolution = cudnn.workspace(arch)
@@ -250,7 +251,7 @@ def after(arch: int) -> dict[Any, After]:
 
 @contextmanager
 def behave_like(arch: int) -> Iterator[None]:
-    """Make this process's CPU tensors take CUDA's side wherever PyTorch asks for the device above dispatch."""
+    """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch."""
     library = torch.library.Library("aten", "IMPL")
     foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
     with ExitStack() as stack:
@@ -275,7 +276,7 @@ def behave_like(arch: int) -> Iterator[None]:
 
 @contextmanager
 def fakes_are_tensors() -> Iterator[None]:
-    """foreach kernels for fake tensors as for plain ones."""
+    """Lets optimizers use foreach kernels on fake tensors."""
     lists = [
         function.__globals__["_foreach_supported_types"]
         for function in (_default_to_fused_or_foreach, _has_foreach_support)

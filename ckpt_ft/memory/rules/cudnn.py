@@ -1,7 +1,7 @@
-"""Scratch of cuDNN's convolutions, from how its algorithms work; nothing here is fitted to a model.
+"""Scratch of cuDNN's convolutions, derived from its algorithms; nothing here is fitted to a model.
 
-Which algorithm cuDNN's heuristics take is not documented; these are the two that need memory, each where it is the
-fast one. Depthwise and grouped convolutions, and those that channels-last tensors enter, are taken to need none.
+cuDNN's choice of algorithm is not documented. These are the two algorithms that need memory, each where it is the fast
+one. Depthwise and grouped convolutions, and those on channels-last tensors, are assumed to need none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ARGUMENTS = {
 
 
 def nhwc_copies(operands: list[Tensor]) -> int:
-    """Tensor cores convolve channels last: contiguous operands are transposed into scratch, and the result out of it.
+    """Bytes of transposed copies: tensor cores need channels-last operands, so contiguous ones are copied to scratch.
 
     [docs.nvidia.com/deeplearning/performance/dl-performance-convolutional: tensor layouts]
     """
@@ -31,7 +31,7 @@ def nhwc_copies(operands: list[Tensor]) -> int:
 
 
 def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) -> int:
-    """Non-fused Winograd F(4x4, 3x3): 36 values for each 16 of input and output and each 9 of weight.
+    """Bytes of non-fused Winograd F(4x4, 3x3): 36 values for each 16 of input and output, and each 9 of weight.
 
     [Lavin and Gray 2016, arXiv:1509.09308]
     """
@@ -40,7 +40,7 @@ def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) 
 
 
 def workspace(arch: int) -> After:
-    """Records the scratch of a convolution or of its backward, whose two halves run one after the other."""
+    """What records the scratch of a convolution, or of its backward, whose two halves run one after the other."""
 
     def record(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         input, weight, stride, groups = (args[at] for at in _ARGUMENTS[func])

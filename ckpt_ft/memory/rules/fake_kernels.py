@@ -1,4 +1,4 @@
-"""Where PyTorch's fake kernels return something else than its real ones, or take long: one row each, on any device."""
+"""Corrections of PyTorch's fake kernels that differ from the real ones, or are slow; they hold on any device."""
 
 from __future__ import annotations
 

@@ -26,6 +26,6 @@ def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> Non
 
 @contextmanager
 def leaves_the_device() -> Iterator[None]:
-    """What is saved goes to pinned host memory, which a trace leaves out; copies without pinning wait as long here."""
+    """Saved tensors go to pinned host memory, which a trace leaves out; unpinned copies are timed like pinned ones."""
     with patch.object(save_on_cpu, "__init__", _init):
         yield

@@ -1,4 +1,4 @@
-"""Which kernel F.scaled_dot_product_attention runs on a GPU, and the call that saves what that kernel saves.
+"""Chooses the kernel of F.scaled_dot_product_attention as a GPU would, and calls the op that saves the same tensors.
 
 Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (who may run) and .../attention.cpp (what is prepared),
 and honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags read here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,14 @@ from tqdm.auto import tqdm
 
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.fit import Fitted
-from ckpt_ft.training.loop_memory import LoopMemory
-from ckpt_ft.training.oom import advise_on_oom
 from ckpt_ft.training.peft_flag import kind_of
 from ckpt_ft.training.replan import Attempt
-from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.first_step import FirstStep
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint, written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped
+from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 from .arguments import LoopArguments, PipelineArguments
@@ -192,7 +190,7 @@ def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[N
 
 
 def resume(
-    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: LoopMemory, directory: RunDirectory, *flags: Any
+    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: Session, directory: RunDirectory, *flags: Any
 ) -> None:
     """Seeds each rank, loads the attempt's checkpoint, starts the trackers with all `flags`, checks the disk space."""
     args, accelerator = fitted.args, state.accelerator
@@ -200,7 +198,7 @@ def resume(
     if attempt.checkpoint is not None:
         state.load(attempt.checkpoint)
     if args.report_to != "none":
-        values = {name: value for given in (*flags, args, fitted.settings) for name, value in vars(given).items()}
+        values = {f.name: getattr(given, f.name) for given in (*flags, args, fitted.settings) for f in fields(given)}
         values["policy"] = memory.policy
         accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in values.items()})
     directory.check_space(state.trained, state.optimizer)
@@ -208,7 +206,7 @@ def resume(
 
 
 def run_steps(
-    state: TrainingState, data: Data, fitted: Fitted, memory: LoopMemory, directory: RunDirectory
+    state: TrainingState, data: Data, fitted: Fitted, memory: Session, directory: RunDirectory
 ) -> int | None:
     """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
     args, accelerator = fitted.args, state.accelerator
@@ -250,7 +248,7 @@ def run_steps(
     return stop.signal
 
 
-def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Iterator[Batch]:
+def noted(micro_batches: Iterable[Batch], data: Data, memory: Session) -> Iterator[Batch]:
     """Passes the micro-batches on, and notes the largest of a measured step if images are in buckets."""
     for batch in micro_batches:
         if len(data.latents.shapes) > 1 and memory.profiler is not None and memory.profiler.measuring:
@@ -258,7 +256,7 @@ def noted(micro_batches: Iterable[Batch], data: Data, memory: LoopMemory) -> Ite
         yield batch
 
 
-def checked(micro_batches: Iterable[Batch], memory: LoopMemory) -> Iterator[Batch]:
+def checked(micro_batches: Iterable[Batch], memory: Session) -> Iterator[Batch]:
     """Passes the micro-batches on; with --ac_check compares a step on each with and without the policy."""
     for batch in micro_batches:
         memory.check(batch["inputs"])
@@ -279,7 +277,7 @@ def leave_behind(
     state: TrainingState,
     data: Data,
     fitted: Fitted,
-    memory: LoopMemory,
+    memory: Session,
     directory: RunDirectory,
     signal: int | None,
 ) -> None:
@@ -302,9 +300,9 @@ def leave_behind(
             with never_fatal("drawing samples.png"):
                 validation.write_sheet(Path(args.output_dir, "samples.png"))
     state.unwrap()
-    memory.report(
+    memory.write_report(
         args.output_dir,
-        workload=replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
+        workload=lambda: replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
         model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=sampler.size,
         rank=sampler.args.rank, peft=kind_of(sampler.args.peft_config),

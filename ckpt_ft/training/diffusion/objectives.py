@@ -19,7 +19,7 @@ from diffusers.training_utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_ft.memory.measure.largest_batch import LargestBatch
+from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.workloads.pipeline_parts import conditions
 from ckpt_ft.workloads.sample_sizes import Size

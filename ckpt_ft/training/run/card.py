@@ -11,7 +11,7 @@ from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.tables import code_block
-from ckpt_ft.training.reporting import never_fatal
+from ckpt_ft.training.session import never_fatal
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt_ft.training.oom import advise_on_oom
-from ckpt_ft.training.replan import train_within
+from ckpt_ft.training.replan import train_with_replanning
+from ckpt_ft.training.session import advise_on_oom
 
 from .directory import RunDirectory
 from .trainer_checkpoints import keep_checkpoints
@@ -27,8 +27,8 @@ def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None
         UserError: the checkpoint does not fit, or no step can be made with these flags and data.
         WorkFailed: memory ran out, or a file could not be written.
     """
-    with advise_on_oom(memory), keep_checkpoints(trainer, directory):
-        metrics = train_within(trainer, memory, directory)
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
     trainer.save_state()
     if metrics:
         trainer.log_metrics("train", metrics)

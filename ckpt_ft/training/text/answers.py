@@ -10,8 +10,8 @@ import torch
 from accelerate import PartialState
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.reporting import never_fatal
 from ckpt_ft.training.run.card import Answer
+from ckpt_ft.training.session import never_fatal
 
 from .encode import IGNORED
 

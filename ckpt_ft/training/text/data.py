@@ -1,7 +1,7 @@
-"""Rows of text for a language model: from the Hub, a local file or a directory, with the lengths that a plan needs.
+"""Rows of text for a language model: from the Hub, a local file or a directory.
 
-`load_rows` loads and splits a dataset, `known_columns` renames the columns of other tools, and `row_lengths` counts
-tokens. `encode.py` turns the rows into tokens. Every error is one line that names the file, the line or the column.
+`load_rows` loads and splits a dataset, `known_columns` renames the columns of other tools, and `encode.py` turns the
+rows into tokens. Every error is one line that names the file, the line or the column.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 LONGEST = 16 << 20  # bytes of one row in a file; a longer one is not text
 ROW_NUMBER = "__row__"  # column with the number that a row had before the dataset was split
-PREFERENCES = ("prompt_ids", "chosen_ids", "rejected_ids")  # columns of TRL's DPOTrainer
 _MAX_BRACKETS = 500  # a row with more brackets is parsed here first: deep nesting crashes the readers of `datasets`
 _BOM = b"\xef\xbb\xbf"
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -216,39 +215,3 @@ def _from_alpaca(row: dict[str, Any]) -> dict[str, str]:
     context = f"### Input:\n{row['input']}\n\n" if row.get("input") else ""
     prompt = f"### Instruction:\n{row['instruction']}\n\n{context}### Response:\n"
     return {"prompt": prompt, "completion": row["output"]}
-
-
-def have_lengths(rows: Any) -> bool:
-    """Returns whether `row_lengths` can count the tokens of `rows`."""
-    columns = getattr(rows, "column_names", None) or ()
-    return "input_ids" in columns or all(name in columns for name in PREFERENCES)
-
-
-def row_lengths(rows: Any) -> list[int]:
-    """Returns the number of tokens of each row of a `datasets.Dataset` with `input_ids` or TRL's preferences.
-
-    The length of a preference is that of its prompt and its longer answer.
-
-    Raises:
-        UserError: the columns do not hold lists.
-    """
-    if "input_ids" in rows.column_names:
-        return _list_lengths(rows, "input_ids")
-    prompts, chosen, rejected = (_list_lengths(rows, name) for name in PREFERENCES)
-    return [prompt + max(pair) for prompt, *pair in zip(prompts, chosen, rejected, strict=True)]
-
-
-def _list_lengths(rows: Any, column: str) -> list[int]:
-    """Reads the lengths of Arrow's lists, not their values."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    tables = rows.select_columns(column).with_format("arrow").iter(batch_size=10_000)
-    try:
-        found = [length for table in tables for length in pc.list_value_length(table[column]).to_pylist()]
-    except pa.ArrowNotImplementedError as error:
-        kind = rows.features[column]
-        raise UserError(f"the dataset's '{column}' are {kind}; expected a list of tokens in each row") from error
-    if None in found:
-        raise UserError(f"row {found.index(None) + 1}: '{column}' is null; expected a list of tokens")
-    return found

@@ -25,9 +25,9 @@ from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import READING, in_one_sequence
-from ckpt_ft.workloads.sample_sizes import Lengths
+from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
 
-from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_lengths, row_number
+from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_number
 
 if TYPE_CHECKING:
     from datasets import Dataset

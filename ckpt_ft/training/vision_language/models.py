@@ -22,6 +22,7 @@ from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.batches import ImagePositions, check_packing, in_one_sequence
 from ckpt_ft.workloads.images import choose_size
 from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.sample_sizes import rows_by_length
 
 from .conversations import ImageLoader, VisionLanguageArguments, VisionLanguageModelArguments, load_conversations
 from .encode import TOKEN_TYPES, ImageCollator, encode_conversations
@@ -117,9 +118,7 @@ class DatasetRows:
 
     @property
     def lengths(self) -> Lengths:
-        from ckpt_ft.training.trainer_workload import by_length
-
-        lengths = by_length(self.encoded)[1]
+        lengths = rows_by_length(self.encoded)[1]
         assert lengths is not None, "encoded rows have tokens"
         return lengths
 
@@ -130,10 +129,8 @@ class DatasetRows:
 
     def batches(self, model: nn.Module) -> MakeBatch:
         """Returns a function (samples, length) -> a batch whose longest row has that length (None: the longest)."""
-        from ckpt_ft.training.trainer_workload import by_length
-
         collate = collator_of(model, self.pad_token_id)
-        of_length, lengths = by_length(self.encoded)
+        of_length, lengths = rows_by_length(self.encoded)
         assert lengths is not None, "encoded rows have tokens"
 
         def make_batch(samples: int, length: int | None) -> Batch:

@@ -492,3 +492,21 @@ def test_hooks_on_parameters_run(when: str) -> None:
     fake, real = trace_step(model, step, device="cpu"), real_trace(model, step)
     assert story(fake) == story(real)
     assert len(fake.ops) > len(plain.ops)
+
+
+def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
+    """`gc.freeze()` before a fork keeps pages shared; a trace used to unfreeze everything."""
+    model = torch.nn.Linear(4, 4)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    trace_step(model, step, device="cpu")
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        trace_step(model, step, device="cpu")
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()

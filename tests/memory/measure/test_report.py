@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from rich.console import Console
@@ -14,8 +14,15 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import POINTS, Timeline
 from ckpt_ft.memory.measure import report as report_module
-from ckpt_ft.memory.measure.records import MaxBatch, PolicyRow, Prediction, RankMemory, merge_peaks
-from ckpt_ft.memory.measure.report import MemoryReport, provenance
+from ckpt_ft.memory.measure.profiler import MemoryProfiler, merge_peaks
+from ckpt_ft.memory.measure.report import (
+    MaxBatch,
+    MemoryReport,
+    PolicyRow,
+    Prediction,
+    RankMemory,
+    provenance,
+)
 from ckpt_ft.memory.record.events import Storage
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.units import GIB, MIB
@@ -41,15 +48,14 @@ def small_trace() -> StepTrace:
     return StepTrace("cpu", storages, [0, 1, 2, ~2, 3, ~1], marks=marks)
 
 
-def cpu_report() -> MemoryReport:
+PREDICTED = Prediction("cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB})
+
+
+def cpu_report(predicted: Prediction = PREDICTED) -> MemoryReport:
     trace = small_trace()
     peaks = {phase: {"allocated": nbytes} for phase, nbytes in trace.peaks.items()}
-    rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25)
-    report = MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace))
-    report.ranks[0].predicted = Prediction(
-        "cpu", 13 * MIB, {"forward": 11 * MIB, "backward": 13 * MIB, "optimizer": 8 * MIB}
-    )
-    return report
+    rank = RankMemory(0, "cpu", 20, 3, peaks, trace.at_peak, trace.holders(), seconds=0.25, predicted=predicted)
+    return MemoryReport(dict(FACTS), [rank], timeline=Timeline.from_trace(trace))
 
 
 def gpu_report() -> MemoryReport:
@@ -60,17 +66,21 @@ def gpu_report() -> MemoryReport:
             "optimizer": {"allocated": 3 * GIB, "reserved": 7 * GIB + extra, "active": 3 * GIB},
         }
         at_peak = {"parameters": 2 * GIB, "optimizer": GIB, "gradients, activations and temporary": 3 * GIB + extra}
-        return RankMemory(number, "Tesla T4", 8, 8, peaks, at_peak, seconds=1.5 + number / 10, retries=number)
+        highest = 6 * GIB + number * 256 * MIB
+        phases = {"forward": 5 * GIB, "backward": highest, "optimizer": 3 * GIB}
+        predicted = Prediction("t4", highest, phases, reserved=7 * GIB, seconds=1.2)
+        seconds = 1.5 + number / 10
+        return RankMemory(
+            number, "Tesla T4", 8, 8, peaks, at_peak, seconds=seconds, retries=number, predicted=predicted
+        )
 
-    report = MemoryReport({**FACTS, "policy": "none"}, [rank(0, 0), rank(1, 512 * MIB)])
-    phases = {"forward": 5 * GIB, "backward": 6 * GIB, "optimizer": 3 * GIB}
-    report.ranks[0].predicted = Prediction("t4", 6 * GIB, phases, reserved=7 * GIB, seconds=1.2)
-    phases = {"forward": 5 * GIB, "backward": 6 * GIB + 256 * MIB, "optimizer": 3 * GIB}
-    report.ranks[1].predicted = Prediction("t4", 6 * GIB + 256 * MIB, phases, reserved=7 * GIB, seconds=1.2)
-    report.max_batch = MaxBatch("t4", predicted=12, proved=11)
-    report.next_policies = [PolicyRow("save:attention+matmul", 4 * GIB, 1.3), PolicyRow("full", 3 * GIB)]
-    report.notes = ["The router's load is taken as balanced."]
-    return report
+    return MemoryReport(
+        {**FACTS, "policy": "none"},
+        [rank(0, 0), rank(1, 512 * MIB)],
+        MaxBatch("t4", predicted=12, proved=11),
+        [PolicyRow("save:attention+matmul", 4 * GIB, 1.3), PolicyRow("full", 3 * GIB)],
+        notes=["The router's load is taken as balanced."],
+    )
 
 
 def printed(report: MemoryReport) -> str:
@@ -94,8 +104,7 @@ def test_the_fullest_rank_is_broken_down():
 
 
 def test_other_devices_are_not_compared():
-    report = cpu_report()
-    report.ranks[0].predicted = Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2)
+    report = cpu_report(Prediction("t4", 6 * GIB, {}, reserved=7 * GIB, seconds=1.2))
     assert "-50" not in report.to_markdown()
     assert "| peak allocated | 6.00 GiB | - | - |" in report.to_markdown()
 
@@ -144,27 +153,29 @@ def test_without_a_recorded_step_there_is_no_plot(tmp_path):
 
 
 def test_only_the_main_process_speaks(tmp_path):
-    report = gpu_report()
-    report.main = False
+    report = replace(gpu_report(), main=False)
     assert printed(report) == ""
     assert report.write(tmp_path) == []
 
 
-def test_predict_brings_the_timeline():
-    report = gpu_report()
-    report.predict(replace(small_trace(), source="predicted"))
+def test_a_prediction_is_drawn_if_no_step_was_recorded():
+    trace = replace(small_trace(), source="predicted")
+    report = MemoryProfiler().report(trace, notes=["One."], policy="full")
     assert report.ranks[0].predicted == Prediction(
         "cpu", 14 * MIB, {"forward": 11 * MIB, "backward": 14 * MIB, "optimizer": 8 * MIB}
     )
     assert report.timeline.source == "predicted"
-    report = cpu_report()
-    report.predict(small_trace())
-    assert report.timeline.source == "measured"
+    assert (report.notes, report.provenance["policy"]) == (["One."], "full")
+    profiler = MemoryProfiler()
+    with profiler:
+        pass
+    assert profiler.report(trace).timeline.source == "measured"
+    with pytest.raises(FrozenInstanceError):
+        report.notes = []
 
 
 def test_an_error_of_nothing_has_no_minus():
-    report = cpu_report()
-    report.ranks[0].predicted = Prediction("cpu", 14 * MIB - 1, {})
+    report = cpu_report(Prediction("cpu", 14 * MIB - 1, {}))
     assert "| peak allocated | 14.0 MiB | 14.0 MiB | +0.0% |" in report.to_markdown()
 
 

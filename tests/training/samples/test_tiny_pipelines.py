@@ -45,6 +45,7 @@ def test_latents_have_unit_variance(images: torch.Tensor) -> None:
     assert latents.std(dim=(0, 2, 3)).sub(1).abs().max() < 0.15
 
 
+@pytest.mark.slow
 def test_the_decoder_learns(images: torch.Tensor) -> None:
     def error(steps: int) -> float:
         torch.manual_seed(0)
@@ -57,14 +58,14 @@ def test_the_decoder_learns(images: torch.Tensor) -> None:
 
 
 def test_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.diffusion.tiny_pipeline.DECODER_STEPS", 0)
+    monkeypatch.setattr("ckpt_ft.training.samples.pipelines.DECODER_STEPS", 0)
     made: list[str] = []
 
     def make(kind: str) -> StableDiffusionPipeline:
         made.append(kind)
         return make_tiny_pipeline(kind, 0, (16,))
 
-    monkeypatch.setattr("ckpt_ft.training.diffusion.tiny_pipeline.make_tiny_pipeline", make)
+    monkeypatch.setattr("ckpt_ft.training.samples.pipelines.make_tiny_pipeline", make)
     first = tiny_pipeline_dir("sd1")
     assert tiny_pipeline_dir("sd1") == first
     assert made == ["sd1"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from ckpt_ft.training.text.data import row_lengths
 from ckpt_ft.training.text.encode import dataset_lengths
+from ckpt_ft.workloads.sample_sizes import row_lengths
 
 LENGTHS = [8, 32, 16, 24, 9]
 ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])

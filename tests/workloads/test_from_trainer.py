@@ -14,12 +14,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.measure.largest_batch import LargestBatch
+from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
-from ckpt_ft.training.trainer_workload import trainer_workload
+from ckpt_ft.workloads.from_trainer import from_trainer
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.workload import Workload
 
 LENGTHS = [8, 32, 16, 24, 9]
 ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])
@@ -69,7 +70,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
     measured = max(phase["allocated"] for phase in callback.report.ranks[0].peaks.values())
     assert estimated == pytest.approx(measured, rel=1e-4)
     real = LlamaForCausalLM(config)
-    planned = trainer_workload(real, args, [{"input_ids": x, "labels": x} for x in ids], trainer.data_collator)
+    planned = from_trainer(Trainer(real, args, train_dataset=[{"input_ids": x, "labels": x} for x in ids]))
     apply_policy(real, policy)
     assert planned.trace(4).peak_allocated == pytest.approx(measured, rel=1e-3)  # and a row of the data
 
@@ -111,13 +112,19 @@ class Recorder(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> Any:
         self.batch = batch
-        return type("Output", (), {"loss": self.weight.clone()})
+        return {"loss": self.weight.clone()}
+
+
+def workload_of(model: nn.Module, args: TrainingArguments, rows: Any = ROWS) -> Workload:
+    return from_trainer(Trainer(model, args, train_dataset=rows, data_collator=PadCollator(0)))
 
 
 def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, train_sampling_strategy="group_by_length")
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, remove_unused_columns=False, train_sampling_strategy="group_by_length"
+    )
     model = Recorder()
-    workload = trainer_workload(model, args, ROWS, PadCollator(0))
+    workload = workload_of(model, args)
     assert workload.lengths is not None
     assert workload.lengths.by_length
     for length, shorter in ((32, 16), (9, 8), (8, 8), (25, 16)):
@@ -130,7 +137,7 @@ def test_batches_hold_the_longest_and_padding(tmp_path: Path) -> None:
 
 def test_images_have_none(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert trainer_workload(Recorder(), args, [{"pixel_values": torch.zeros(3)}], PadCollator(0)).lengths is None
+    assert workload_of(Recorder(), args, [{"pixel_values": torch.zeros(3)}]).lengths is None
 
 
 def tiny() -> LlamaForCausalLM:
@@ -149,7 +156,7 @@ def test_a_loaded_model_is_traced_as_it_will_be_trained(tmp_path: Path) -> None:
         for policy in ("none", "full"):
             model = tiny().train(training)
             apply_policy(model, policy)
-            peaks[training, policy] = trainer_workload(model, args, ROWS, PadCollator(0)).trace(16).peak_allocated
+            peaks[training, policy] = workload_of(model, args).trace(16).peak_allocated
             assert model.training is training
             assert model.model.layers[0].training is training
     assert peaks[True, "full"] < 0.8 * peaks[True, "none"]
@@ -161,7 +168,7 @@ def test_speed_and_bytes_under_accumulation(tmp_path: Path) -> None:
     seconds, peaks = {}, {}
     for accumulation in (1, 2, 4, 32):
         args = TrainingArguments(str(tmp_path), use_cpu=True, gradient_accumulation_steps=accumulation)
-        workload = replace(trainer_workload(tiny(), args, ROWS, PadCollator(0)), device="t4")
+        workload = replace(workload_of(tiny(), args), device="t4")
         trace = workload.trace(16)
         seconds[accumulation], peaks[accumulation] = trace.seconds, trace.peak_allocated
     one = seconds[4] - seconds[2]
@@ -170,3 +177,68 @@ def test_speed_and_bytes_under_accumulation(tmp_path: Path) -> None:
     assert seconds[32] == pytest.approx(seconds[2] + 30 / 2 * one)
     batch = 16 * 32 * 8 * 3  # ids, labels, mask: a Trainer fetches all of a step's micro-batches first
     assert peaks[32] - peaks[4] == 28 * batch
+
+
+def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss with a temporary of its own; a Trainer hands it the number of labels."""
+    logits = outputs.logits.float()
+    return -(logits.exp() / logits.exp().sum(-1, keepdim=True)).log().mean() * len(labels) / num_items_in_batch
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(
+    ("flags", "loss"), [({"label_smoothing_factor": 0.1}, None), ({}, smoothed)], ids=["label_smoothing", "own"]
+)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_trainers_own_loss_is_in_the_plan_and_in_the_prediction(
+    policy: str, flags: dict[str, Any], loss: Any, bf16: bool, tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=2048
+    )
+    ids = [torch.randint(0, 2048, (24,)) for _ in range(8)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, bf16=bf16,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, **flags,
+    )  # fmt: skip
+
+    def make() -> Trainer:
+        rows = [{"input_ids": x, "labels": x} for x in ids]
+        return Trainer(LlamaForCausalLM(config), args, train_dataset=rows, compute_loss_func=loss)
+
+    planned = make()
+    workload = Workload.from_trainer(planned)
+    apply_policy(planned.model, policy)
+    trainer = make()
+    callback = ACCallback(policy).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    rank = callback.report.ranks[0]
+    assert rank.predicted is not None, callback.report.notes
+    assert rank.predicted.allocated == pytest.approx(rank.peak(), rel=1e-3)
+    assert workload.trace(4).peak_allocated == pytest.approx(rank.peak(), rel=2e-3)
+
+
+def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
+    class WithReference(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.reference = tiny().requires_grad_(False)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                aside = self.reference(**inputs).logits
+            return (model(**inputs).logits - aside).square().mean() + 1
+
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = WithReference(tiny(), args, train_dataset=ROWS, data_collator=PadCollator(0))
+    callback = ACCallback("none").attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    rank = callback.report.ranks[0]
+    assert rank.at_peak["parameters"] == 2 * weights
+    assert rank.predicted is not None
+    assert rank.predicted.allocated == pytest.approx(rank.peak(), rel=1e-3)

@@ -1,22 +1,26 @@
-"""How a memory report reads: one list of tables, printed by rich or written as Markdown."""
+"""A memory report as tables, Markdown and an HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_ft.export.holders import holders_table
-from ckpt_ft.memory.record.events import CATEGORIES, PHASES
 from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 
-from .records import Prediction, RankMemory, RunMemory
+from .holders import holders_table
+from .page import Figure, Page, Section
+from .step_page import STEP_TITLE, StepView
+from .timeline import CATEGORY_COLOURS, PHASES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ckpt_ft.memory.measure.report import History, MemoryReport, Prediction, RankMemory
 
-def headline(report: RunMemory) -> str:
+
+def headline(report: MemoryReport) -> str:
     """One line: the policy, the devices, the batch."""
     facts = report.provenance
     device = report.ranks[0].device
@@ -25,7 +29,7 @@ def headline(report: RunMemory) -> str:
     return " · ".join(filter(None, (f"policy {facts.get('policy') or 'as it is'}", where, shapes)))
 
 
-def print_report(report: RunMemory, console: Console | None = None) -> None:
+def print_report(report: MemoryReport, console: Console | None = None) -> None:
     """Print `report` to `console`, or to standard output."""
     from rich.console import Console
 
@@ -37,7 +41,7 @@ def print_report(report: RunMemory, console: Console | None = None) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-def markdown_report(report: RunMemory) -> str:
+def markdown_report(report: MemoryReport) -> str:
     """`report` as Markdown."""
     parts = ["# Memory report", headline(report)]
     for table in tables(report):
@@ -49,14 +53,14 @@ def markdown_report(report: RunMemory) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tables(report: RunMemory) -> Iterator[Table]:
-    """The tables that `report` has figures for, in the order they are read."""
+def tables(report: MemoryReport) -> Iterator[Table]:
+    """The tables that `report` has figures for, in reading order."""
     yield _peaks(report)
     yield _phases(report)
     fullest = report.fullest
     total = sum(fullest.at_peak.values())
     if total:
-        order = [name for name in (*CATEGORIES, *fullest.at_peak) if fullest.at_peak.get(name)]
+        order = [name for name in (*CATEGORY_COLOURS, *fullest.at_peak) if fullest.at_peak.get(name)]
         rows = [(name, format_bytes(n := fullest.at_peak[name]), f"{n / total:.0%}") for name in dict.fromkeys(order)]
         yield Table(f"At the peak of rank {fullest.rank}", ("category", "bytes", "share"), rows)
     if fullest.holders:
@@ -67,8 +71,8 @@ def tables(report: RunMemory) -> Iterator[Table]:
         yield Table("Next best policies, predicted", ("policy", "peak", "s/step"), others)
 
 
-def lines(report: RunMemory) -> list[str]:
-    """What is said in sentences."""
+def lines(report: MemoryReport) -> list[str]:
+    """The sentences below the tables."""
     steps, sampled = report.ranks[0].steps, report.ranks[0].sampled
     said = [
         f"Highest of {sampled} measured steps, of {steps} in all." if sampled < steps else f"Highest of {steps} steps."
@@ -80,7 +84,84 @@ def lines(report: RunMemory) -> list[str]:
     return said + report.notes
 
 
-def _peaks(report: RunMemory) -> Table:
+@dataclass(frozen=True)
+class RankView:
+    """The peaks of a rank: measured and predicted, each "forward", ..., "reserved" -> bytes, if known."""
+
+    rank: int
+    device: str
+    measured: dict[str, int]
+    predicted: dict[str, int]
+    history: History
+
+
+@dataclass(frozen=True)
+class RunView:
+    """All ranks. figures: the phases, then "reserved", if any rank has them."""
+
+    ranks: list[RankView]
+    figures: list[str]
+
+
+def run_view(report: MemoryReport) -> RunView:
+    """The data of the run's bars and history."""
+    ranks = [_rank(rank, _prediction(rank)) for rank in report.ranks]
+    known = {name for rank in ranks for name in (*rank.measured, *rank.predicted)}
+    return RunView(ranks, [name for name in (*PHASES, "reserved") if name in known])
+
+
+def report_page(report: MemoryReport, step: StepView | None) -> Page:
+    """The page of a report. `step`: every allocation of the step; None shows the timeline instead."""
+    sections = [Section("figures", "", _figures(report)), Section("run", "The run", run_view(report))]
+    if step is not None:
+        sections.append(Section("step", f"{STEP_TITLE}, {step.source}", step))
+    elif report.timeline is not None:
+        timeline = {**asdict(report.timeline), "svg": report.timeline.svg(1230, 440)}
+        sections.append(Section("timeline", f"{STEP_TITLE}, {report.timeline.source}", timeline))
+    sections.append(Section("tables", "The report", list(tables(report))))
+    facts = report.provenance
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+    made = f"Made by {facts.get('command', '')} with {versions} on {facts.get('machine')}."
+    return Page("Memory report", headline(report), sections, " ".join([*lines(report), made]))
+
+
+def _prediction(rank: RankMemory) -> Prediction | None:
+    """The prediction for `rank`, unless it is for a GPU and the rank ran on a CPU, or the reverse."""
+    predicted = rank.predicted
+    return predicted if predicted and (predicted.device == "cpu") == (rank.device == "cpu") else None
+
+
+def _rank(rank: RankMemory, predicted: Prediction | None) -> RankView:
+    measured = {phase: figures["allocated"] for phase, figures in rank.peaks.items() if "allocated" in figures}
+    reserved = rank.peak("reserved")
+    if reserved is not None:
+        measured["reserved"] = reserved
+    expected = {}
+    if predicted is not None:
+        expected = dict(predicted.peaks)
+        if predicted.reserved is not None:
+            expected["reserved"] = predicted.reserved
+    return RankView(rank.rank, rank.device, measured, expected, rank.history)
+
+
+def _figures(report: MemoryReport) -> list[Figure]:
+    fullest, several = report.fullest, len(report.ranks) > 1
+    where = f"rank {fullest.rank}, the fullest of {len(report.ranks)}" if several else fullest.device
+    found = [Figure("peak allocated, measured", format_bytes(fullest.peak() or 0), where)]
+    predicted = _prediction(fullest)
+    if predicted is not None:
+        peak = fullest.peak()
+        error = f"{100 * (predicted.allocated / peak - 1):+.1f} % against the measurement" if peak else ""
+        found.append(Figure("peak allocated, predicted", format_bytes(predicted.allocated), error))
+    reserved = fullest.peak("reserved")
+    if reserved is not None:
+        found.append(Figure("peak reserved, measured", format_bytes(reserved)))
+    if fullest.seconds is not None:
+        found.append(Figure("seconds per step", f"{fullest.seconds:.3g}", f"{fullest.sampled} steps measured"))
+    return found
+
+
+def _peaks(report: MemoryReport) -> Table:
     on_gpu = any(rank.peak("reserved") is not None for rank in report.ranks)
     header = ["rank", "device", "allocated", *(["reserved", "active"] if on_gpu else []), "s/step"]
     header += ["retries", "OOMs"] if on_gpu else []
@@ -93,7 +174,7 @@ def _peaks(report: RunMemory) -> Table:
     return Table("Peak memory", tuple(header), rows, text=(0, 1))
 
 
-def _phases(report: RunMemory) -> Table:
+def _phases(report: MemoryReport) -> Table:
     rows = [
         (str(rank.rank), *(_bytes(rank.peaks.get(phase, {}).get("allocated")) for phase in PHASES))
         for rank in report.ranks
@@ -101,8 +182,8 @@ def _phases(report: RunMemory) -> Table:
     return Table("Peak allocated by phase", ("rank", *PHASES), rows)
 
 
-def _predicted(report: RunMemory) -> Iterator[Table]:
-    """Predicted beside measured: all figures of the fullest rank, and the peaks of each."""
+def _predicted(report: MemoryReport) -> Iterator[Table]:
+    """Prediction against measurement: all figures of the fullest rank, and the peaks of each rank."""
     fullest, several = report.fullest, len(report.ranks) > 1
     if fullest.predicted is not None:
         title = f"Predicted for {fullest.predicted.device}" + (f", rank {fullest.rank}" if several else "")
@@ -123,7 +204,7 @@ def _predicted(report: RunMemory) -> Iterator[Table]:
 
 
 def _compared(measured: RankMemory, predicted: Prediction) -> Iterator[tuple[str, str, str, str]]:
-    """What it is, predicted, measured, and by how much the first is off."""
+    """Rows of name, prediction, measurement and relative error."""
     same = (predicted.device == "cpu") == (measured.device == "cpu")
     pairs: list[tuple[str, float | None, float | None]] = [
         ("peak allocated", predicted.allocated, measured.peak()),

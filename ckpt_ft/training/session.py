@@ -1,0 +1,305 @@
+"""Session: one training run under a policy, from applying it to the memory report.
+
+    session = Session(ac_args, accelerator)
+    session.apply(model)                                     # before accelerator.prepare
+    with advise_on_oom(session), session.measure(model, optimizer, total_steps, output_dir):
+        for batch in loader:
+            ...
+            session.step()
+    session.write_report(output_dir, workload=..., batch_size=...)
+
+`ACCallback` drives a session from a Trainer's events; the diffusion recipes' loop calls it directly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.handle import AppliedPolicy
+from ckpt_ft.checkpointing.standing import suspended
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.export.holders import holder_line
+from ckpt_ft.memory.measure.profiler import MemoryProfiler
+from ckpt_ft.memory.measure.report import MemoryReport
+from ckpt_ft.policy import Policy
+
+from .arguments import ACArguments
+from .fit import Fitted, next_policies
+from .launched import launch_of
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.workloads.workload import Workload
+
+logger = logging.getLogger(__name__)
+# Each policy drops something that the one before it keeps.
+FALLBACK_POLICIES = ("none", "pointwise", "save:attention", "full", "full,head", "full,offload,head")
+
+
+class Session:
+    """Applies, checks, measures, predicts and reports a training run, as the `--ac_*` flags say.
+
+    Args:
+        settings: the flags, or what the planner fitted for them.
+        accelerator: of the run; one is made if it is needed and None was given.
+
+    Attributes:
+        fitted: what the planner chose; None if nothing was left open.
+        policy: the policy of the run; None leaves the model as it is.
+        model: the model that `apply` was given.
+        applied: the policy while it is on the model; None before `apply` and after `close`.
+        auxiliary_models: models on the device that are not trained, such as a reference model.
+        profiler: measures the run; None if neither a report nor a budget asks for it.
+        report: the memory report, once it is written.
+    """
+
+    def __init__(self, settings: ACArguments | Fitted, accelerator: Accelerator | None = None) -> None:
+        self.fitted = settings if isinstance(settings, Fitted) else None
+        self.settings = settings.settings if isinstance(settings, Fitted) else settings
+        self.policy = settings.policy
+        self.model: nn.Module | None = None
+        self.applied: AppliedPolicy | None = None
+        self.auxiliary_models = () if self.fitted is None else self.fitted.workload.auxiliary_models
+        self.profiler: MemoryProfiler | None = None
+        self.report: MemoryReport | None = None
+        self._accelerator = accelerator
+
+    @property
+    def accelerator(self) -> Accelerator:
+        if self._accelerator is None:
+            self._accelerator = Accelerator()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def use(self, fitted: Fitted) -> None:
+        """Trains under `fitted` from the next `apply` on."""
+        self.fitted, self.policy, self.auxiliary_models = fitted, fitted.policy, fitted.workload.auxiliary_models
+
+    def apply(self, model: nn.Module) -> None:
+        """Puts the policy on `model`.
+
+        Raises:
+            UserError: the policy matches nothing in the model, or FSDP's own checkpointing is on.
+        """
+        self.model = model
+        if self.policy is not None:
+            if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
+                refuse_fsdp(self.policy)
+            self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
+
+    def check(self, inputs: Mapping[str, Any], loss: Callable[..., torch.Tensor] | None = None) -> None:
+        """With `--ac_check`, compares a step on `inputs` with and without the policy.
+
+        Args:
+            loss: (model, inputs) -> scalar; the model's own loss by default.
+
+        Raises:
+            WorkFailed: a number differs.
+        """
+        from ckpt_ft.checkpointing.parity import check_parity
+
+        if not self.settings.ac_check or self.policy is None or self.model is None:
+            return
+        parity = check_parity(self.model, dict(inputs), self.policy, loss=loss)
+        self.accelerator.print(parity)
+        if not parity.ok:
+            raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
+
+    def start(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str
+    ) -> None:
+        """Begins to measure, if a report or a budget asks for it."""
+        if not self.settings.measures or total_steps < 1:
+            return
+        self.profiler = MemoryProfiler(
+            self.accelerator,
+            model,
+            optimizer,
+            total_steps=total_steps,
+            snapshot=Path(output_dir) / "oom_snapshot.pickle",
+            limit=self.settings.limit,
+            auxiliary_models=self.auxiliary_models,
+        )
+        self.profiler.__enter__()
+
+    def stop(self, failed: bool = False) -> None:
+        """Stops measuring; `peak_holders` and `write_report` still answer.
+
+        Args:
+            failed: the step that is being measured has raised.
+        """
+        if self.profiler is not None:
+            self.profiler.close(failed)
+
+    @contextmanager
+    def measure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int, output_dir: str
+    ) -> Iterator[None]:
+        """Measures the steps made inside; `start` and `stop` as a context manager."""
+        self.start(model, optimizer, total_steps, output_dir)
+        try:
+            yield
+        except BaseException:
+            self.stop(failed=True)
+            raise
+        self.stop()
+
+    def begin_step(self) -> None:
+        """Begins the next step here: what happened since the last one (a checkpoint, validation) is not measured."""
+        if self.profiler is not None:
+            self.profiler.begin_step()
+
+    def step(self) -> dict[str, float]:
+        """Ends an optimizer step; returns its figures for a log, none for a step that was not measured."""
+        return {} if self.profiler is None else self.profiler.step()
+
+    def write_report(
+        self, output_dir: str, workload: Callable[[], Workload] | None = None, **facts: Any
+    ) -> MemoryReport | None:
+        """Prints the report and writes its files to `output_dir`; every process must call it.
+
+        Args:
+            workload: makes the step that was measured, to be predicted; a failure to trace it becomes a note.
+            facts: kept in the report's provenance.
+
+        Returns:
+            The report; None if nothing was measured or no report is wanted.
+        """
+        if self.profiler is None or not self.profiler.steps or not self.settings.reports:
+            return None
+        predicted, notes = (None, []) if workload is None else self._predict(workload)
+        self.report = self.profiler.report(
+            predicted,
+            notes=[*notes, *self._notes()],
+            max_batch=None if self.fitted is None else self.fitted.max_batch,
+            next_policies=next_policies(self.settings.plan if self.fitted is None else self.fitted.plan),
+            policy=None if self.policy is None else str(self.policy),
+            **facts,
+        )
+        write_report(self.report, self.settings.reports, output_dir)
+        return self.report
+
+    def peak_holders(self, n: int = 5) -> list[str]:
+        """What held this process's highest peak so far, the largest first; empty if that is not known."""
+        return [] if self.profiler is None else [holder_line(holder) for holder in self.profiler.holders(n)]
+
+    def close(self) -> None:
+        """Stops measuring and takes the policy off the model; a policy that someone else has applied since stays."""
+        self.stop()
+        if self.applied is not None:
+            self.applied.remove()
+            self.applied = None
+
+    def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, list[str]]:
+        """This process's step, traced under the policy, and the trace's notes; or a note that says why not."""
+        try:
+            step = replace(workload(), launch=launch_of(self.accelerator))
+            with ExitStack() as stack:
+                if self.policy is not None and self.applied is None:  # it was taken off when training ended
+                    assert self.model is not None
+                    stack.enter_context(suspended(self.model))
+                    apply_policy(self.model, self.policy, verify="never")
+                predicted = step.trace()
+        except Exception as error:  # a prediction must not cost the run that it describes
+            return None, [f"no prediction: {one_line(error)}"]
+        return predicted, [f"Prediction: {note}." for note in predicted.notes]
+
+    def _notes(self) -> list[str]:
+        if self.accelerator.state.dynamo_plugin.backend == "NO":
+            return []
+        if self.accelerator.device.type == "cpu":
+            return [
+                "The model is compiled, but measured steps ran eagerly: on a CPU only eager steps can be measured."
+            ]
+        return ["The model is compiled, and the prediction describes its eager code."]
+
+
+def cheaper_policies(policy: Policy | None) -> list[str]:
+    """The policies of `FALLBACK_POLICIES` that keep less than `policy`, mildest first.
+
+    A policy that is not among them ranks before the first one that keeps no more than it does: a partial scope before
+    `full`. Its `head` and `offload` stay, and its `pointwise` outside of blocks that are all re-run.
+    """
+    text = "none" if policy is None else str(policy)
+    if text in FALLBACK_POLICIES:
+        return list(FALLBACK_POLICIES[FALLBACK_POLICIES.index(text) + 1 :])
+    assert policy is not None
+    rank = FALLBACK_POLICIES.index("full" if policy.checkpoints else "pointwise")
+    own = {"head": policy.head, "offload": policy.offload, "pointwise": policy.pointwise and policy.scope == "full"}
+    kept: dict[str, Any] = {term: True for term, has in own.items() if has}
+    steps = dict.fromkeys(str(replace(Policy.parse(step), **kept)) for step in FALLBACK_POLICIES[rank:])
+    return [step for step in steps if step != text]
+
+
+@contextmanager
+def advise_on_oom(session: Session, batch_flag: str = "--per_device_train_batch_size") -> Iterator[None]:
+    """Turns running out of memory into a `WorkFailed` that names what held the peak and what needs less.
+
+    `session` is closed in the end. Checkpoints stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise WorkFailed(_advice(session, error, batch_flag)) from error
+    finally:
+        session.close()
+
+
+def _advice(session: Session, error: Exception, batch_flag: str) -> str:
+    holders = session.peak_holders()
+    return "\n".join(
+        [
+            f"out of memory: {one_line(error)}",
+            *(["What held the peak:", *(f"  {holder}" for holder in holders)] if holders else []),
+            "What needs less memory, mildest first:",
+            *(f"  --ac_policy {policy}" for policy in cheaper_policies(session.policy)),
+            f"  a smaller {batch_flag} with more --gradient_accumulation_steps",
+            "Checkpoints written so far are complete: --resume_from_checkpoint latest continues from the last one.",
+        ]
+    )
+
+
+@contextmanager
+def never_fatal(what: str) -> Iterator[None]:
+    """Logs a failure inside as one warning: a report must not cost the run that it describes."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s failed, training is not touched by it: %s: %s", what, type(error).__name__, one_line(error))
+
+
+def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
+    """Prints the report and writes memory_report.json, .md, .html and .png as asked for, on the main process.
+
+    Without matplotlib there is no picture. A part that fails is a warning, and the others are written.
+    """
+    if not report.main:
+        return
+    with never_fatal("printing the memory report"):
+        report.print()
+    for kind in kinds:
+        with never_fatal(f"writing memory_report.{kind}"):
+            report.write(output_dir, (kind,))
+
+
+def refuse_fsdp(policy: Policy) -> None:
+    """Raises UserError: FSDP's own checkpointing is on."""
+    raise UserError(
+        f"policy '{policy}' and FSDP's own activation checkpointing are both on: blocks would be re-run twice; "
+        "set fsdp_activation_checkpointing to false in the launch configuration, or drop the policy"
+    )

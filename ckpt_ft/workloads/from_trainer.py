@@ -1,0 +1,214 @@
+"""Workloads of a live transformers Trainer, TRL's trainers included.
+
+`from_trainer` describes the step that a trainer is going to make, for a plan; `measured_workload` describes the step
+that was measured, for the predicted column of a report. The trainer is only read.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.distributed.fsdp2 import shard_again
+from ckpt_ft.memory.gpus import current_gpu
+from ckpt_ft.spec.launch import PRECISIONS
+
+from .sample_sizes import rows_by_length
+from .workload import MIXED_PRECISION, Batch, Forward, Workload
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+    from ckpt_ft.memory.measure.profiler import MemoryProfiler
+
+TrainerLoss = Callable[..., torch.Tensor]  # as Trainer.compute_loss, without its `self`
+_IGNORED = -100  # the label that a loss leaves out
+
+
+def from_trainer(trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
+    """The step that `trainer` is going to make on its training data, on its device.
+
+    The loss is the trainer's own: label smoothing, `compute_loss_func` and a subclass's `compute_loss` are in it. The
+    trainer's other models are on the device. Rows with "input_ids" or TRL's preferences have lengths, of which the
+    longest decides the peak. Random state, and with it the order of the data, stays as it is.
+
+    Args:
+        flag: what needs the workload, for errors.
+
+    Raises:
+        UserError: the trainer makes its batches while it trains, or its rows are streamed.
+    """
+    args: Any = trainer.args
+    require_batches(trainer, flag)
+    with torch.random.fork_rng(devices=[]):
+        loader: Any = trainer.get_train_dataloader()
+    rows, collate = rows_of(loader, flag), loader.collate_fn
+    chosen, lengths = rows_by_length(rows, getattr(args, "train_sampling_strategy", "") == "group_by_length")
+    loss = loss_of(trainer)
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        batch: Batch = send_to_device(dict(collate(chosen(samples, length))), args.device)
+        return batch
+
+    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
+        if trainer.compute_loss_func is None or "labels" not in batch:
+            return loss(model, dict(batch))
+        return loss(model, dict(batch), num_items_in_batch=(batch["labels"] != _IGNORED).sum())
+
+    def make_optimizer(model: nn.Module) -> Any:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind([p for p in model.parameters() if p.requires_grad], **options)
+
+    model: nn.Module = trainer.model
+    return Workload(
+        model,
+        make_batch,
+        compute_loss,
+        make_optimizer=make_optimizer if trainer.optimizer is None else optimizer_like(model, trainer.optimizer),
+        device=current_gpu() or "cpu",
+        autocast=MIXED_PRECISION[precision_of(args)],
+        accumulation=args.gradient_accumulation_steps,
+        max_grad_norm=args.max_grad_norm,
+        auxiliary_models=auxiliary_models(trainer),
+        lengths=lengths,
+        name=type(model).__name__,
+    )
+
+
+def measured_workload(
+    model: nn.Module, profiler: MemoryProfiler, args: TrainingArguments, loss: TrainerLoss | None = None
+) -> Workload:
+    """The step that a trainer made on the largest batch that `profiler` saw.
+
+    Args:
+        model: as it was trained; it applies its own autocast by then.
+        loss: the trainer's; None stands for the loss that the model returns.
+
+    Raises:
+        UserError: no step was measured.
+    """
+    batch = profiler.loss_batch if loss is not None and profiler.loss_batch.elements else profiler.batch
+    if not batch.elements:
+        raise UserError("no step was measured")
+
+    def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
+        if loss is not None and profiler.loss_batch.elements:
+            return loss(model, *batch["args"], **batch["kwargs"])
+        own: torch.Tensor = model(*batch["args"], **batch["kwargs"]).loss
+        return own
+
+    def make_batch(samples: int, length: int | None) -> Batch:
+        given, named = batch.again()
+        return {"args": given, "kwargs": named}
+
+    return Workload(
+        model,
+        make_batch,
+        compute_loss,
+        make_optimizer=None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
+        device=current_gpu(args.device.index) or "cpu",
+        accumulation=args.gradient_accumulation_steps,
+        max_grad_norm=args.max_grad_norm,
+        auxiliary_models=profiler.auxiliary_models,
+    )
+
+
+def loss_of(trainer: Trainer) -> TrainerLoss:
+    """The loss that `trainer` computes; calling it changes nothing of the trainer, such as TRL's collected metrics."""
+
+    def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        twin: Any = copy.copy(trainer)
+        if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
+            twin._metrics = copy.deepcopy(trainer._metrics)
+        if not isinstance(model, nn.Module):  # under autocast it is a function; a Trainer asks for the model's name
+            twin.accelerator = copy.copy(trainer.accelerator)
+            twin.accelerator.unwrap_model = lambda given, *_, **__: trainer.model if given is model else given
+        loss: torch.Tensor = type(trainer).compute_loss(twin, model, *args, **kwargs)
+        return loss
+
+    return compute_loss
+
+
+def rows_of(loader: Any, flag: str) -> Any:
+    """The rows of a data loader.
+
+    Args:
+        flag: what needs them, for the error.
+
+    Raises:
+        UserError: the rows are streamed.
+    """
+    rows = loader.dataset
+    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
+        raise UserError(
+            f"{flag} looks at rows of the training data, and a {type(rows).__name__} has none to look at: load it "
+            "without streaming, or find policy and batch with `ckpt-ft plan MODEL` and prove them with `ckpt-ft check`"
+        )
+    return rows
+
+
+def require_batches(trainer: Trainer, flag: str) -> None:
+    """Raises UserError if the trainer makes its batches from the model's answers (TRL's GRPO and RLOO)."""
+    from transformers import Trainer
+
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        raise UserError(
+            f"a {type(trainer).__name__} makes its batches while it trains, so none can be looked at beforehand "
+            f"({flag}): give a policy; the report then compares the prediction with the measurement"
+        )
+
+
+def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
+    """The models that `trainer` has on its device beside the trained one: TRL's reference and reward models.
+
+    Models that are sharded over the processes are left out.
+    """
+    trained = {id(p) for p in trainer.model.parameters()}
+    found: dict[nn.Module, None] = {}
+    for held in vars(trainer).values():
+        for module in held if isinstance(held, (list, tuple)) else [held]:
+            weights = list(module.parameters()) if isinstance(module, nn.Module) else []
+            here = bool(weights) and weights[0].device == trainer.args.device
+            if here and not any(id(p) in trained or isinstance(p, DTensor) for p in weights):
+                found[module] = None
+    return tuple(found)
+
+
+def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """A maker of optimizers with the class and the groups of `optimizer`, which has the parameters of `model`."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    shard_again(model)  # after an evaluation FSDP2's root is gathered, and no optimizer knows its parameters
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        twin: torch.optim.Optimizer = kind(
+            [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+        )
+        return twin
+
+    return make
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """The mixed precision of a Trainer with `args`: its own flags, otherwise that of `accelerate launch`.
+
+    Raises:
+        UserError: the launch's precision is none of no, bf16 and fp16.
+    """
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in PRECISIONS:
+        raise UserError(f"mixed precision '{launched}' of the launch: {', '.join(PRECISIONS)} are modelled")
+    return launched
