@@ -1,8 +1,8 @@
-"""What a verified step costs: CPU time of forward and backward, verified and not, and the memory at the peak.
+"""What a verified step costs: CPU time of forward and backward, verified and not.
 
     python benchmarks/verify_cost.py [--repeats 4]
 
-A Llama of 4 layers, 512 wide, on 8 x 256 tokens, in one thread. Verified and other steps take turns, and the fastest
+A Llama of 4 layers, 512 wide, on 4 x 256 tokens, in one thread. Verified and other steps take turns, and the fastest
 of each is printed, so that a busy machine disturbs both alike.
 """
 
@@ -28,37 +28,21 @@ def llama() -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-def measure(policy: str, repeats: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds, and bytes allocated in total at the peak beyond those at the start, of "never" and "always"."""
-    ids = torch.randint(0, 1000, (8, 256))
+def measure(policy: str, repeats: int) -> dict[str, float]:
+    """CPU seconds of a step by `verify=`: "never" and "always"."""
+    ids = torch.randint(0, 1000, (4, 256))
     models = {verify: llama() for verify in ("never", "always")}
     seconds: dict[str, list[float]] = {verify: [] for verify in models}
-    peaks: dict[str, int] = {}
     for verify, model in models.items():
         apply_policy(model, policy, verify=verify)
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + 1):
         for verify, model in models.items():
             model.zero_grad()
             start = time.process_time()
-            if repeat == 1:
-                with torch.profiler.profile(profile_memory=True) as profile:
-                    model(input_ids=ids, labels=ids).loss.backward()
-                peaks[verify] = peak(profile)
-            else:
-                model(input_ids=ids, labels=ids).loss.backward()
-            if repeat > 1:
+            model(input_ids=ids, labels=ids).loss.backward()
+            if repeat:  # the first warms up
                 seconds[verify].append(time.process_time() - start)
-    return {verify: min(found) for verify, found in seconds.items()}, peaks
-
-
-def peak(profile: torch.profiler.profile) -> int:
-    """The highest sum of the profile's allocations and frees."""
-    now = highest = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda found: found.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            highest = max(highest, now)
-    return highest
+    return {verify: min(found) for verify, found in seconds.items()}
 
 
 def main() -> None:
@@ -67,15 +51,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| policy | step, s | verified, s | more | peak, MiB | verified, MiB |\n|---|---|---|---|---|---|")
+    print("| policy | step, s | verified, s | more |\n|---|---|---|---|")
     for policy in POLICIES:
-        seconds, peaks = measure(policy, args.repeats)
-        never, always = seconds["never"], seconds["always"]
-        print(
-            f"| {policy} | {never:.2f} | {always:.2f} | {always / never - 1:+.0%} | {peaks['never'] / 2**20:.2f} | "
-            f"{peaks['always'] / 2**20:.2f} |",
-            flush=True,
-        )
+        never, always = measure(policy, args.repeats).values()
+        print(f"| {policy} | {never:.2f} | {always:.2f} | {always / never - 1:+.0%} |", flush=True)
 
 
 if __name__ == "__main__":
