@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
+from .autocast import AutocastState
 from .verify import Recorder, SavedTensorProof, Verification
 
 
@@ -43,7 +44,7 @@ class Projection:
     """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
 
     layer: Layer
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: AutocastState
     steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
 
     def rows(
@@ -55,8 +56,7 @@ class Projection:
             hidden: the positions.
             parameters: by name, what the layer uses in place of its own.
         """
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype, enabled):
+        with self.autocast.context():
             logits = self.layer.rows(hidden, parameters)
         for function, args, kwargs in self.steps:
             logits = function(logits, *args, **kwargs)
@@ -160,7 +160,7 @@ class Weights:
     """
 
     def __init__(self, projection: Projection) -> None:
-        _, dtype, autocast = projection.autocast
+        dtype, autocast = projection.autocast.dtype, projection.autocast.enabled
         self.shared: dict[str, _Shared] = {}
         for prefix, module in projection.layer.module.named_modules():
             cast = autocast and type(module).forward is nn.Linear.forward

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from .autocast import AutocastState
 from .deferred_logits import Logits, Projection
 from .libraries import FSDP2, is_a
 from .standin import Installed, StandIn, Treated, warn_once
@@ -104,8 +105,7 @@ class OutputLayer(StandIn):
 
     def defer(self, hidden: torch.Tensor) -> Logits:
         """The logits of `hidden`, to be computed in the autocast state of now."""
-        kind = hidden.device.type
-        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        autocast = AutocastState.now(hidden.device.type)
         return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:

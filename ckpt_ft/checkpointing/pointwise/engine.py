@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
+from ckpt_ft.checkpointing.autocast import AutocastState, autocast_as
 from ckpt_ft.checkpointing.tensor_identity import (
     View,
     counter_of,
@@ -232,7 +233,7 @@ class Frame:
         self.readers: list[weakref.ref[Reader]] = []
         self.state = call.state()
         self.random = rng.snapshot(device) if call.random else None
-        self.autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
+        self.autocast = AutocastState.now(device.type) if torch._C._is_any_autocast_enabled() else None
 
     def rebuild(self) -> None:
         """Make the call again, fill every handle that is still wanted, let go of the inputs."""
@@ -253,7 +254,7 @@ class Frame:
             if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
                 output = self.call.again(self.state, args, kwargs)
             else:
-                with _autocast_as(self.autocast), _random_as(self.random):
+                with autocast_as(self.autocast), _random_as(self.random):
                     output = self.call.again(self.state, args, kwargs)
         finally:
             _pop_hooks()
@@ -319,22 +320,6 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
     if version_of(tensor) != version:
         raise written_to(tensor, version, view_of(tensor))
     return tensor
-
-
-def _autocast(device_type: str) -> tuple[str, torch.dtype] | None:
-    return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
-
-
-@contextmanager
-def _autocast_as(first: tuple[str, torch.dtype] | None) -> Iterator[None]:
-    """Autocast as it was in the first run: backward usually runs without."""
-    if first is not None:
-        with torch.autocast(first[0], dtype=first[1]):
-            yield
-        return
-    device_types = [kind for kind in ("cpu", torch._C._get_accelerator().type) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(device_types[0] if device_types else "cpu", enabled=False):
-        yield
 
 
 @contextmanager
