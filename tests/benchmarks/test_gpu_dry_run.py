@@ -26,6 +26,7 @@ def run_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     done = run_gpu("--dry-run", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr

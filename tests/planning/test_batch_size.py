@@ -22,7 +22,7 @@ from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning import batch_size, proving, tracing
+from ckpt_ft.planning import batch_size, empirical_search, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.tracing import Traced
@@ -53,6 +53,7 @@ def measured(small: Small, sizes: range) -> dict[int, int]:
     return peaks
 
 
+@pytest.mark.slow
 def test_one_of_the_grid() -> None:
     small = MODELS["llama"]()
     apply_policy(small.model, "full")
@@ -149,7 +150,7 @@ def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypa
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, device: fractions.append(value))
 
     def run_out() -> None:
-        with proving._limited(torch.device("cuda", 0), 20 * 2**30):
+        with empirical_search._limited(torch.device("cuda", 0), 20 * 2**30):
             assert fractions[-1] == during
             raise torch.OutOfMemoryError
 
@@ -179,7 +180,7 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
 def test_memory_is_free_again_after_running_out() -> None:
     small = MODELS["llama"]()
     room = memory_budget("4MiB", None)
-    runner = proving.Runner(small.workload(), room, torch.device("cpu"))
+    runner = empirical_search.Runner(small.workload(), room, torch.device("cpu"))
 
     def alive() -> int:
         gc.collect()
@@ -223,6 +224,7 @@ def _on_a_rank(rank: int, results: str) -> None:
     Path(results, str(rank)).write_text(str(found.batch))
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_smallest(tmp_path: Path) -> None:
     mp.start_processes(_rank_main, (str(tmp_path),), nprocs=2, start_method="fork")  # spawned ones import first
     sizes = [int((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
@@ -239,6 +241,7 @@ def _rank_main(rank: int, results: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "found_by_trying"), [("none", 177), ("stages:3+4", 205)])
 def test_the_last_batch_that_runs_on_a_t4_is_the_one_that_was_found_by_trying(policy, found_by_trying):
     resnet = load(TrainingSpec.of("microsoft/resnet-50", optimizer="none", max_grad_norm=0.0), find_gpu("t4"))

@@ -17,6 +17,7 @@ def sweep() -> BudgetSweep:
     return budget_sweep(small_models.llama().workload("cpu"), 3 * MIB, **FEW)
 
 
+@pytest.mark.slow
 def test_every_pick_is_what_plan_says_for_that_budget(sweep: BudgetSweep) -> None:
     budgets = [point.room.budget for point in sweep.points]
     assert budgets == sorted(set(budgets))

@@ -73,6 +73,7 @@ def test_the_pick_is_as_fast_as_what_a_plan_for_each_launch_picks(found: Plan) -
     assert found.best.samples_per_second >= 0.98 * fastest
 
 
+@pytest.mark.slow
 def test_on_how_few_gpus_it_fits(found: Plan) -> None:
     assert found.fewest is not None
     assert found.fewest.launch is None  # on one

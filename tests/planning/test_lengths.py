@@ -74,6 +74,7 @@ def test_bytes_are_the_longests_and_seconds_the_usual() -> None:
     assert "48% of the tokens are padding" in fix.change
 
 
+@pytest.mark.slow
 def test_few_long_rows_may_be_cut() -> None:
     lengths = Lengths.of([10] * 400 + [40])
     assert (lengths.padded(256), lengths.cut(10).padded(256)) == (24, 10)

@@ -165,6 +165,7 @@ def test_progress_counts_towards_about_all() -> None:
     assert [(int(found[1]), int(found[2]) > 15) for found in counts if found] == [(0, True), (6, True)]
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_and_the_other_targets() -> None:
     fixed = small_plan("vit", "3MiB", batch_size=6, policies=["none", "pointwise", "full"])
     assert {row.batch for row in fixed.candidates} == {6}
@@ -175,6 +176,7 @@ def test_a_fixed_batch_and_the_other_targets() -> None:
     assert largest.best.batch > 2 * largest.candidates[1].batch
 
 
+@pytest.mark.slow
 def test_where_little_fits_what_did_not_is_shown(tmp_path: Path) -> None:
     """A table, and a chart, of one row say little; what was traced and holds more stands below it."""
     tight = small_plan("vit", "2MiB", batch_size=6, policies=["none", "pointwise", "full"])
@@ -262,6 +264,7 @@ def test_a_trace_scaled_is_the_trace(policy: str) -> None:
     assert scaled.seconds == pytest.approx(there.seconds, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_growth_is_the_same_from_a_trace_beside_others() -> None:
     workload = MODELS["llama"]().workload(find_gpu("t4"))
     (anchor,) = trace_policies(workload, ["full"], workload.step(LOW))
@@ -293,6 +296,7 @@ def test_a_shared_session_says_what_single_traces_say() -> None:
         assert len(trace.ops) == len(alone.ops)
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
     small = MODELS["llama"]()
     gpu = find_gpu("t4")

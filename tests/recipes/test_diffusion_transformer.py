@@ -131,6 +131,7 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
     assert train(recipe, tiny["sd3"], tmp_path / "policy", *flags) == plain
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_predicted_peak(recipe: ModuleType, tmp_path: Path, kind: str, flags: li
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_the_runs_own_step(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def draw(pipeline: DiffusionPipeline) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
 def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kind: str) -> None:
     losses = train(recipe, tiny[kind], tmp_path / "out", "--learning_rate", "1e-3", "--checkpointing_steps", "4")
@@ -194,6 +195,7 @@ def test_out_of_memory_is_planned_again(
         train(recipe, tiny["sd1"], tmp_path / "stopped", *flags, "--ac_on_oom", "stop")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_a_budget(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +237,7 @@ def test_validation_reports_and_trackers(recipe: ModuleType, tiny: dict[str, str
     assert list((out / "logs").rglob("events.out.tfevents*"))
 
 
+@pytest.mark.slow
 def test_a_validation_that_fails_costs_a_warning(
     recipe: ModuleType,
     tiny: dict[str, str],
@@ -269,6 +272,7 @@ def test_a_yaml_and_a_folder(recipe: ModuleType, tiny: dict[str, str], tmp_path:
     assert min(next(value for name, value in adapter.items() if "lora" in name).shape) == 3
 
 
+@pytest.mark.slow
 def test_disk_full(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the second checkpoint is written; what went before goes on from the first."""
     import accelerate.checkpointing
@@ -351,6 +355,7 @@ def test_configs_are_read_and_name_their_command(config: Path, monkeypatch: pyte
     assert f"--config recipes/diffusion/{config.name}" in comment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_waited_out(
     recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

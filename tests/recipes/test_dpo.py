@@ -56,6 +56,7 @@ def test_a_policy_changes_no_loss_and_its_peak_is_predicted(dpo: ModuleType, tmp
         assert predicted[phase] == pytest.approx(measured[phase]["allocated"], rel=0.005)
 
 
+@pytest.mark.slow
 def test_training_prefers_what_was_chosen(dpo: ModuleType, tmp_path: Path) -> None:
     losses = train(dpo, tmp_path, max_steps=20, per_device_train_batch_size=8, learning_rate=1e-3)
     assert sum(losses[-5:]) / 5 < 0.5  # ln 2 = 0.69
@@ -72,6 +73,7 @@ def test_auto_counts_the_reference_model(
     assert report["ranks"][0]["at_peak"]["parameters"] == 2 * weights
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_found_for_a_trainer_that_stands(dpo: ModuleType, tmp_path: Path) -> None:
     losses = train(
         dpo,
@@ -88,6 +90,7 @@ def test_the_largest_batch_is_found_for_a_trainer_that_stands(dpo: ModuleType, t
     assert len(losses) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_uninterrupted_one(dpo: ModuleType, tmp_path: Path) -> None:
     flags = [*LORA, "--ac_policy", "full"]
     losses = train(dpo, tmp_path / "whole", *flags, save_strategy="steps", save_steps=2)

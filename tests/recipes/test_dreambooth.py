@@ -107,6 +107,7 @@ def test_class_images_are_made_once(
     assert (there, drawn) == (again, [2, 2, 1, 2, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "uncached"), [("sd1", True), ("flux", False)], ids=["random", "cached"])
 def test_resumes_bit_for_bit_under_any_policy(
     recipes: dict[str, ModuleType],
@@ -162,6 +163,7 @@ def test_predicted_peak(
     assert rank["predicted"]["allocated"] == pytest.approx(measured, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_counts_both_halves(
     recipes: dict[str, ModuleType], bases: dict[str, str], subject: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -64,6 +64,7 @@ def history(out: Path, key: str = "loss") -> list[float]:
     return [entry[key] for entry in state["log_history"] if key in entry]
 
 
+@pytest.mark.slow
 def test_the_built_in_run_learns(recipe: ModuleType, tmp_path: Path) -> None:
     """Two of its eight epochs; chance is 1/8."""
     flags = ["--max_steps", "-1", "--num_train_epochs", "2", "--per_device_train_batch_size", "32"]

@@ -116,6 +116,7 @@ def test_the_result_draws(recipe: ModuleType, bases: dict[str, str], tmp_path: P
     assert np.abs(draw() - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_whole_result_is_an_inpainting_pipeline(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     train(recipe, bases["sd1"], tmp_path, "--learning_rate", "1e-3", "--max_train_steps", "1")
     trained = DiffusionPipeline.from_pretrained(tmp_path)
@@ -123,6 +124,7 @@ def test_a_whole_result_is_an_inpainting_pipeline(recipe: ModuleType, bases: dic
     assert inpaints(trained.unet.config)
 
 
+@pytest.mark.slow
 def test_resumes_bit_for_bit_under_a_policy(recipe: ModuleType, bases: dict[str, str], tmp_path: Path) -> None:
     """With all there is: text encoders, a prior whose images are drawn whole, crops at random."""
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--train_text_encoder", "--checkpointing_steps", "1"]

@@ -39,6 +39,7 @@ def train(llm: ModuleType, out: Path, *flags: str, quiet: bool = True) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_built_in_run_learns(llm: ModuleType, tmp_path: Path) -> None:
     out = train(
         llm, tmp_path / "out", "--max_steps", "30", "--per_device_train_batch_size", "8", "--max_length", "128"

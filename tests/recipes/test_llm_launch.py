@@ -76,6 +76,7 @@ def test_accelerate_launch_leaves_reports_and_a_model(root: Path, tmp_path: Path
     assert rank["at_peak"]["optimizer"] >= 2 * 4 * model.num_parameters()  # AdamW's two averages
 
 
+@pytest.mark.slow
 def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_path: Path) -> None:
     fsdp = ["--fsdp", "--fsdp_config", '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
     copied = two_ranks(root, tmp_path / "ddp", "--ac_policy", "full")
@@ -99,6 +100,7 @@ def test_two_ranks_and_fsdp_report_both_and_shard_only_there(root: Path, tmp_pat
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp").num_parameters() > 10**6
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleType, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     flags = ["--use_cpu", *SMALL, "--max_steps", "30", "--save_steps", "3", "--ac_policy", "save:attention"]
@@ -118,6 +120,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(root: Path, llm: ModuleTy
     assert losses(killed) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_one_step(root: Path, tmp_path: Path) -> None:
     """None waits in a collective for one that has stopped; what resumes it ends as if nothing had come."""
     with socket.socket() as free:

@@ -75,6 +75,7 @@ def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(made.images[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_result_loads(recipe: ModuleType, bases: dict[str, str], tmp_path: Path, kind: str) -> None:
     """Every key of the file has its place in U-Net and text encoders, each part changes the image, and so does the

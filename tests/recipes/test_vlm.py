@@ -117,6 +117,7 @@ def test_adapters_of_one_tower_load_and_a_frozen_tower_keeps_nothing(
     assert kept["language"] < 0.85 * kept["both"]
 
 
+@pytest.mark.slow
 def test_the_built_in_run_learns_and_asks(vlm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a whole run answers is in docs/vlm.md."""
     losses = train(vlm, tmp_path, max_steps=30, answered=8, eval_strategy="steps", learning_rate=3e-3)

@@ -158,6 +158,7 @@ def test_the_models_own_word_for_an_image_is_no_text(vlm: ModuleType, qwen: Path
         train(vlm, qwen, tmp_path / "out", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_strategy", "no")
 
 
+@pytest.mark.slow
 def test_a_plan_knows_the_positions_of_packed_rows(vlm: ModuleType, qwen: Path, tmp_path: Path) -> None:
     asked = ["--train_towers", "both", "--find_max_batch_size", "--ac_budget", "12MiB", "--ac_report", "json"]
     train(vlm, qwen, tmp_path, *asked, "--packing", "--max_length", "64", "--eval_strategy", "no")

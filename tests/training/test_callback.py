@@ -315,6 +315,7 @@ def test_a_loops_failed_step_is_explained_and_the_users_own_policy_stays(tmp_pat
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_auto_plans_from_the_trainer_it_is_attached_to(tmp_path: Path) -> None:
     """The plan's bytes are those that training then takes, and its data come in the order of plain training."""
     plain = Trainer(model=tiny(), args=arguments(tmp_path / "plain"), train_dataset=ROWS)

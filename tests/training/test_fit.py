@@ -74,6 +74,7 @@ def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
     assert tracker.peak <= 3 * MIB
 
 
+@pytest.mark.slow
 def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ACArguments(ac_policy="full", ac_budget="3MiB", find_max_batch_size=True)
     given = trainer(tmp_path, per_device_train_batch_size=64)
@@ -90,6 +91,7 @@ def test_the_effective_batch_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the effective batch stays 64 per device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
     """Gradients live from one micro-batch to the next: a budget that four samples alone just fit holds fewer then."""
     alone = from_trainer(trainer(tmp_path))
@@ -149,6 +151,7 @@ class Planned(Session):
         self.plans.append(fitted.plan)
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     """The pick that failed is not tried again, nor one that needs as much."""
     settings = ACArguments(ac_policy="auto", ac_budget="5MiB")

@@ -60,6 +60,7 @@ def noise(base: Path, lora: Path | None = None) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("sd2", {"lora_alpha": 12}), ("sdxl", {"lora_alpha": 6, "use_rslora": True})],

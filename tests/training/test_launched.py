@@ -102,6 +102,7 @@ def test_several_processes_are_not_replanned(tmp_path: Path) -> None:
         fit.fit(from_trainer(trainer(args, 16, 1, 32)), args, settings, args.device, lambda: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_of_four")
 def test_a_model_that_is_to_be_sharded_is_not_proved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its largest batch is predicted, for the launch, and nothing runs."""

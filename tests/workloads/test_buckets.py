@@ -59,6 +59,7 @@ def test_what_is_no_bucket(text: str, says: str) -> None:
     assert says in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_largest_sets_the_peak_and_the_usual_one_the_time(config: str) -> None:
     both, square = (
         load(TrainingSpec.of(config, buckets="64,64;48,80;128,128"), "t4"),

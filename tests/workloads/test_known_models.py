@@ -29,6 +29,7 @@ def built(model: KnownModel) -> Any:
     return _build(model.name, getattr(transformers, model.kind), model.config, TrainingSpec.of())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers about itself
 @pytest.mark.parametrize("family", [path.stem for path in sorted(CONFIGS.glob("*.json"))])
 def test_a_model_has_as_many_parameters_as_its_publisher_counts(family: str) -> None:

@@ -84,6 +84,7 @@ def test_ranks_share_the_work(encoders: UNetEncoders, tmp_path: Path, monkeypatc
     assert cached[(0, 9)]["moments"].shape == (16, 8, 8)
 
 
+@pytest.mark.slow
 def test_whatever_changes_the_latents_meets_another_cache(
     encoders: UNetEncoders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_latents_have_unit_variance(images: torch.Tensor) -> None:
     assert latents.std(dim=(0, 2, 3)).sub(1).abs().max() < 0.15
 
 
+@pytest.mark.slow
 def test_the_decoder_learns(images: torch.Tensor) -> None:
     def error(steps: int) -> float:
         torch.manual_seed(0)
