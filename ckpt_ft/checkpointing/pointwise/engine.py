@@ -171,7 +171,7 @@ class Handed:
 
 
 class Claim:
-    """Says that a storage holds a cheap call's output and can be rebuilt, as long as nobody writes into it."""
+    """Marks a storage as a cheap call's output, which can be rebuilt unless something writes into it."""
 
     __slots__ = ("casts", "counter", "frame", "index", "version")
 
@@ -199,7 +199,7 @@ class Claim:
 
 
 class Input:
-    """A tensor that a cheap call was given."""
+    """A tensor argument of a cheap call."""
 
     __slots__ = ("held", "requires_grad")
 
@@ -236,7 +236,7 @@ class Frame:
         self.autocast = AutocastState.now(device.type) if torch._C._is_any_autocast_enabled() else None
 
     def rebuild(self) -> None:
-        """Make the call again, fill every handle that is still wanted, let go of the inputs."""
+        """Run the call again, fill every handle that is still needed, and release the inputs."""
         if self.args is None:
             return
         if self.call.repeats is False:
@@ -385,7 +385,7 @@ class Pass:
         return Handed(pack(tensor), unpack)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether holding `tensor` costs nothing: it can be rebuilt, or a node of the graph keeps it anyway."""
+        """Whether keeping `tensor` costs no memory: it can be rebuilt, or an autograd node saves it anyway."""
         storage = tensor.untyped_storage()
         return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
 
