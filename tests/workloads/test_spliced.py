@@ -107,7 +107,8 @@ QWEN25_VL = {
 }  # fmt: skip
 SDXL = {**UNET, "transformer_layers_per_block": [1, 7], "down_block_types": UNET["down_block_types"][::-1],
         "up_block_types": UNET["up_block_types"][::-1]}  # fmt: skip
-_LORA = TrainingSpec.of(dtype="bfloat16", seq_length=16, lora_r=2, optimizer="adamw")
+_IMAGES_LORA = TrainingSpec.of(dtype="bfloat16", lora_r=2, optimizer="adamw")
+_LORA = _IMAGES_LORA.edit(seq_length=16)
 POLICIES = ("none", "full", "save:attention", "pointwise", "full,offload", "head", "segments:3")
 MATMULS = tuple("save:matmul" if policy == "save:attention" else policy for policy in POLICIES)  # for its attention
 STAGED = ("none", "full", "save:attention", "pointwise", "full,offload", "sqrt", "stages")
@@ -116,7 +117,7 @@ PERIODIC: dict[str, tuple[dict[str, Any], TrainingSpec, tuple[str, ...], list[tu
     "gemma 3": (GEMMA3, _LORA, POLICIES, [(6, 3)]),
     "gemma 2": (GEMMA2, _LORA.edit(lora_r=0), MATMULS, [(6, 2)]),
     "qwen2.5-vl": (QWEN25_VL, _LORA.edit(seq_length=48, images=1, image_size=(112, 112)), POLICIES, [(6, 1)] * 2),
-    "sdxl": (SDXL, _LORA, STAGED, [(7, 1)] * 4),
+    "sdxl": (SDXL, _IMAGES_LORA, STAGED, [(7, 1)] * 4),
 }
 _QUICK = (("gemma 2", "none"), ("qwen2.5-vl", "none"), ("gemma 3", "full"), ("sdxl", "stages"))
 
@@ -175,7 +176,7 @@ def spliced(
 
 _AGAIN: dict[str, tuple[dict[str, Any], str, TrainingSpec]] = {
     **CASES,
-    "sdxl": (SDXL, "stages", _LORA),
+    "sdxl": (SDXL, "stages", _IMAGES_LORA),
     "gemma 3": (GEMMA3, "full", _LORA),
     "offload": (LLAMA, "full,offload", _LORA.edit(optimizer="adamw_8bit", accumulation=2)),
     "amp": (LLAMA, "none", TrainingSpec.of(seq_length=16, mixed_precision="bf16", max_grad_norm=0.0)),
