@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
+from .autocast import AutocastState
 from .verify import Recorder, SavedTensorProof, Verification
 
 
@@ -43,7 +44,7 @@ class Projection:
     """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
 
     layer: Layer
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: AutocastState
     steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
 
     def rows(
@@ -55,8 +56,7 @@ class Projection:
             hidden: the positions.
             parameters: by name, what the layer uses in place of its own.
         """
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype, enabled):
+        with self.autocast.context():
             logits = self.layer.rows(hidden, parameters)
         for function, args, kwargs in self.steps:
             logits = function(logits, *args, **kwargs)
@@ -160,7 +160,7 @@ class Weights:
     """
 
     def __init__(self, projection: Projection) -> None:
-        _, dtype, autocast = projection.autocast
+        dtype, autocast = projection.autocast.dtype, projection.autocast.enabled
         self.shared: dict[str, _Shared] = {}
         for prefix, module in projection.layer.module.named_modules():
             cast = autocast and type(module).forward is nn.Linear.forward
@@ -170,11 +170,11 @@ class Weights:
                     self.shared[f"{prefix}.{key}".lstrip(".")] = _Shared(p, used_as)
 
     def of_chunk(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, as one chunk is to use them."""
+        """The parameters for one chunk, by name."""
         return {name: shared.of_chunk() for name, shared in self.shared.items()}
 
     def drop_copies(self) -> None:
-        """Free what autocast would free at its end."""
+        """Free the half-precision copies, as autocast does when it exits."""
         for shared in self.shared.values():
             shared.copy = None
 
@@ -371,7 +371,7 @@ class Logits:
         return first if isinstance(first, Logits) and result is first.tensor else result
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` returns without computing the logits; None where that cannot be."""
+        """The result of `func` without computing the logits; None if that is impossible."""
         if func is F.cross_entropy:
             return cross_entropy(*args, **kwargs) if self.ndim == 2 else None
         if not all(_same_for_all_rows(value) for value in (*args[1:], *kwargs.values())):
@@ -422,7 +422,7 @@ class Logits:
 
 
 class _Made:
-    """A tensor that is made when it is first asked for."""
+    """A tensor that is computed on first use."""
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         self.make: Callable[[], torch.Tensor] | None = make
@@ -435,7 +435,7 @@ class _Made:
 
 
 def _same_for_all_rows(value: Any) -> bool:
-    """A number, or a tensor over the vocabulary alone (a bias)."""
+    """Whether it is a number, or a tensor over the vocabulary only (a bias)."""
     if isinstance(value, torch.Tensor):
         return value.numel() == value.shape[-1:].numel()
     return not isinstance(value, Logits)

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from .autocast import AutocastState
 from .deferred_logits import Logits, Projection
 from .libraries import FSDP2, is_a
 from .standin import Installed, StandIn, Treated, warn_once
@@ -73,7 +74,7 @@ class Deferring(StandIn):
 
 
 class OutputLayer(StandIn):
-    """The layer from hidden states to logits: deferred where `Deferring` says so.
+    """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
 
     Attributes:
         called: since a forward of the model began.
@@ -104,8 +105,7 @@ class OutputLayer(StandIn):
 
     def defer(self, hidden: torch.Tensor) -> Logits:
         """The logits of `hidden`, to be computed in the autocast state of now."""
-        kind = hidden.device.type
-        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        autocast = AutocastState.now(hidden.device.type)
         return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
@@ -141,7 +141,7 @@ class _WithoutHooks(nn.Module):
 
 
 class NoLogits:
-    """What stands in a model's output for logits that were never computed: whoever uses it is told so."""
+    """Placeholder for logits that were never computed; any use of it raises an error that says why."""
 
     def __repr__(self) -> str:
         return "NoLogits()"
@@ -190,7 +190,7 @@ def install(model: nn.Module) -> Installed:
 
 
 def _fused_loss(lm: nn.Module) -> str:
-    """Whose loss without logits is on in place of the model's own, if any."""
+    """The name of a fused loss (Liger's, TRL's) that already replaces the model's own; "" if none does."""
     if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
         return "Liger's fused loss"
     # TRL's forward says that it is the model's (functools.wraps), but its globals are TRL's

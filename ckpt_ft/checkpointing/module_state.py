@@ -40,8 +40,16 @@ from ckpt_ft.units import MIB, format_bytes
 
 from .tensor_identity import is_array, version_of
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
-_MORE_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_tables = operator.itemgetter(
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
 _LONG = 1000  # entries; a longer container in an attribute is data, and is not copied in each call
@@ -99,8 +107,11 @@ class ModuleState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
 
-    def containers(self, modules: dict[nn.Module, None]) -> list[Container]:
-        """Everything with entries that the modules hold."""
+    def containers(self, modules: dict[nn.Module, None]) -> tuple[list[dict[Any, Any]], list[Container]]:
+        """Everything with entries that the modules hold: dicts, those of attributes first, and others.
+
+        Written for the interpreter's sake: it runs twice in each call of a region.
+        """
         attributes = [module.__dict__ for module in modules]
         values = list(chain.from_iterable(map(dict.values, attributes)))
         if not _same(values, self._seen):
@@ -115,25 +126,25 @@ class ModuleState:
                         self.extra.append((module, name, value))
                     elif is_array(value) and value.nbytes <= MIB:
                         self.arrays.append((module, name))
-        found: list[Container] = [*attributes, *[own[name] for own in attributes for name in _TABLES]]
-        for own in attributes:
-            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-                found += [own[name] for name in _MORE_HOOKS]
-        return found + [value for _, _, value in self.extra]
+        dicts = attributes + [table for table in chain.from_iterable(map(_tables, attributes)) if table]
+        if not self.extra:
+            return dicts, []
+        extra = [value for _, _, value in self.extra]
+        return dicts + [x for x in extra if isinstance(x, dict)], [x for x in extra if not isinstance(x, dict)]
 
 
 class Found:
     """The state of a region's modules as its first run found it; of their parameters, as that run left them."""
 
     __slots__ = (
-        "_arrays", "_containers", "_copies", "_modules", "_parameters", "_state", "_tensors", "_training", "_values",
-        "_versions", "_zero3",
+        "_arrays", "_copies", "_dicts", "_lists", "_modules", "_parameters", "_state", "_tensors", "_training",
+        "_values", "_versions", "_zero3",
     )  # fmt: skip
 
     def __init__(self, state: ModuleState, modules: dict[nn.Module, None], training: bool) -> None:
         self._state, self._modules, self._training = state, modules, training
-        self._containers = state.containers(modules)
-        self._copies = [_copied(container) for container in self._containers]
+        self._dicts, self._lists = state.containers(modules)
+        self._copies = Copies(self._dicts, self._lists)
         found = [value for module in modules for value in module._parameters.values()]
         self._parameters = [value for value in found if value is not None]
         self._zero3 = bool(self._parameters) and hasattr(self._parameters[0], "ds_id")
@@ -175,13 +186,11 @@ class Found:
         self._values = _values(self._parameters)
         for tensor in self._tensors:
             tensor.look()
-        for index, copy in enumerate(self._copies):  # or step after step would hold the graph of the one before
-            for key, value in copy.items() if isinstance(copy, dict) else enumerate(copy):
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None and not isinstance(copy, set):
-                    self._copies[index][key] = value.detach().requires_grad_()
+        if any(tensor.value.grad_fn is not None for tensor in self._tensors):
+            self._copies.without_graphs()  # or step after step would hold the graph of the one before
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
-    def swap_in(self) -> list[Container]:
+    def swap_in(self) -> Copies:
         """Before the second run: put back what differs; returns the entries that were there instead.
 
         Raises:
@@ -190,8 +199,17 @@ class Found:
         assert self._values is not None
         if _values(self._parameters) != self._values:
             self._check(self._values)
-        there = [_copied(container) for container in self._containers]
-        self._put(self._copies)
+        dicts, _ = self._state.containers(self._modules)
+        if not _same(dicts, self._dicts):  # tables that were empty, and so were not copied
+            known = set(map(id, self._dicts))
+            added = [table for table in dicts if id(table) not in known]
+            self._dicts = self._dicts + added
+            self._copies.dicts += [{} for _ in added]
+        if _same(_entries(self._dicts, self._lists), _entries(*self._copies)):
+            there = self._copies
+        else:
+            there = Copies(self._dicts, self._lists)
+            self._put(self._copies)
         for tensor in self._tensors:
             tensor.swap_in()
         for module, name, copy in self._arrays:
@@ -199,22 +217,20 @@ class Found:
                 module.__dict__[name] = copy.copy()
         return there
 
-    def swap_out(self, there: list[Container]) -> None:
+    def swap_out(self, there: Copies) -> None:
         """After the second run: put back what `swap_in` returned."""
-        self._put(there)
+        if not _same(_entries(self._dicts, self._lists), _entries(*there)):
+            self._put(there)
 
-    def _put(self, copies: list[Container]) -> None:
+    def _put(self, copies: Copies) -> None:
         """Make the entries of the containers those of `copies`."""
-        now, wanted = (list(chain.from_iterable(map(_values_of, found))) for found in (self._containers, copies))
-        if _same(now, wanted):
-            return
-        for container, copy in zip(self._containers, copies, strict=True):
-            if isinstance(container, dict):
-                if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
-                    self._put_entries(container, copy)
-            elif len(container) != len(copy) or not all(map(operator.is_, container, copy)):
+        for container, copy in zip(self._dicts, copies.dicts, strict=True):
+            if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
+                self._put_entries(container, copy)
+        for container, copied in zip(self._lists, copies.lists, strict=True):
+            if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
                 container.clear()
-                container.update(copy) if isinstance(container, set) else container.extend(copy)
+                container.update(copied) if isinstance(container, set) else container.extend(copied)
 
     def _put_entries(self, container: dict[Any, Any], copy: dict[Any, Any]) -> None:
         if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, which are called in its order
@@ -238,8 +254,8 @@ class Found:
         names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._state.extra}
         return [
             f"'{key}' of {names[id(container)]} was {_shown(copy.get(key))} in forward and is {_shown(value)}"
-            for container, copy in zip(self._containers, self._copies, strict=True)
-            if isinstance(container, dict) and id(container) in names
+            for container, copy in zip(self._dicts, self._copies.dicts, strict=True)
+            if id(container) in names
             for key, value in container.items()
             if value is not copy.get(key) and key not in _NOT_RESTORED
         ]
@@ -263,7 +279,7 @@ class Found:
 
     def _described(self, parameter: nn.Parameter) -> str:
         region = next(iter(self._modules))
-        copies = dict(zip(map(id, self._containers), self._copies, strict=True))
+        copies = dict(zip(map(id, self._dicts), self._copies.dicts, strict=True))
         for path, module in region.named_modules():
             for name, value in copies.get(id(module._parameters), {}).items():
                 if value is parameter:
@@ -281,6 +297,35 @@ class Found:
             for name, value in (module._parameters if kind == "parameter" else module._buffers).items():
                 if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
                     yield f"{kind} '{f'{path}.{name}'.lstrip('.')}'", value
+
+
+class Copies:
+    """Shallow copies of containers."""
+
+    __slots__ = ("dicts", "lists")
+
+    def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container]) -> None:
+        self.dicts: list[dict[Any, Any]] = list(map(dict, dicts))
+        self.lists: list[list[Any]] = list(map(list, lists))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        yield self.dicts
+        yield self.lists
+
+    def without_graphs(self) -> None:
+        """Replace tensors by leaves with their values."""
+        for copy in self.dicts:
+            copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
+        for values in self.lists:
+            values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
 
 
 class _Held:
@@ -372,14 +417,6 @@ def _versions(parameters: list[nn.Parameter]) -> list[int]:
         return [value._version for value in parameters]
     except RuntimeError:  # one was made under torch.inference_mode
         return [version_of(value) for value in parameters]
-
-
-def _copied(container: Container) -> Container:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _values_of(container: Container) -> Any:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

@@ -41,23 +41,23 @@ _PARKED = "_ckpt_ft_parked"
 
 
 class Usage:
-    """Host bytes that parked tensors take, in all passes of one model together."""
+    """Host bytes of parked tensors, summed over all forward passes of one model."""
 
     def __init__(self) -> None:
         self.host_bytes = self.peak_host_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count host bytes that are taken."""
+        """Add allocated host bytes."""
         self.host_bytes += nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Count what was taken as free again."""
+        """Subtract freed host bytes."""
         self.host_bytes -= nbytes
 
 
 class Parked:
-    """One storage's bytes on the host, until the nodes that saved it are done."""
+    """A storage's copy in host memory; it lives as long as autograd nodes refer to it."""
 
     def __init__(self, flat: torch.Tensor, block: int, parking: Parking) -> None:
         self.block, self.parking = block, parking
@@ -77,7 +77,7 @@ class Parked:
         weakref.finalize(self, parking.usage.give_back, flat.nbytes)
 
     def fetch(self) -> None:
-        """Start the copy back."""
+        """Start the copy back to the device."""
         if self.device is not None:
             return
         self.device = torch.empty_like(self.host, device=self.flat_device)
@@ -260,7 +260,7 @@ class Parking:
         return ParkedView(parked, view_of(tensor))
 
     def fetch_block(self, block: int) -> None:
-        """Start the copies back of all that a block parked and that is still wanted."""
+        """Start copying back everything that a block parked and that is still needed."""
         for reference in self.blocks.pop(block, ()):
             if (parked := reference()) is not None:
                 parked.fetch()
@@ -282,7 +282,7 @@ _local = _Local()
 
 
 def keep(tensor: torch.Tensor) -> Saved:
-    """For what is kept outside of autograd's hooks (outputs of `save:`): `tensor`, parked where a model offloads."""
+    """Save an output that `save:` keeps outside of autograd's hooks; it is parked if the model offloads."""
     running = _local.running
     return Saved(tensor.detach(), tensor._version) if running is None else running.pack(tensor)
 
@@ -332,6 +332,6 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """The storages of parameters and buffers, which stay where they are."""
+    """The storages of parameters and buffers, which are never parked."""
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}

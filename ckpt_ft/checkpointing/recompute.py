@@ -170,7 +170,7 @@ class SecondRun:
             first.proof.exit()
         self.random.restore()
         first.found.swap_out(self.there)
-        self.there = []
+        del self.there
         if first.recorder is not None and (kind is None or kind.__name__ in _ENDS):
             self._prove(first.recorder)
 

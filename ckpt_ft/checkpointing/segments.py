@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from .arguments import Arguments, changeable, leaves, rebuild
+from .autocast import AutocastState
 from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
@@ -111,7 +111,7 @@ class _Call:
 
     def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
         self.member, self.arguments, self.second = member, arguments, second
-        self.autocast = _Autocast(device)
+        self.autocast = AutocastState.now(device)
 
     def again(self, made: list[list[Any]]) -> list[Any]:
         """Run it once more, `made` being the outputs of the calls before it; returns its own (see `_outputs`)."""
@@ -244,22 +244,6 @@ def _nothing() -> None:
 
 class _Complete(Exception):
     """Every tensor is there; the rest of the second run is not needed."""
-
-
-class _Autocast:
-    """Autocast as it was in forward."""
-
-    def __init__(self, device_type: str) -> None:
-        kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
-        self.arguments = {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-
-    def context(self) -> AbstractContextManager[Any]:
-        return torch.autocast(**self.arguments)  # type: ignore[arg-type]
 
 
 def _never(packed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A tensor as what it is to autograd's hooks: a view of some storage, and a count of the writes into it."""
+"""What identifies a tensor to saved-tensor hooks: its storage, its view of that storage, and its version counter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """How `tensor` looks at its storage."""
+    """The view of its storage that `tensor` is."""
     return (
         tensor.dtype,
         tensor.size(),
@@ -28,7 +28,7 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """The storage of `tensor` as `view` looks at it, without a graph."""
+    """The storage of `tensor` seen through `view`, detached."""
     dtype, size, stride, offset, conjugated, negated = view
     found = as_stored(tensor)
     if found.dtype is not dtype:
@@ -53,7 +53,7 @@ def flat(stored: torch.Tensor) -> torch.Tensor:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without bytes that counts versions together with `tensor`: it tells of writes and keeps no memory."""
+    """An empty tensor that shares the version counter of `tensor`: it shows writes and holds no memory."""
     return emptied(tensor.detach())
 
 
@@ -74,7 +74,7 @@ def counts_with(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def emptied(alias: Any) -> torch.Tensor:
-    """`alias` without its bytes; its version counter stays the one that it shares."""
+    """`alias` with empty data; it keeps its shared version counter."""
     if is_dtensor(alias):
         alias._local_tensor = _NOTHING
     else:
@@ -83,7 +83,7 @@ def emptied(alias: Any) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor that is put together of others (a DTensor, a jagged one), its own storage being empty."""
+    """Whether it is a wrapper subclass of other tensors (DTensor, jagged), whose own storage is empty."""
     return type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor)
 
 
@@ -93,12 +93,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Its count of writes; -1 of a tensor made under `torch.inference_mode`, which counts none and is never saved."""
+    """The tensor's version counter; -1 for an inference tensor, which has none and is never saved."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
-    """What autograd raises for a saved tensor that was written to; hooks switch its own check off."""
+    """The error that autograd raises if a saved tensor was modified in place; under hooks its own check is off."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{view[0]} {list(view[1])} is at version {counter._version}; expected version {version}"

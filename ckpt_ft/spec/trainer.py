@@ -23,6 +23,7 @@ def spec_of_arguments(args: Any, mixed_precision: str = "") -> TrainingSpec:
     for name, entry in TABLE["transformers"].items():
         value = getattr(args, name, None)
         value = getattr(value, "value", value)  # of an enum
+        value = 0.0 if name == "max_grad_norm" and value is None else value  # no clipping
         if isinstance(entry, Modelled) and str(value) not in entry.values:
             continue
         if value is None or not isinstance(entry, (str, Modelled)):

@@ -20,6 +20,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
+from ckpt_ft.spec.trainer import spec_of_arguments
 
 from .sample_sizes import rows_by_length
 
@@ -69,15 +70,16 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         return kind([p for p in model.parameters() if p.requires_grad], **options)
 
     model: nn.Module = trainer.model
+    spec = spec_of_arguments(args, precision_of(args))
     return {
         "model": model,
         "make_batch": make_batch,
         "compute_loss": compute_loss,
         "make_optimizer": make_optimizer if trainer.optimizer is None else optimizer_like(model, trainer.optimizer),
         "device": current_gpu() or "cpu",
-        "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision_of(args)),
-        "accumulation": args.gradient_accumulation_steps,
-        "max_grad_norm": args.max_grad_norm,
+        "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision.mixed_precision),
+        "accumulation": spec.data.accumulation,
+        "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": auxiliary_models(trainer),
         "lengths": lengths,
         "name": type(model).__name__,
@@ -110,6 +112,7 @@ def measured_step(
         given, named = batch.again()
         return {"args": given, "kwargs": named}
 
+<<<<<<< HEAD
     return {
         "model": model,
         "make_batch": make_batch,
@@ -120,6 +123,19 @@ def measured_step(
         "max_grad_norm": args.max_grad_norm,
         "auxiliary_models": profiler.auxiliary_models,
     }
+=======
+    spec = spec_of_arguments(args)
+    return Workload(
+        model,
+        make_batch,
+        compute_loss,
+        make_optimizer=None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
+        device=current_gpu(args.device.index) or "cpu",
+        accumulation=spec.data.accumulation,
+        max_grad_norm=spec.optimizer.max_grad_norm,
+        auxiliary_models=profiler.auxiliary_models,
+    )
+>>>>>>> main
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:

@@ -80,3 +80,5 @@ def test_a_live_trainers_arguments_are_read(tmp_path: Path) -> None:
     plain = TrainingArguments(str(tmp_path), optim="lion_32bit", use_cpu=True, report_to="none")
     assert spec_of_arguments(plain, "fp16").precision.mixed_precision == "fp16"
     assert spec_of_arguments(plain).optimizer.name == "adamw_fused"
+    plain.max_grad_norm = None
+    assert spec_of_arguments(plain).optimizer.max_grad_norm == 0.0

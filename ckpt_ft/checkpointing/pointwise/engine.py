@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
+from ckpt_ft.checkpointing.autocast import AutocastState, autocast_as
 from ckpt_ft.checkpointing.tensor_identity import (
     View,
     counter_of,
@@ -170,7 +171,7 @@ class Handed:
 
 
 class Claim:
-    """Says that a storage holds a cheap call's output and can be rebuilt, as long as nobody writes into it."""
+    """Marks a storage as a cheap call's output, which can be rebuilt unless something writes into it."""
 
     __slots__ = ("casts", "counter", "frame", "index", "version")
 
@@ -198,7 +199,7 @@ class Claim:
 
 
 class Input:
-    """A tensor that a cheap call was given."""
+    """A tensor argument of a cheap call."""
 
     __slots__ = ("held", "requires_grad")
 
@@ -232,10 +233,10 @@ class Frame:
         self.readers: list[weakref.ref[Reader]] = []
         self.state = call.state()
         self.random = rng.snapshot(device) if call.random else None
-        self.autocast = _autocast(device.type) if torch._C._is_any_autocast_enabled() else None
+        self.autocast = AutocastState.now(device.type) if torch._C._is_any_autocast_enabled() else None
 
     def rebuild(self) -> None:
-        """Make the call again, fill every handle that is still wanted, let go of the inputs."""
+        """Run the call again, fill every handle that is still needed, and release the inputs."""
         if self.args is None:
             return
         if self.call.repeats is False:
@@ -253,7 +254,7 @@ class Frame:
             if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
                 output = self.call.again(self.state, args, kwargs)
             else:
-                with _autocast_as(self.autocast), _random_as(self.random):
+                with autocast_as(self.autocast), _random_as(self.random):
                     output = self.call.again(self.state, args, kwargs)
         finally:
             _pop_hooks()
@@ -321,22 +322,6 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
     return tensor
 
 
-def _autocast(device_type: str) -> tuple[str, torch.dtype] | None:
-    return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
-
-
-@contextmanager
-def _autocast_as(first: tuple[str, torch.dtype] | None) -> Iterator[None]:
-    """Autocast as it was in the first run: backward usually runs without."""
-    if first is not None:
-        with torch.autocast(first[0], dtype=first[1]):
-            yield
-        return
-    device_types = [kind for kind in ("cpu", torch._C._get_accelerator().type) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(device_types[0] if device_types else "cpu", enabled=False):
-        yield
-
-
 @contextmanager
 def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
     """The generators as they were before the first run."""
@@ -400,7 +385,7 @@ class Pass:
         return Handed(pack(tensor), unpack)
 
     def is_free(self, tensor: torch.Tensor) -> bool:
-        """Whether holding `tensor` costs nothing: it can be rebuilt, or a node of the graph keeps it anyway."""
+        """Whether keeping `tensor` costs no memory: it can be rebuilt, or an autograd node saves it anyway."""
         storage = tensor.untyped_storage()
         return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
 

@@ -1,7 +1,8 @@
-"""`pointwise`: outputs of norms, activations, gated products and dropout are not kept for backward but rebuilt in it.
+"""`pointwise`: drops outputs of norms, activations, gated products and dropout, and rebuilds them in backward.
 
-No block is run twice and no dispatch mode is active. What stands in memory between forward and backward is what the
-dear operators (matmuls, attention, convolutions) made and the residual stream; see engine.py for how; below is what.
+Blocks are not re-run and no dispatch mode is active. Between forward and backward, memory holds the outputs of the
+expensive operators (matmuls, attention, convolutions) and the residual stream. This file decides which modules are
+treated; engine.py drops and rebuilds.
 """
 
 from __future__ import annotations

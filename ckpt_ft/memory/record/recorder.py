@@ -57,6 +57,7 @@ class Recorder:
         notes: what the record assumes, one sentence each.
         allocated, peak: bytes, unrounded: now, and the most since `restart`.
         stream: CUDA stream that kernels are issued to, "" for the default one.
+        live: storages that are followed or ignored, by address.
         attached: what others note about storages, by index; `renumber` keeps the indices right.
     """
 
@@ -66,7 +67,7 @@ class Recorder:
         self.stream = ""
         self.notes: list[str] = []
         self.attached: dict[int, Any] = {}
-        self._live: dict[int, _Followed] = {}  # by address
+        self.live: dict[int, _Followed] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -90,7 +91,7 @@ class Recorder:
 
     def restart(self) -> None:
         """Forget the past: storages that are alive become residents. Keeps the record of a long run short."""
-        live, storages = [seen for seen in self._live.values() if seen.index >= 0], self.storages
+        live, storages = [seen for seen in self.live.values() if seen.index >= 0], self.storages
         self._clear()
         for seen in live:
             storage = storages[seen.index]
@@ -117,7 +118,7 @@ class Recorder:
 
     def renumber(self, number: dict[int, int]) -> None:
         """Storages have new indices in `storages` and `events`: index `i` is now `number[i]`."""
-        for seen in self._live.values():
+        for seen in self.live.values():
             seen.index = number.get(seen.index, seen.index)
         self.residents = [number.get(index, index) for index in self.residents]
         self.attached = {number.get(index, index): value for index, value in self.attached.items()}
@@ -176,7 +177,7 @@ class Recorder:
         """Follow tensors that exist already."""
         for value in values:
             for tensor in plain(value):
-                seen = self._live.get(tensor.untyped_storage()._cdata)
+                seen = self.live.get(tensor.untyped_storage()._cdata)
                 if seen is not None and seen.index >= 0:
                     self.storages[seen.index].category = category
                 else:
@@ -188,19 +189,15 @@ class Recorder:
         if index is not None and index in self.residents:
             self.follow(tensor, self.storages[index].category, "", resident=True)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a strided tensor is followed or ignored."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._live
-
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave a tensor out of the record: it is not on the device."""
         storage = tensor.untyped_storage()
-        seen = self._live[storage._cdata] = _Followed(storage, self._freed)
+        seen = self.live[storage._cdata] = _Followed(storage, self._freed)
         seen.address, seen.index, seen.zone = storage._cdata, -1, self.context.zone
 
     def is_ignored(self, tensor: torch.Tensor) -> bool:
         """Whether `ignore` was called for it."""
-        seen = self._live.get(tensor.untyped_storage()._cdata)
+        seen = self.live.get(tensor.untyped_storage()._cdata)
         return seen is not None and seen.index < 0
 
     def all_ignored(self, values: Any) -> bool:
@@ -219,7 +216,7 @@ class Recorder:
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the tensor's storage in the record, None if it is not followed."""
-        seen = self._live.get(tensor.untyped_storage()._cdata)
+        seen = self.live.get(tensor.untyped_storage()._cdata)
         return None if seen is None or seen.index < 0 else seen.index
 
     def follow(
@@ -239,7 +236,7 @@ class Recorder:
             return
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        seen = self._live.get(storage._cdata)
+        seen = self.live.get(storage._cdata)
         if seen is not None:
             if seen.index < 0 or self.storages[seen.index].nbytes == nbytes:
                 return
@@ -260,19 +257,19 @@ class Recorder:
 
     def unfollow(self, tensor: torch.Tensor) -> None:
         """Stop following this tensor; no free event is recorded for it."""
-        seen = self._live.pop(tensor.untyped_storage()._cdata)
+        seen = self.live.pop(tensor.untyped_storage()._cdata)
         self.allocated -= self.storages[seen.index].nbytes
 
     def reuse(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record `new`, the result of an op, as if the op had written it into `old` in place."""
-        seen, storage = self._live.pop(old.untyped_storage()._cdata), new.untyped_storage()
-        again = self._live[storage._cdata] = _Followed(storage, self._freed)
+        seen, storage = self.live.pop(old.untyped_storage()._cdata), new.untyped_storage()
+        again = self.live[storage._cdata] = _Followed(storage, self._freed)
         again.address, again.index, again.zone = storage._cdata, seen.index, seen.zone
 
     def label(self, value: torch.Tensor, category: str, owner: str) -> None:
         """Set the category and owner of a tensor; follow it if it is not known."""
         for tensor in plain(value):
-            seen = self._live.get(tensor.untyped_storage()._cdata)
+            seen = self.live.get(tensor.untyped_storage()._cdata)
             if seen is None:
                 self.follow(tensor, category, "", resident=not self.events)
             elif seen.index >= 0:
@@ -295,7 +292,7 @@ class Recorder:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was given another size, or none: FSDP2 frees and refills gathered parameters so."""
-        seen = self._live.get(storage._cdata)
+        seen = self.live.get(storage._cdata)
         op = "aten.empty.memory_format"
         if seen is not None and seen.index >= 0:
             op = self.storages[seen.index].op or op
@@ -339,13 +336,13 @@ class Recorder:
         return len(self.storages) - 1
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
-        seen = self._live[storage._cdata] = _Followed(storage, self._freed)
+        seen = self.live[storage._cdata] = _Followed(storage, self._freed)
         seen.address, seen.index, seen.zone = storage._cdata, index, self.context.zone
 
     def _freed(self, seen: _Followed) -> None:
-        if self._live.get(seen.address) is not seen:
+        if self.live.get(seen.address) is not seen:
             return
-        del self._live[seen.address]
+        del self.live[seen.address]
         if seen.index < 0:
             return
         self.context.locate(dispatching=False)

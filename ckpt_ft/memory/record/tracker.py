@@ -274,8 +274,9 @@ class Tracker(TorchDispatchMode):
             return in_parts(self, func, args, kwargs)
         context.locate()
         given = (*args, kwargs["out"]) if "out" in kwargs else args if func is not _LIFT else ()
+        live = recorder.live
         for tensor in tensors(given):  # torch.tensor(...) puts one into _LIFT and gets it out
-            if not recorder.knows(tensor):
+            if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in live:
                 self._meet(tensor)
         if op.collective:
             recorder.label_sent(tensors(args))
