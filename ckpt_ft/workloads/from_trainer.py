@@ -112,30 +112,17 @@ def measured_step(
         given, named = batch.again()
         return {"args": given, "kwargs": named}
 
-<<<<<<< HEAD
+    spec = spec_of_arguments(args)
     return {
         "model": model,
         "make_batch": make_batch,
         "compute_loss": compute_loss,
         "make_optimizer": None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
         "device": current_gpu(args.device.index) or "cpu",
-        "accumulation": args.gradient_accumulation_steps,
-        "max_grad_norm": args.max_grad_norm,
+        "accumulation": spec.data.accumulation,
+        "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": profiler.auxiliary_models,
     }
-=======
-    spec = spec_of_arguments(args)
-    return Workload(
-        model,
-        make_batch,
-        compute_loss,
-        make_optimizer=None if profiler.optimizer is None else optimizer_like(model, profiler.optimizer),
-        device=current_gpu(args.device.index) or "cpu",
-        accumulation=spec.data.accumulation,
-        max_grad_norm=spec.optimizer.max_grad_norm,
-        auxiliary_models=profiler.auxiliary_models,
-    )
->>>>>>> main
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:
