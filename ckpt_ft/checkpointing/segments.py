@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+
+from ckpt_ft.errors import UserError
 
 from .arguments import Arguments, changeable, leaves, rebuild
 from .autocast import AutocastState
@@ -52,6 +55,12 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
+        if forward_ad._current_level >= 0:
+            raise UserError(
+                f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not go through "
+                "'segments' or 'sqrt': a segment's second run is given no tangents; take 'offload', or remove the "
+                "policy"
+            )
         contexts = runs(self, args, kwargs)
         if contexts is None:
             return self.forward(*args, **kwargs)
