@@ -1,4 +1,4 @@
-"""Deferred logits: the policy `head` makes an output layer return them while the model computes its loss."""
+"""Deferred logits, which the policy `head` makes an output layer return while the model computes its loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class Projection:
-    """Maps hidden states to logits: the layer, the autocast state of its call, and the model's operations after it."""
+    """Maps hidden states to logits: the layer, its autocast state, and the model's operations after it."""
 
     layer: Layer
     autocast: AutocastState
@@ -154,9 +154,9 @@ class _ChunkProof:
 class Weights:
     """The output layer's parameters that its chunks cannot use directly.
 
-    If hundreds of chunks accumulated gradients in half precision, the sum would be less accurate than that of one
-    matmul. So each gradient is added to an fp32 sum, which is passed to the parameter once. Autocast would cast fp32
-    weights for each chunk, or once with half-precision accumulation; here they are cast once per pass.
+    A half-precision sum of hundreds of chunks' gradients would be less accurate than one matmul, so each gradient is
+    added to an fp32 sum, which the parameter receives once. Autocast would cast fp32 weights for each chunk, or once
+    with half-precision accumulation; here they are cast once in forward and once in backward.
     """
 
     def __init__(self, projection: Projection) -> None:
@@ -281,7 +281,7 @@ class Logits:
             self.relatives[id(self)] = self
 
     def _begin(self) -> None:
-        """Start a new group of relatives, because these logits share no memory with others."""
+        """Start a new group of logits that share memory."""
         self.relatives = WeakValueDictionary({id(self): self})
         self.made = _Made(partial(self.projection.whole, self.hidden, self.version))
 

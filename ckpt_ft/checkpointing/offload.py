@@ -41,7 +41,7 @@ _PARKED = "_ckpt_ft_parked"
 
 
 class Usage:
-    """Host bytes of parked tensors, summed over all forward passes of one model."""
+    """Host bytes of offloaded tensors, summed over all forward passes of one model."""
 
     def __init__(self) -> None:
         self.host_bytes = self.peak_host_bytes = 0

@@ -6,7 +6,7 @@ unpack in backward re-runs all blocks in order. A block joins the frame of the p
 that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create aliases of a
 block's inputs). Otherwise it starts its own frame, and results stay correct.
 
-The second run bypasses these hooks. It gathers the weights that FSDP2 has resharded, for each block while the
+The second run bypasses FSDP2's hooks. It gathers the weights that FSDP2 has resharded, for each block while the
 preceding block runs; the weights stay gathered until the block's own backward, which reshards them.
 """
 
@@ -28,7 +28,7 @@ from .tensor_identity import version_of, view_of
 
 
 class Segment:
-    """State shared by the blocks of a segment: a weak reference to the open frame, kept alive by saved tensors."""
+    """State shared by a segment's blocks: a weak reference to the open frame, which saved tensors keep alive."""
 
     def __init__(self) -> None:
         self.open: Callable[[], _Frame | None] = _no_frame

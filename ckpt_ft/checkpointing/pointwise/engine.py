@@ -114,7 +114,7 @@ class Proof:
             self.read[index, view] = self.recorder.saved(tensor)
 
     def rebuilt(self, saved: list[torch.Tensor]) -> None:
-        """Compare the tensors that the second run saved with the recorded ones."""
+        """Compare the second run's saved tensors with the first's."""
         if self.recorder is not None:
             for slot, tensor in zip(self.slots, saved, strict=True):
                 if slot is not None:
@@ -269,12 +269,12 @@ class Frame:
         for internal, tensor in zip(self.internals, saved, strict=True):
             if internal is not None and (handle := internal()) is not None:
                 handle.source = tensor if tensor.grad_fn is None else tensor.detach()
-        saved.clear()  # breaks a reference cycle of the tensors' nodes, the hook and the list
+        saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self._release()
 
     def _put_back(self) -> None:
-        """Fill the handles with the first run's tensors, because the call cannot be repeated."""
+        """Fill the handles with the first run's tensors if the call cannot be repeated."""
         assert self.proof is not None
         for reference, kept in self.proof.kept:
             if (handle := reference()) is not None:
@@ -299,7 +299,7 @@ class Frame:
 
 
 def _held(tensor: torch.Tensor) -> Saved:
-    """Return a tensor to save and its version. A node's own output is detached so as not to keep the node alive."""
+    """Return the tensor and its version. A node's own output is detached, so that it does not keep the node alive."""
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
@@ -324,7 +324,7 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
 
 @contextmanager
 def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
-    """Set the generators to their state before the first run, and restore them on exit."""
+    """Set the generators to their state before the first run."""
     if first is None:
         yield
         return
@@ -360,7 +360,7 @@ class Pass:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         frame = self.frame
         if frame is not None:
-            if type(tensor) is Parameter:  # parameters stay in memory anyway
+            if type(tensor) is Parameter:  # is in memory anyway
                 frame.internals.append(None)
                 if frame.proof is not None:
                     frame.proof.saved(None, tensor)
