@@ -1,4 +1,4 @@
-"""Autocast as it is in forward, for what runs again in backward, which usually runs without."""
+"""Restores forward's autocast state for recomputation; backward usually runs without autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The state of autocast for one type of device."""
+    """The autocast settings of one device type."""
 
     device_type: str
     dtype: torch.dtype
@@ -20,20 +20,20 @@ class AutocastState:
 
     @classmethod
     def now(cls, device_type: str) -> AutocastState:
-        """The present state; that of the CPU for a type of device that has no autocast."""
+        """Return the current state, or that of the CPU for a device type without autocast."""
         kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
         return cls(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         )
 
     def context(self) -> torch.autocast:
-        """Sets autocast to this state."""
+        """Return a context that sets autocast to this state."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
 @contextmanager
 def autocast_as(state: AutocastState | None) -> Iterator[None]:
-    """Autocast in `state`; off on every device for None."""
+    """Set autocast to `state`; if it is None, turn autocast off on every device."""
     if state is not None:
         with state.context():
             yield

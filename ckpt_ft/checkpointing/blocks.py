@@ -1,12 +1,12 @@
-"""Finds what a policy can act on: a model's repeated blocks, its stages, a block's attention and MLP submodules.
+"""Finds the modules that a policy can act on: a model's repeated blocks, its stages, and attention and MLP submodules.
 
-Structure decides, not a list of architectures. An element of a `ModuleList` or `Sequential` is
+The search uses the model's structure, not a list of architectures. An element of a `ModuleList` or `Sequential` is
 
-    a stage   when it is a container itself: its own lists hold block-like modules (a ResNet stage, a U-Net level);
-    a block   otherwise, when it is more than a single layer.
+    a stage   if it is itself a container: its own lists hold block-like modules (a ResNet stage, a U-Net level);
+    a block   otherwise, if it is more than a single layer.
 
-What a library declares goes first: transformers marks its blocks with `GradientCheckpointingLayer`, and a model nested
-in a model (diffusers' `Transformer2DModel` inside a U-Net) is looked into, never taken whole.
+A library's own declarations take precedence: transformers marks its blocks with `GradientCheckpointingLayer`. A model
+nested in a model (diffusers' `Transformer2DModel` inside a U-Net) is searched for blocks and is never a block itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .module_state import modules_in
 Named = tuple[str, nn.Module]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-_PARALLEL = re.compile("expert|heads?$|branch", re.IGNORECASE)  # lists whose elements do not follow each other
-_LONE_STAGES = {"mid_block", "mid"}  # a U-Net's level that stands outside of the lists of levels
+_PARALLEL = re.compile("expert|heads?$|branch", re.IGNORECASE)  # lists whose elements run in parallel
+_LONE_STAGES = {"mid_block", "mid"}  # the U-Net level that is not in a list of levels
 _ATTENTION = re.compile(r"(attention|attn)(?!.*decoderlayer)", re.IGNORECASE)
 _MLP = re.compile(r"mlp|feed_?forward|ffn|layerff|moe|expert|intermediate$|(?<!self)output$", re.IGNORECASE)
-_MLP_NAME = re.compile(r"(mlp|ff|ffn|feed_?forward)(_?\d|_context)?$")  # what a block calls it: Sana's GLUMBConv
+_MLP_NAME = re.compile(r"(mlp|ff|ffn|feed_?forward)(_?\d|_context)?$")  # attribute names, for Sana's GLUMBConv
 _BARE_MLP = re.compile(
     r"(fc|linear|lin)_?[12]$|ffn(_output)?$"
-)  # OPT, nn.TransformerEncoderLayer, ALBERT: no module of its own
+)  # OPT, nn.TransformerEncoderLayer and ALBERT have no MLP module
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One level of a staged model: the module that runs it and its blocks in order."""
+    """One level of a staged model: its module and its blocks in order."""
 
     name: str
     module: nn.Module
@@ -49,14 +49,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What `find_blocks` found, in the order of definition: every block, and the stages if the model has any."""
+    """The result of `find_blocks` in definition order: all blocks, and the stages if the model has any."""
 
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The blocks and stages of any model: transformers, diffusers, timm-like or plain torch.
+    """Find the blocks and stages of any model: transformers, diffusers, timm-like or plain torch.
 
     Raises:
         UserError: the model has no list of repeated modules.
@@ -72,10 +72,10 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def submodules(name: str, block: nn.Module, member: str) -> dict[str, nn.Module]:
-    """The outermost attention (`member="attention"`) or MLP (`"mlp"`) submodules of a block, by qualified name."""
+    """Find a block's outermost attention (`member="attention"`) or MLP (`"mlp"`) submodules, by qualified name."""
     pattern = _ATTENTION if member == "attention" else _MLP
     found = dict(_outermost(name, block, member))
-    if not found and pattern.search(type(block).__name__):  # a U-Net's plain attention is a block itself
+    if not found and pattern.search(type(block).__name__):  # in a U-Net, a plain attention module can be a block
         return {name: block}
     if not found and member == "mlp":
         return {f"{name}.{key}": child for key, child in block.named_children() if _BARE_MLP.search(key)}
@@ -98,7 +98,7 @@ def _outermost(name: str, module: nn.Module, member: str) -> Iterator[Named]:
 
 
 class _Finder:
-    """One walk over a model; `blocks` and `stages` fill in the order of definition."""
+    """Walks over a model once and collects `blocks` and `stages` in definition order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks: dict[str, nn.Module] = {}
@@ -127,7 +127,7 @@ class _Finder:
             path = f"{name}.{key}"
             if _is_list(child):
                 self.visit_list(path, child, in_stage)
-            elif _is_model(child) or (in_stage and self.is_stage(child)):  # a level's own lists of blocks
+            elif _is_model(child) or (in_stage and self.is_stage(child)):  # a level that has lists of blocks
                 self.visit(path, child, in_stage)
             elif self.is_stage(child):
                 self.visit_stage(path, child)
@@ -142,40 +142,40 @@ class _Finder:
             self.stages.append(Stage(name, stage, inside))
 
     def is_repeated(self, module: nn.Module) -> bool:
-        """Whether `module` is one of many of its class in the model's lists, not all a linear layer in a wrapping.
+        """Whether the model's lists hold several modules of this class, and not all only wrap one linear layer.
 
-        Those stand in an MLP's list (diffusers' GELU) or beside the blocks, a projection of the text for each.
+        Wrapped linear layers occur in an MLP's list (diffusers' GELU) or as per-block projections of the text.
         """
         return type(module) in self.repeated & self.more_than_a_layer
 
     def is_stage(self, module: nn.Module) -> bool:
-        """Whether `module` only strings blocks together: it owns a list of them, and is no residual block itself."""
+        """Whether `module` only runs blocks in sequence: it owns a list of blocks and is not a residual block."""
         lists = [child for key, child in module.named_children() if _is_list(child) and not _PARALLEL.search(key)]
         layers = [[element for element in child.children() if _has_parameters(element)] for child in lists]
         if any(is_a(element, LAYER) for elements in layers for element in elements):
             return True
         inner = [self.blocklike(elements) for elements in layers]
         found = [element for elements in inner for element in elements]
-        if is_a(module, LAYER):  # T5Block: a list of unlike sublayers does not make a stage of it
+        if is_a(module, LAYER):  # T5Block has a list of different sublayers and is not a stage
             return any(count > 1 for count in Counter(type(element) for element in found).values())
         own = [child for child in module.children() if not _is_list(child) and _has_parameters(child)]
         return bool(found) and (not own or any(type(element) in self.repeated for element in found))
 
     def blocklike(self, elements: list[nn.Module]) -> list[nn.Module]:
-        """The elements of one list that could be blocks, unless in the minority (one squeeze-excite, say)."""
+        """Elements of a list that could be blocks; none if they are a minority (for example one squeeze-excite)."""
         found = [element for element in elements if _is_model(element) or _is_blocklike(element)]
         return found if 2 * len(found) >= len(elements) else []
 
 
 def _listed(model: nn.Module) -> Iterator[nn.Module]:
-    """Every element of every list in the model."""
+    """Yield every element of every list in the model."""
     for module in modules_in(model):
         if _is_list(module):
             yield from module.children()
 
 
 def _bare_layers(model: nn.Module) -> Iterator[Named]:
-    """A plain stack without composite modules: all elements of each list that repeats a layer with parameters."""
+    """For a model without composite modules: yield all elements of each list that repeats a layer with parameters."""
     for name, module in model.named_modules():
         if _is_list(module):
             kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
@@ -184,7 +184,7 @@ def _bare_layers(model: nn.Module) -> Iterator[Named]:
 
 
 def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Stage]:
-    """torchvision-like stages: `Sequential`s of blocks beside each other in one module (`layer1` ... `layer4`)."""
+    """Find torchvision-like stages: sibling `Sequential`s of blocks in one module (`layer1` ... `layer4`)."""
     inside: dict[str, dict[str, nn.Module]] = {}
     for path, block in blocks.items():
         inside.setdefault(path.rpartition(".")[0], {})[path] = block
@@ -198,28 +198,28 @@ def _sibling_sequentials(model: nn.Module, blocks: dict[str, nn.Module]) -> list
 
 
 def _is_model(module: nn.Module) -> bool:
-    """A library's model, in another one or by itself."""
+    """Whether the module is a transformers or diffusers model, nested or not."""
     return is_a(module, PRETRAINED) or is_a(module, DIFFUSERS)
 
 
 def _is_list(module: nn.Module) -> bool:
-    """A ModuleList, a Sequential, or a ModuleDict whose keys count (torchtitan's: a pipeline's stage has a part)."""
+    """Whether it is a ModuleList, a Sequential or a ModuleDict with numeric keys (torchtitan, for pipeline stages)."""
     counted = isinstance(module, nn.ModuleDict) and len(module) > 0 and all(key.isdecimal() for key in module)
     return counted or isinstance(module, _LISTS)
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Made of parts. A layer stays one under an adapter (PEFT puts a module around it and calls it `base_layer`)."""
+    """Whether the module has submodules. A layer that PEFT wraps as `base_layer` counts as a single layer."""
     return _has_parameters(module) and any(True for _ in module.children()) and "base_layer" not in module._modules
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Its number of dimensions; 2 for a lazy layer's parameter, whose shape its first call decides."""
+    """Return the number of dimensions; 2 for a lazy parameter, whose shape is unknown before the first call."""
     return 2 if is_lazy(parameter) else parameter.dim()
 
 
 def _matrices(module: nn.Module) -> Iterator[int]:
-    """The dimensions of each weight matrix in `module`, without an adapter's."""
+    """Yield the number of dimensions of each weight matrix in `module`; skip adapter weights."""
     module = module._modules.get("base_layer") or module
     yield from (dim for p in module.parameters(recurse=False) if (dim := _dimensions(p)) > 1)
     for child in module.children():
@@ -227,7 +227,7 @@ def _matrices(module: nn.Module) -> Iterator[int]:
 
 
 def _is_blocklike(module: nn.Module) -> bool:
-    """Composite with at least two matrices: one convolution with its norm is a layer, not a block."""
+    """Whether the module is composite and has two or more matrices; a convolution with its norm counts as a layer."""
     matrices = sum(1 for p in module.parameters() if _dimensions(p) > 1)
     return _is_composite(module) and not _is_list(module) and matrices > 1
 

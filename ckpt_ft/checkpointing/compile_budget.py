@@ -1,10 +1,10 @@
-"""torch.compile's activation memory budget, one setting of the process that several models' policies may want."""
+"""torch.compile's activation memory budget: one process-wide setting, which several models' policies may set."""
 
 from __future__ import annotations
 
 
 class CompileBudget:
-    """A value of the setting; the one put on last is in force, whichever order they are taken off in."""
+    """One value of the setting. The value set last is active; values can be removed in any order."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -19,7 +19,7 @@ class CompileBudget:
         _on.append(self)
 
     def take_off(self) -> None:
-        """Set the budget to what it was below this one; one that is not on (of a copied model) does nothing."""
+        """Restore the previous budget; do nothing if this value is not set (for example in a copied model)."""
         import torch._functorch.config as config
 
         if self not in _on:
@@ -32,4 +32,4 @@ class CompileBudget:
         del _on[at]
 
 
-_on: list[CompileBudget] = []  # in the order in which they were put on
+_on: list[CompileBudget] = []  # in the order in which they were set

@@ -1,4 +1,4 @@
-"""What `AppliedPolicy.explain()` and `ckpt-ft explain` print: which modules a policy covers and what stays."""
+"""Output of `AppliedPolicy.explain()` and `ckpt-ft explain`: the modules a policy covers and what they keep."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .libraries import DIFFUSERS, is_a
 from .standin import Installed
 from .towers import Part, find_towers
 
-# What diffusers' own switch re-runs: the elements of these lists, where their owner carries the flag
+# diffusers' own switch re-runs the elements of these lists if the module that owns the list has the flag
 _DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks", "temp_convs", "motion_modules"}
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a policy does to a model.
+    """How a policy covers a model.
 
-    parts: its towers' and the rest. blocks: all that were found; uncovered: names of those in which nothing is re-run.
-    rerun: the modules that are re-run, each with a block that it is of; `segments` runs of them are made again as one.
-    engines: those that are installed.
+    parts: one for each tower that the policy names, and the rest. blocks: all blocks found. uncovered: names of the
+    blocks in which nothing is re-run. rerun: maps each re-run module to a block that contains it. segments: number of
+    block sequences that are re-run as one. engines: those installed.
     """
 
     policy: Policy
@@ -43,9 +43,9 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Covered:
-    """A class of modules: its tower, how many there are, how many are re-run, and what stays for backward.
+    """A class of modules: its tower, its count, how many are re-run, and what they keep for backward.
 
-    tower: "" where the policy names none.
+    tower: "" if the policy names no tower.
     """
 
     tower: str
@@ -56,7 +56,7 @@ class Covered:
 
 
 def covered(of: Coverage) -> list[Covered]:
-    """One row for each class of module that is re-run, then for the blocks that are not; tower by tower."""
+    """Per tower, return a row for each class of re-run modules, then for each class of other blocks."""
     return [row for part in of.parts for row in _covered(of, part)]
 
 
@@ -76,7 +76,7 @@ def _covered(of: Coverage, part: Part) -> list[Covered]:
 
 
 def tables(of: Coverage) -> list[Table]:
-    """The rows, then those of each engine."""
+    """Return the table of covered modules, followed by a table for each engine."""
     cells: list[tuple[str, ...]]
     header: tuple[str, ...] = ("module", "count", "re-run", "kept for backward")
     text: tuple[int, ...] = (0, 3)
@@ -92,14 +92,14 @@ def tables(of: Coverage) -> list[Table]:
 
 
 def explain_html(of: Coverage) -> str:
-    """The same for a notebook."""
+    """Return the output of `explain` as HTML for a notebook."""
     first, *others = tables(of)
     parts = map(table_html, (replace(first, title=""), *others))
     return fragment(first.title, *parts, *map(paragraph, _notes(of)))
 
 
 def explain(of: Coverage) -> str:
-    """The rows as a table for a terminal, the engines' rows below, and a line of coverage."""
+    """Return the tables as text for a terminal, followed by notes on coverage."""
     notes = [textwrap.fill(note, WIDTH, break_on_hyphens=False) + "\n" for note in _notes(of)]
     return as_text(tables(of)) + "".join(notes)
 
@@ -124,8 +124,8 @@ def _notes(of: Coverage) -> list[str]:
 
 
 def _diffusers_coverage(model: nn.Module, blocks: list[str]) -> int | None:
-    """How many of the blocks diffusers' own switch re-runs; None for a VAE, or a model that is not diffusers'."""
-    if not is_a(model, DIFFUSERS) or "encoder" in model._modules:  # a VAE's re-runs whole levels
+    """Number of blocks that diffusers' own switch re-runs; None for a VAE or a model of another library."""
+    if not is_a(model, DIFFUSERS) or "encoder" in model._modules:  # in a VAE the switch re-runs whole levels
         return None
     if not model._supports_gradient_checkpointing:
         return 0
@@ -137,4 +137,4 @@ def _diffusers_reruns(name: str, modules: dict[str, nn.Module]) -> bool:
     owner, _, rest = name.rpartition(".")[0].rpartition(".")
     if rest not in _DIFFUSERS_LISTS or not hasattr(modules.get(owner), "gradient_checkpointing"):
         return False
-    return not re.search(r"mid_block\.resnets\.0$", name)  # the mid-block's first resnet runs plainly
+    return not re.search(r"mid_block\.resnets\.0$", name)  # the mid-block's first resnet is not checkpointed

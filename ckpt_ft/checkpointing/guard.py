@@ -1,4 +1,4 @@
-"""What a policy does not go with: the library's own checkpointing, and places where autograd takes no hooks."""
+"""Rejects what a policy cannot work with: a library's own checkpointing, and disabled saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .module_state import has, modules_in
 from .standin import StandIn
 
 _flag = attrgetter("gradient_checkpointing")
-_hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None where they are on
+_hooks_are_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message  # None if hooks are enabled
 
 
 class Guard(StandIn):
-    """The model's forward: counts the steps for their verification, and refuses what a policy cannot be combined with.
+    """Replaces the model's forward: counts steps for verification and rejects what a policy cannot be combined with.
 
-    With `refuses`, a forward with gradients raises UserError if transformers or diffusers would checkpoint as well, or
-    if autograd takes no saved-tensor hooks (inside of `torch.func.grad`).
+    If `refuses` is true, a forward pass with gradients raises UserError if transformers or diffusers would checkpoint
+    as well, or if autograd accepts no saved-tensor hooks (inside `torch.func.grad`).
 
-    Their switches set a flag on every block, and nothing is called that could tell; so the flags are looked at,
-    eighty in three microseconds.
+    The libraries' switches only set a flag on every block and call nothing that could be intercepted, so each forward
+    pass reads the flags (80 flags take 3 us).
     """
 
     def __init__(self, model: nn.Module, policy: Policy, refuses: bool) -> None:

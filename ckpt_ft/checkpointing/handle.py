@@ -1,4 +1,4 @@
-"""AppliedPolicy: a policy as it stands on a model. It can be explained, paused, and removed."""
+"""AppliedPolicy: a policy that is applied to a model. It can be explained, paused and removed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .standin import Installed, OneDevice
 from .towers import Part
 from .verify import NEVER, Schedule, Verification
 
-MARK = "_ckpt_ft_applied"  # the attribute by which a model knows the policy that stands on it
+MARK = "_ckpt_ft_applied"  # the model attribute that refers to the applied policy
 
 
 class AppliedPolicy:
-    """A policy as it stands on a model.
+    """A policy that is applied to a model.
 
     Attributes:
         policy: the policy.
-        model: the model that `apply_policy` was given.
+        model: the model that was passed to `apply_policy`.
         covered: qualified names of the modules that are re-run in backward.
         uncovered: names of the blocks in which nothing is re-run.
-        verification: which steps are verified, and how many there have been.
+        verification: the steps that are verified, and the number of steps so far.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, verify: Schedule = NEVER.schedule) -> None:
@@ -58,13 +58,13 @@ class AppliedPolicy:
         self.removed = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy of the model has a policy of its own."""
+        """Register the policy of a copied model."""
         self.__dict__.update(state)
         made.add(self)
 
     @property
     def standing(self) -> bool:
-        """Whether it acts: False once it was removed or replaced, and while it is suspended."""
+        """Whether the policy is active; False after it is removed or replaced, and while it is suspended."""
         return self.model.__dict__.get(MARK) is self
 
     @property
@@ -77,7 +77,7 @@ class AppliedPolicy:
         return [name for name in self.found.blocks if name not in inside]
 
     def explain(self) -> str:
-        """A table: which modules, how many of them are re-run, what is kept inside them, and what the engines do."""
+        """Return a table of module classes, how many are re-run, what they keep, and what each engine does."""
         return explain(self._coverage())
 
     def _repr_html_(self) -> str:
@@ -106,7 +106,7 @@ class AppliedPolicy:
         self.removed = True
 
     def pause(self) -> None:
-        """Take everything off that acts, until `resume`; see `suspended`. Hooks stay: they look at `standing`."""
+        """Deactivate the policy until `resume` (see `suspended`). Hooks stay registered: they check `standing`."""
         if self.guard is not None:
             self.guard.remove()
         for engine in reversed(self.engines):
@@ -138,7 +138,7 @@ class AppliedPolicy:
             self.compile_budget.put_on()
 
     def never_fired(self) -> list[str]:
-        """Op groups of `save:` that kept nothing so far in any region."""
+        """Return the op groups of `save:` that have kept no output in any region so far."""
         fired = {group for selection in self.selections for group in selection.fired}
         asked = dict.fromkeys(group for part in self.policy.parts.values() for group in part.save)
         return [group for group in asked if group.partition("/")[0] not in fired]
@@ -161,7 +161,7 @@ class AppliedPolicy:
         return _without_kv_cache(module, args, kwargs)
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook of a model inside a model: a KV cache that the outer one asks for, or hands on, is kept."""
+        """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
         if not (self.standing and module.training and torch.is_grad_enabled()):
             return None
         wanted = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
@@ -172,7 +172,7 @@ class AppliedPolicy:
         return None if wanted else (args, {**kwargs, "use_cache": False})
 
     def _warn_once(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the model: after the first forward what was asked for should have happened."""
+        """Forward hook of the model: after the first forward pass, warn about terms of the policy with no effect."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.standing:
             return
         self.hooks.pop().remove()
@@ -196,7 +196,7 @@ class AppliedPolicy:
         return ": attention runs as plain matmuls here (attn_implementation 'eager'? or, on the CPU, dropout in it?)"
 
 
-made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a part does not know the model that it is in
+made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a submodule has no reference to its parent
 
 
 def _wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -209,7 +209,7 @@ def _wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Forward pre-hook: no KV cache while training; generation keeps it."""
+    """Forward pre-hook: turns the KV cache off in training; generation keeps it."""
     if not (module.training and torch.is_grad_enabled()):
         return None
     if kwargs.get("past_key_values") is not None:

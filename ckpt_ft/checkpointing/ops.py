@@ -1,7 +1,7 @@
-"""Named op groups: which dispatched operators `save:` keeps.
+"""Named op groups: the dispatched operators whose outputs `save:` keeps.
 
-One table. An operator is known by its dispatched name (`aten.mm.default`), so a kernel that this torch lacks costs
-nothing, and kernels of other packages are matched by pattern.
+Operators are listed by dispatched name (`aten.mm.default`), so the table can list kernels that the installed torch
+lacks. Kernels of other packages are matched by pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ckpt_ft.errors import UserError, meant
 
 NAMES: dict[str, frozenset[str]] = {
-    # every kernel that scaled_dot_product_attention dispatches to; its math fallback is bmm and softmax, i.e. matmul
+    # all kernels that scaled_dot_product_attention dispatches to; its math fallback uses bmm and counts as matmul
     "attention": frozenset(
         {
             "aten._scaled_dot_product_flash_attention.default",
@@ -60,7 +60,7 @@ PATTERNS: dict[str, re.Pattern[str]] = {  # flash-attn, flex, xformers, sage and
 
 @cache
 def group_of(op: str) -> str | None:
-    """The group that the operator named `op` (as `str(overload)` gives it) belongs to, or None."""
+    """Return the group of the operator named `op` (the `str` of its overload), or None."""
     for group, names in NAMES.items():
         if op in names:
             return group
@@ -71,7 +71,7 @@ def group_of(op: str) -> str | None:
 
 
 def check_op_name(name: str) -> None:
-    """Raise UserError unless this torch has the operator `name` (`aten.bmm.default`) and its output is new memory."""
+    """Raise UserError unless this torch has the operator `name` (`aten.bmm.default`) and it allocates its output."""
     namespace, op, *overload = name.split(".")
     library = getattr(torch.ops, namespace)
     packet = getattr(library, op, None)
@@ -92,13 +92,13 @@ def check_op_name(name: str) -> None:
 
 
 def _writes_in_place(op: torch._ops.OpOverload) -> bool:
-    """Whether the operator changes an argument other than one that is given for its output."""
+    """Whether the operator writes into an argument that is not an `out=` argument."""
     schema = op._schema
     return schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    """Whether an output of the operator is an argument's memory."""
-    if op is torch.ops.aten._unsafe_view.default:  # a view that its schema does not admit to
+    """Whether an output of the operator shares memory with an argument."""
+    if op is torch.ops.aten._unsafe_view.default:  # a view that its schema does not declare
         return True
     return any(out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns)

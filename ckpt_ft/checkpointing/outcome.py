@@ -1,4 +1,4 @@
-"""One step of a model from a given seed, and all that it leaves behind."""
+"""Runs one training step of a model from a given seed and records its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import rng
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The output's `loss`, or the mean square of its first floating-point tensor; UserError where it has neither."""
+    """Return the output's `loss`, or else the mean square of its first float tensor; UserError if it has neither."""
     if isinstance(batch, Mapping):
         out = model(**batch)
     else:
@@ -32,7 +32,7 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step left behind; `half`: whether any of its gradients was in half precision."""
+    """The results of one step; `half` is true if any gradient was in half precision."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -42,9 +42,9 @@ class Outcome:
 
 
 def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor], seed: int) -> Outcome:
-    """One forward and backward from `seed`; afterwards gradients and buffers are those from before the step.
+    """Run one forward and backward pass from `seed`, then restore the model's previous gradients and buffers.
 
-    A buffer that the step registers is removed again, so that the next step registers it, too.
+    A buffer that the step registers is removed afterwards, so that the next step registers it again.
     """
     own = {name: p.grad for name, p in model.named_parameters()}
     registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
@@ -77,7 +77,7 @@ def outcome_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], to
 
 
 def _in_half_precision(loss: torch.Tensor) -> bool:
-    """Whether any gradient on the way from `loss` is half precision, under autocast or in such weights."""
+    """Whether any gradient in the graph of `loss` is in half precision, through autocast or the weights' dtype."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()

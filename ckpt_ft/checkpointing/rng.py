@@ -1,7 +1,7 @@
-"""The state of the random generators that a region can draw from: PyTorch's, Python's `random` and `numpy.random`.
+"""Saves and restores the random generators that a region can use: PyTorch's, Python's `random` and `numpy.random`.
 
-A generator of one's own (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) is drawn from twice, and
-so are numbers that were drawn ahead; `own_generators` names those that a model's modules hold.
+User-created generators (`torch.Generator`, `numpy.random.default_rng()`, `random.Random()`) and buffers of pre-drawn
+numbers are not restored, so recomputation draws from them again; `own_generators` lists those in a model's modules.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_DRAWN_AHEAD = "BufferedMontecloraSampler"  # PEFT's MonteCLoRA takes the next one of its samples in each run
+_DRAWN_AHEAD = "BufferedMontecloraSampler"  # PEFT's MonteCLoRA uses its next sample in each run
 _RATES = ("p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "drop_prob")
 _CPU = torch.device("cpu")
 
 
 class Snapshot:
-    """Generator states at one moment; equal when nothing was drawn in between."""
+    """Generator states at one moment; two snapshots are equal if nothing was drawn in between."""
 
     __slots__ = ("states",)
 
@@ -32,11 +32,11 @@ class Snapshot:
         return isinstance(other, Snapshot) and not self.moved(other).states
 
     def moved(self, later: Snapshot) -> Snapshot:
-        """These states of the generators that have drawn until `later`."""
+        """Return a snapshot of only those generators whose state differs in `later`."""
         return Snapshot({of: state for of, state in self.states.items() if not _same(state, later.states[of])})
 
     def now(self) -> Snapshot:
-        """The present states of the same generators."""
+        """Return the current states of the same generators."""
         return Snapshot({of: _HOST[of]() if of in _HOST else _torch_state(of) for of in self.states})
 
     def restore(self) -> None:
@@ -53,9 +53,9 @@ class Snapshot:
 
 
 def snapshot(*devices: torch.device, host: bool = False) -> Snapshot:
-    """The states of the CPU's generator (5 KiB) and of the devices' (16 B, on the host: no synchronisation).
+    """Return the states of the CPU generator (5 KiB) and of each device's (16 B on the host, so no synchronization).
 
-    With `host` those of Python and numpy, too.
+    With `host`, include the generators of Python and numpy.
     """
     states: dict[Hashable, Any] = {_CPU: torch.get_rng_state()}
     for device in devices:
@@ -67,7 +67,7 @@ def snapshot(*devices: torch.device, host: bool = False) -> Snapshot:
 
 
 def start_from(seed: int) -> None:
-    """Set all of them, those of Python and numpy too, to what follows from `seed`."""
+    """Seed all generators, including those of Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:
@@ -75,7 +75,7 @@ def start_from(seed: int) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether `model` drops anything out when it trains."""
+    """Whether `model` applies dropout in training."""
     rates = (getattr(module, name, 0.0) for module in model.modules() for name in _RATES)
     return any(isinstance(rate, float) and 0 < rate <= 1 for rate in rates)
 
@@ -88,7 +88,7 @@ def _torch_state(device: Any) -> torch.Tensor:
 
 
 def own_generators(model: nn.Module) -> list[str]:
-    """Names of the random generators that modules of `model` hold as attributes."""
+    """Return the names of random generators that are attributes of the model's modules."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
     return [
@@ -100,7 +100,7 @@ def own_generators(model: nn.Module) -> list[str]:
 
 
 class _HostState:
-    """The state of a generator on the host, and the bytes of its memory by which it is told from others."""
+    """The state of a host generator, and its raw memory, which makes comparisons fast."""
 
     __slots__ = ("full", "memory")
 
@@ -121,7 +121,7 @@ def _numpy_state() -> _HostState:
     bits = generator._bit_generator
     if type(bits).__name__ == "MT19937":  # 624 words and the position
         memory = ctypes.string_at(bits.ctypes.state_address, 2500) + _memory(generator)
-    else:  # np.random.set_bit_generator put another in its place
+    else:  # replaced by np.random.set_bit_generator
         memory = repr(bits.state).encode() + _memory(generator)
     if _last["numpy"].memory != memory:
         _last["numpy"] = _HostState(memory, generator.get_state(legacy=False))
@@ -129,17 +129,17 @@ def _numpy_state() -> _HostState:
 
 
 def _memory(generator: Any) -> bytes:
-    """A generator's own memory, without the header that counts references: 0.5 us where its state takes 20 to 60."""
+    """Read a generator's memory after the reference-counted header: 0.5 us instead of 20 to 60 for its state."""
     header = object.__basicsize__
     return ctypes.string_at(id(generator) + header, type(generator).__basicsize__ - header)
 
 
 _HOST = {"random": _python_state, "numpy": _numpy_state}
-_last = {of: _HostState(b"", None) for of in _HOST}  # read once as long as nobody draws
+_last = {of: _HostState(b"", None) for of in _HOST}  # reused until the next draw
 
 
 def _same(state: Any, other: Any) -> bool:
     if isinstance(state, _HostState):
         return state.memory == other.memory
-    # not torch.equal: an operator would be seen by dispatch modes and turned into a fake one under FakeTensorMode
+    # torch.equal is an operator: dispatch modes would see it, and FakeTensorMode would return a fake result
     return ctypes.string_at(state.data_ptr(), state.numel()) == ctypes.string_at(other.data_ptr(), other.numel())

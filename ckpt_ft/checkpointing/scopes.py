@@ -1,4 +1,4 @@
-"""Which modules the scope of a policy re-runs: blocks, runs of them, stages, or a submodule of each."""
+"""Selects the modules that a policy's scope re-runs: blocks, sequences of blocks, stages, or block submodules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ckpt_ft.policy import Policy
 
 from .blocks import Blocks, submodules
 
-SEGMENTED = ("segments", "sqrt")  # scopes whose regions are runs of blocks
+SEGMENTED = ("segments", "sqrt")  # scopes whose regions are sequences of blocks
 
 
 @dataclass(frozen=True)
 class Region:
-    """One checkpoint: the module that is re-run and the blocks in it."""
+    """One checkpoint: the module that is re-run and the names of the blocks in it."""
 
     name: str
     module: nn.Module
@@ -25,10 +25,10 @@ class Region:
 
 
 def regions(policy: Policy, found: Blocks, kind: str) -> list[list[Region]]:
-    """The checkpoints that the scope asks for, in runs: of one region each, or of a segment's blocks.
+    """Return the checkpoints of the scope as lists: one region each, or all blocks of a segment.
 
     Raises:
-        UserError: a model of class `kind` has nothing that the scope names.
+        UserError: the model, of class `kind`, has no module that matches the scope.
     """
     blocks = [Region(name, block, (name,)) for name, block in found.blocks.items()]
     n = policy.n or 1
@@ -48,7 +48,7 @@ def regions(policy: Policy, found: Blocks, kind: str) -> list[list[Region]]:
 
 
 def _split(blocks: list[Region], n: int) -> list[list[Region]]:
-    """`n` runs of consecutive blocks whose lengths differ by at most one."""
+    """Split blocks into `n` consecutive sequences whose lengths differ by at most one."""
     n = min(n, len(blocks))
     ends = [len(blocks) * i // n for i in range(n + 1)]
     return [blocks[start:stop] for start, stop in pairwise(ends)]

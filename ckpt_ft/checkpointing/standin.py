@@ -1,4 +1,4 @@
-"""What stands in place of a module's forward, and what engines give back to `apply_policy`."""
+"""Objects that replace a module's forward, and the `Installed` result that engines return to `apply_policy`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckpt_ft.errors import UserError
 
 from .verify import NEVER, Verification
 
-_FORWARDS = "_ckpt_ft_forwards"  # the attribute of a module that lists the stand-ins of its `ForwardOfModule`s
+_FORWARDS = "_ckpt_ft_forwards"  # module attribute: the stand-ins that its `ForwardOfModule`s call
 
 
 class StandIn:
-    """Stands in for `module.forward` as an instance attribute: no wrapper, so state-dict keys stay as they are.
+    """Replaces `module.forward` as an instance attribute. No wrapper module exists, so state-dict keys stay the same.
 
-    It holds the module and its bound forward as attributes, so a deep copy or a pickle of a model gets stand-ins of
-    its own. Subclasses define `__call__`.
+    The module and its bound forward are attributes, so a deep copy or pickle of a model has its own stand-ins.
+    Subclasses define `__call__`.
     """
 
     acts = True
     name = ""  # qualified name of the module in the model, set by `apply_policy`
-    verification: Verification = NEVER  # of the policy that this is part of, set by `apply_policy`
+    verification: Verification = NEVER  # the policy's, set by `apply_policy`
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -39,11 +39,11 @@ class StandIn:
         self.module.forward = self  # type: ignore[assignment]
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:  # what inspect.signature reads
+    def __wrapped__(self) -> Callable[..., Any]:  # used by inspect.signature
         return self.forward
 
     @property
-    def __func__(self) -> ForwardOfModule:  # what accelerate wraps in place of a bound method, and puts back
+    def __func__(self) -> ForwardOfModule:  # accelerate wraps and restores this function
         table: list[StandIn] = self.module.__dict__.setdefault(_FORWARDS, [])
         if not any(self is other for other in table):
             table.append(self)
@@ -52,14 +52,14 @@ class StandIn:
         )
 
     @property
-    def __code__(self) -> CodeType:  # from which torch.export reads file and line
+    def __code__(self) -> CodeType:  # torch.export reads file and line from it
         code: CodeType = inspect.unwrap(self.forward).__code__
         return code
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: the module's own methods as functions.
+        """Return the state for pickle, with the module's methods as plain functions.
 
-        Pickle stores a bound method as `getattr(module, "forward")`, which is this stand-in when it is looked up.
+        Pickle stores a bound method as `getattr(module, "forward")`, which would return this stand-in on loading.
         """
         return {name: _unbound(value, self.module) for name, value in self.__dict__.items()}
 
@@ -72,10 +72,10 @@ class StandIn:
         return f"{type(self).__name__}({type(self.module).__name__})"
 
     def remove(self) -> None:
-        """Give the module the forward it had.
+        """Restore the module's previous forward.
 
-        Where another library has wrapped this one since (accelerate's autocast), it cannot be drawn out from below: it
-        stays there and passes every call on.
+        If another library has wrapped this stand-in since (accelerate's autocast), it cannot be removed from inside
+        the wrapper; it stays there and only forwards calls.
         """
         forward = self.module.__dict__.get("forward")
         if isinstance(forward, MethodType) and isinstance(forward.__func__, ForwardOfModule):
@@ -89,19 +89,19 @@ class StandIn:
             self.module.forward = self.previous
 
     def put_back(self) -> None:
-        """Undo `remove`, the module being as that left it."""
+        """Undo `remove`; the module must be unchanged since then."""
         self._put_on()
 
 
 class ForwardOfModule:
-    """A stand-in as a function whose first argument is the module, as `__func__` of a bound method is.
+    """A stand-in as a function that takes the module as its first argument, like `__func__` of a bound method.
 
-    accelerate's `prepare` wraps this function, and its `unwrap_model(keep_fp32_wrapper=False)` binds it to the module
-    again. It finds the stand-in through the module, so that in a deep copy it is the copy's.
+    accelerate's `prepare` wraps this function, and `unwrap_model(keep_fp32_wrapper=False)` binds it to the module
+    again. It looks up the stand-in through the module, so a deep copy of the module uses its own stand-in.
     """
 
     __slots__ = ("__signature__", "index")
-    __name__ = "forward"  # by which pickle finds a method of it
+    __name__ = "forward"  # pickle looks up a method by this name
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
         self.index = index
@@ -109,7 +109,7 @@ class ForwardOfModule:
         self.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
 
     def stand_in(self, module: nn.Module) -> Any:
-        """The module's stand-in that this function calls."""
+        """Return the module's stand-in that this function calls."""
         return module.__dict__[_FORWARDS][self.index]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class ForwardOfModule:
 
 @dataclass
 class _Unbound:
-    """A method of a stand-in's module, in a pickle."""
+    """A bound method of the stand-in's module, as stored in a pickle."""
 
     function: Callable[..., Any]
 
@@ -128,7 +128,7 @@ def _unbound(value: Any, module: nn.Module) -> Any:
 
 
 class _PassingOn(StandIn):
-    """A stand-in that was removed below a wrapper of someone else's; `buried` is the class that it had."""
+    """A stand-in that was removed inside another library's wrapper; `buried` is its original class."""
 
     acts = False
 
@@ -136,14 +136,14 @@ class _PassingOn(StandIn):
         return self.forward(*args, **kwargs)
 
     def put_back(self) -> None:
-        """Act again, where it is."""
+        """Make the stand-in active again, inside the wrapper."""
         self.__class__ = self.buried  # type: ignore[assignment]
 
 
 class OneDevice:
-    """Refuses nn.DataParallel's replicas: they share the stand-ins, and so would run on the original's parameters.
+    """Rejects nn.DataParallel: its replicas share the stand-ins and would use the original module's parameters.
 
-    It stands in place of the method by which replicas are made, as an instance attribute.
+    It replaces the method that creates replicas, as an instance attribute.
     """
 
     def __init__(self, model: nn.Module, policy: str) -> None:
@@ -151,7 +151,7 @@ class OneDevice:
         self.put_back()
 
     def put_back(self) -> None:
-        """Refuse replicas."""
+        """Reject replicas."""
         self.model._replicate_for_data_parallel = self  # type: ignore[method-assign]
 
     def __call__(self) -> nn.Module:
@@ -168,7 +168,7 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class Treated:
-    """What an engine did to a class of modules: how many, what is dropped of them, what is kept instead."""
+    """How an engine treats one class of modules: their count, what is dropped, and what is kept instead."""
 
     module: str
     count: int
@@ -177,13 +177,13 @@ class Treated:
 
 
 class Installed:
-    """What an engine did to a model; `term` is the engine's in a policy, `rows` what `explain()` says of it."""
+    """An engine that is installed in a model: its policy term, its stand-ins, and its rows for `explain()`."""
 
     def __init__(self, term: str, stand_ins: Sequence[StandIn], rows: list[Treated]) -> None:
         self.term, self.stand_ins, self.rows = term, list(stand_ins), rows
 
     def pause(self) -> None:
-        """Give every module the forward it had, until `resume`."""
+        """Restore the previous forward of every module until `resume`."""
         for stand_in in reversed(self.stand_ins):
             stand_in.remove()
 
@@ -194,7 +194,7 @@ class Installed:
 
 
 def warn_once(message: str) -> None:
-    """Warn, the first time that this is said in the process."""
+    """Issue a warning once per process and message."""
     if message not in _said:
         _said.add(message)
         warnings.warn(message, stacklevel=2)

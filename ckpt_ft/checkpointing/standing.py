@@ -1,4 +1,4 @@
-"""Which policies stand on a model, which of them would meet, and `suspended`, which takes them off for a while."""
+"""Finds the policies applied to a model, rejects overlapping ones, and suspends them temporarily."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .standin import StandIn
 
 
 def policies_on(model: nn.Module) -> list[AppliedPolicy]:
-    """The policies that stand on `model` or on parts of it."""
+    """Return the policies that are applied to `model` or to parts of it."""
     return [module.__dict__[MARK] for module in model.modules() if MARK in module.__dict__]
 
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[None]:
-    """Take every policy off `model` and its parts; afterwards the same ones stand again, whatever stood meanwhile.
+    """Suspend every policy on `model` and its parts, and restore them on exit.
 
-    One that its owner removes meanwhile stays away.
+    Policies applied meanwhile are removed on exit. Policies that are removed meanwhile are not restored.
     """
     standing = policies_on(model)
     for applied in reversed(standing):
@@ -39,7 +39,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_overlap(applied: AppliedPolicy) -> None:
-    """Raises UserError where a policy stands on a model that `applied.model` is part of, or on a part of it."""
+    """Raise UserError if a policy is applied to a model that contains `applied.model`, or to a part of it."""
     model, kind = applied.model, type(applied.model).__name__
     for other in made:
         if other.standing and model in modules_in(other.model):

@@ -1,4 +1,4 @@
-"""What identifies a tensor to saved-tensor hooks: its storage, its view of that storage, and its version counter."""
+"""Identifies tensors in saved-tensor hooks by their storage, their view of that storage, and their version counter."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# dtype, size, stride, storage offset, and whether it reads the storage conjugated or negated. A plain tuple: one is
-# made for every tensor that is saved.
+# dtype, size, stride, storage offset, and the conjugate and negative bits. It is a plain tuple because one is created
+# for every saved tensor.
 View = tuple[Any, ...]
 _NOTHING = torch.empty(0)
 _set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """The view of its storage that `tensor` is."""
+    """Return the view that `tensor` has of its storage."""
     return (
         tensor.dtype,
         tensor.size(),
@@ -28,7 +28,7 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    """The storage of `tensor` seen through `view`, detached."""
+    """Return a detached tensor with the storage of `tensor` and the given view of it."""
     dtype, size, stride, offset, conjugated, negated = view
     found = as_stored(tensor)
     if found.dtype is not dtype:
@@ -40,7 +40,7 @@ def looked_at(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without a graph and without the bits that say that it is read conjugated or negated."""
+    """Return a detached alias of `tensor` without its conjugate and negative bits."""
     stored = tensor.detach()
     if stored.is_conj():
         stored = stored.conj()
@@ -48,20 +48,20 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(stored: torch.Tensor) -> torch.Tensor:
-    """The whole storage as one dimension; its bytes must be a multiple of the dtype's."""
+    """Return the whole storage as a 1-D tensor; its bytes must be a multiple of the element size."""
     return stored.as_strided((stored.untyped_storage().nbytes() // stored.element_size(),), (1,), 0)
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter of `tensor`: it shows writes and holds no memory."""
+    """Return an empty tensor that shares the version counter of `tensor`: it shows writes and uses no memory."""
     return emptied(tensor.detach())
 
 
 def counts_with(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both share one version counter, so that a write through either is seen by the other.
+    """Whether both tensors share one version counter, so that a write to either increments the other's version.
 
-    Parts made by `unsafe_chunk`, `unsafe_split` or `_unsafe_view` share a storage and have a counter each. PyTorch has
-    no query for this; the counter is moved for a moment and the other one read (5 us).
+    Tensors from `unsafe_chunk`, `unsafe_split` or `_unsafe_view` share a storage but have separate counters. PyTorch
+    cannot report this, so the function changes one counter temporarily and reads the other (5 us).
     """
     version = version_of(tensor)
     if version < 0 or version != version_of(other):
@@ -74,7 +74,7 @@ def counts_with(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def emptied(alias: Any) -> torch.Tensor:
-    """`alias` with empty data; it keeps its shared version counter."""
+    """Replace the data of `alias` with an empty tensor; the shared version counter stays."""
     if is_dtensor(alias):
         alias._local_tensor = _NOTHING
     else:
@@ -83,22 +83,22 @@ def emptied(alias: Any) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is a wrapper subclass of other tensors (DTensor, jagged), whose own storage is empty."""
+    """Whether the tensor is a wrapper subclass (DTensor, jagged), whose own storage is empty."""
     return type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor (tensor parallelism), whose own storage is empty: a local tensor holds the bytes."""
+    """Whether the tensor is a DTensor (tensor parallelism), whose data is in its local tensor."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, DTensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The tensor's version counter; -1 for an inference tensor, which has none and is never saved."""
+    """Return the tensor's version; -1 for an inference tensor, which has no counter and is never saved."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
-    """The error that autograd raises if a saved tensor was modified in place; under hooks its own check is off."""
+    """Return autograd's error for a saved tensor modified in place; autograd skips this check under hooks."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{view[0]} {list(view[1])} is at version {counter._version}; expected version {version}"
@@ -106,5 +106,5 @@ def written_to(counter: torch.Tensor, version: int, view: View) -> RuntimeError:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a numpy array; numpy is not imported for it."""
+    """Whether the value is a numpy array; does not import numpy."""
     return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"

@@ -1,15 +1,15 @@
-"""Finds the towers of a model: the language model, vision encoder and audio encoder that it is put together of.
+"""Finds the towers of a model: its language model, vision encoder and audio encoder.
 
-Structure decides, not names. From a block outwards, the first module, or else the transformers model that it is in,
-says what it hears of that
+The search uses structure, not names. It walks outwards from a block. The first module with a known modality, or else
+the transformers model that contains it, determines the tower:
 
-    takes       pixels alone (vision) or sound alone (audio), among what its forward is called with;
-    declares    a transformers model of one sense alone (`input_modalities`), text being what all declare by default;
-    is built    otherwise, of the layers that stand before the blocks: an embedding of tokens (language), a convolution
-                over two or three dimensions (vision) or over one (audio). Parts with blocks of their own do not count.
+    inputs       its forward takes only pixels (vision) or only sound (audio);
+    declaration  it is a transformers model whose `input_modalities` is a single one, other than text (the default);
+    layers       otherwise, the layers in front of the blocks: a token embedding (language), a 2-D or 3-D convolution
+                 (vision) or a 1-D convolution (audio). Submodules with blocks of their own do not count.
 
-A block that one finds only together with layers of several senses, or of none (a resampler between the towers), is of
-none.
+A block belongs to no tower if the walk finds layers of several modalities at once, or of none (for example a resampler
+between towers).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TAKEN = {
 
 @dataclass(frozen=True)
 class Tower:
-    """One sense of a model: the modules that hold it, which hold no other, and its blocks, by qualified name."""
+    """One tower of a model: the modules that contain only this tower, and its blocks, by qualified name."""
 
     name: str
     modules: dict[str, nn.Module]
@@ -45,7 +45,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Part:
-    """Where a policy stands: in the tower of that name, or ("") in all that no other part has."""
+    """The part of a model that a policy covers: a named tower, or "" for everything outside the other parts."""
 
     tower: str
     policy: Policy
@@ -54,9 +54,9 @@ class Part:
 
 
 def find_towers(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Tower]:
-    """The towers of a model that has these blocks, in the order of `TOWERS`."""
+    """Find the towers of a model with these blocks, in the order of `TOWERS`."""
     around = {model.get_submodule(path) for path in _around(blocks)}.union(blocks.values())
-    senses: dict[str, str] = {}  # of blocks by the path of the module that they are in
+    senses: dict[str, str] = {}  # tower of the blocks, by path of their parent
     for path in blocks:
         outside = path.rpartition(".")[0]
         if outside not in senses:
@@ -72,7 +72,7 @@ def find_towers(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Tower]:
 
 
 def parts_of(policy: Policy, model: nn.Module, found: Blocks) -> list[Part]:
-    """Where the terms of `policy` stand in a model with these blocks: its towers, then what is left of it.
+    """Return the parts of a model that `policy` covers: the towers it names, then the rest of the model.
 
     Raises:
         UserError: the model has no tower of that name.
@@ -94,19 +94,19 @@ def _only(found: Blocks, blocks: dict[str, nn.Module]) -> Blocks:
 
 
 def _around(paths: Iterable[str]) -> set[str]:
-    """The paths of all modules that one of `paths` is in, "" for the model."""
+    """Return the paths of all modules that contain one of `paths`, with "" for the model."""
     return {path[:end] for path in paths for end in (0, *(i for i, letter in enumerate(path) if letter == "."))}
 
 
 def _sense_in(model: nn.Module, path: str, around: set[nn.Module]) -> str:
-    """The tower of the blocks directly in the module at `path`; "" for none.
+    """Return the tower of the blocks directly in the module at `path`; "" for none.
 
-    around: the blocks and all modules that have blocks in them.
+    around: the blocks and all modules that contain blocks.
     """
     while True:
         module = model.get_submodule(path)
         senses = _told(module) or set(_built(module, around))
-        if senses:  # an embedding of relative positions is built as one of tokens is
+        if senses:  # an embedding may hold relative positions, not tokens
             senses = _told(_model_around(model, path)) or senses
             return senses.pop() if len(senses) == 1 else ""
         if not path:
@@ -115,21 +115,21 @@ def _sense_in(model: nn.Module, path: str, around: set[nn.Module]) -> str:
 
 
 def _model_around(model: nn.Module, path: str) -> nn.Module:
-    """The innermost transformers model that the module at `path` is, or is in; that module where there is none."""
+    """Return the innermost transformers model at or around the module at `path`; if none, that module."""
     names = path.split(".") if path else []
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
     return next((module for module in around if is_a(module, PRETRAINED)), around[0])
 
 
 def _root(path: str, others: set[str]) -> str:
-    """The outermost module around the block at `path` that is none of `others`; "" for the model."""
+    """Return the path of the outermost module around the block at `path` that is not in `others`."""
     names = path.split(".")
     roots = (".".join(names[:depth]) for depth in range(len(names)))
     return next((root for root in roots if root not in others), path)
 
 
 def _told(module: nn.Module) -> set[str]:
-    """The one sense but language that `module` takes, or else declares; empty where there is no one such."""
+    """Return the single non-language modality of the inputs of `module`, or else of its declaration, if any."""
     taken = {_TAKEN[name] for name in inspect.signature(type(module).forward).parameters if name in _TAKEN}
     if not taken and is_a(module, PRETRAINED):
         declared: Any = module.input_modalities
@@ -139,10 +139,10 @@ def _told(module: nn.Module) -> set[str]:
 
 
 def _built(module: nn.Module, around: set[nn.Module]) -> Iterator[str]:
-    """The senses of the layers in `module` that are not in `around` (modules with blocks in them)."""
+    """Yield the modalities of the layers in `module` that are not in `around` (modules that contain blocks)."""
     children = [child for child in module.children() if child not in around]
     kinds = {"vision" for child in children if isinstance(child, (nn.Conv2d, nn.Conv3d))}
     kinds |= {"audio" for child in children if isinstance(child, nn.Conv1d)}
-    yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # else of positions
+    yield from kinds or {"language" for child in children if isinstance(child, nn.Embedding)}  # or positions
     for child in children:
         yield from _built(child, around)

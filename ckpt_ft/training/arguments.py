@@ -27,27 +27,27 @@ ON_OOM = ("replan", "stop")
 
 @dataclass
 class ACArguments:
-    """What is recomputed, under which budget, and what is reported about memory.
+    """The activation checkpointing policy, its memory budget, and the memory reports.
 
     Attributes:
-        ac_policy: a policy for `Policy.parse`, or a file that `ckpt-ft plan --output plan.json` wrote, which stands
-            for the policy that it picked. None leaves the model as it is; memory is still reported.
+        ac_policy: a policy for `Policy.parse`, or a plan file written by `ckpt-ft plan --output plan.json`, which
+            selects its best policy. None leaves the model unchanged; memory is still reported.
         ac_budget: an amount of memory such as "24GiB" that `auto` and `find_max_batch_size` may use. On a CPU a step
             that exceeds it runs out of memory, as on a card of that size.
         ac_report: comma-separated kinds of report to write to the output directory, or "none". With "none" nothing is
             measured, except for a budget on a CPU.
         find_max_batch_size: before training, find the largest micro-batch that fits, by prediction and then by a real
-            step, and use it as far as gradient accumulation can keep the effective batch as it was.
+            step, and use it as far as gradient accumulation can preserve the effective batch size.
         ac_on_oom: what to do under `auto` when memory runs out. "replan": continue from the last checkpoint under a
             policy that needs less. "stop": stop with advice. None: "replan" in one process and "stop" in several,
             where one process runs out while the others wait for it.
         ac_check: before training, compare one step's loss, gradients, buffers and RNG with and without the policy.
-        ac_verify: which training steps prove that backward computes with what forward saved; see `apply_policy`.
+        ac_verify: the training steps that verify that recomputed values equal those of forward; see `apply_policy`.
         plan: the plan that `ac_policy` names, read once; None if it names none. Not a flag.
 
     Raises:
-        UserError: a value cannot be understood, two contradict each other, or the plan's file cannot be used. All of
-            it is raised when the object is made.
+        UserError: a value is invalid, two values contradict each other, or the plan file cannot be used. Raised when
+            the object is created.
     """
 
     ac_policy: str | None = flag(
@@ -106,7 +106,7 @@ class ACArguments:
 
     @property
     def policy(self) -> Policy | None:
-        """The parsed policy, or the one that the plan picked; None if the model is left as it is."""
+        """The parsed policy, or the one that the plan picked; None if the model is left unchanged."""
         chosen = self.ac_policy if self.plan is None else self.plan.best.policy
         return None if chosen is None else Policy.parse(chosen)
 
@@ -133,7 +133,7 @@ class ACArguments:
         return kinds
 
     def _read_plan(self) -> Plan | None:
-        """The plan in the file that `ac_policy` names.
+        """Read the plan from the file that `ac_policy` names.
 
         Raises:
             UserError: there is no such file, or its plan was made with other versions.

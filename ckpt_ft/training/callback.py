@@ -1,6 +1,6 @@
 """ACCallback: a policy and a memory report in any `transformers.Trainer`, TRL's trainers included.
 
-trainer = Trainer(...)                                   # as it was
+trainer = Trainer(...)                                   # unchanged
 ACCallback("save:attention+matmul").attach(trainer)
 trainer.train()
 """
@@ -48,12 +48,12 @@ class ACCallback(TrainerCallback):
     """Drives a `Session` from a Trainer's events: applies the policy when training begins, measures, reports.
 
     Args:
-        policy: a policy, `ACArguments` for all settings, or what `fit` chose for them; None only measures.
-        verify: which steps are verified, as in `apply_policy`. Settings have theirs in `ac_verify`.
+        policy: a policy, `ACArguments` for all settings, or the result of `fit` for them; None only measures.
+        verify: which steps are verified, as in `apply_policy`. `ACArguments` use their `ac_verify` instead.
 
     Attributes:
         session: the run's session.
-        policy: the policy; None if the model is left as it is.
+        policy: the policy; None if the model is left unchanged.
         fitted: what `auto` and `find_max_batch_size` chose; None if nothing was left open.
         applied: the policy while it is on the model.
         profiler: measures the run.
@@ -102,11 +102,11 @@ class ACCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> ACCallback:
         """Adds this callback to `trainer`, before its trackers' callbacks, so that they get the `memory/...` scalars.
 
-        Policy "auto", a plan's file and `find_max_batch_size` are settled here, for the trainer's model, arguments,
-        data and loss. The library's own activation checkpointing, which TRL switches on by default, is switched off
-        with a note. When `trainer.train()` raises, measuring stops and the policy is taken off. A callback that is
-        given as `Trainer(callbacks=[...])` comes after the trackers, cannot plan, and is not told of an error: a
-        script that goes on after one calls `close()`.
+        Resolves policy "auto", a plan file and `find_max_batch_size` for the trainer's model, arguments, data and
+        loss. The library's own activation checkpointing, which TRL switches on by default, is switched off with a
+        note. When `trainer.train()` raises, measuring stops and the policy is removed. A callback given as
+        `Trainer(callbacks=[...])` runs after the trackers, cannot plan, and does not see errors: a script that
+        continues after an error must call `close()`.
 
         Raises:
             UserError: FSDP's own checkpointing is on; (under "auto") nothing fits, there is no budget on a CPU, rows
@@ -137,7 +137,7 @@ class ACCallback(TrainerCallback):
                     "ACCallback('auto') plans from the trainer that it is attached to: make the trainer without it, "
                     "then ACCallback('auto').attach(trainer)"
                 )
-            if self._without_own_checkpointing(args) is not args:  # given by `callbacks`, and switched on by now
+            if self._without_own_checkpointing(args) is not args:  # given as `callbacks`, so already on
                 getattr(model, f"{_own_name(args)}_disable")()
         if session.settings.ac_check:
             session.model = model
@@ -171,16 +171,17 @@ class ACCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Stops measuring and takes the policy off; for a script that goes on after training has failed."""
+        """Stops measuring and removes the policy; for a script that continues after training has failed."""
         self.session.close()
         self.session.profiler = None
 
     def peak_holders(self, n: int = 5) -> list[str]:
-        """What held this process's highest peak so far, the largest first; empty before a step has been measured."""
+        """The largest holders of this process's highest peak so far, in descending order; empty before a measured
+        step."""
         return self.session.peak_holders(n)
 
     def _plan(self, trainer: Trainer) -> None:
-        """Chooses what the flags leave open."""
+        """Chooses the settings that the flags leave open."""
         session, settings = self.session, self.session.settings
         if session.fitted is None and settings.plan is not None:
             settings.plan.check_model(trainer.model, f"--ac_policy {settings.ac_policy}")
@@ -207,7 +208,7 @@ class ACCallback(TrainerCallback):
         return changed(args, **dict.fromkeys(names, False))
 
     def _stopped_by_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`train` that leaves nothing on when it raises: a Trainer tells its callbacks nothing of errors."""
+        """Wraps `train` to clean up when it raises, because a Trainer does not report errors to its callbacks."""
 
         @functools.wraps(train)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +222,7 @@ class ACCallback(TrainerCallback):
         return watched
 
     def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute_loss` that tells the profiler of its batches in training."""
+        """Wraps `compute_loss` to record its training batches in the profiler."""
 
         @functools.wraps(compute_loss)
         def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +270,7 @@ def _fsdp_checkpoints(args: TrainingArguments) -> bool:
 
 
 def _refuse_no_batch(trainer: Trainer) -> None:
-    """Raises UserError if there is no whole batch: a Trainer would end at once and save an untrained model."""
+    """Raises UserError if there is no full batch: a Trainer would end at once and save an untrained model."""
     args: Any = trainer.args
     rows, batch = trainer.train_dataset, args.train_batch_size * args.world_size
     if args.dataloader_drop_last and hasattr(rows, "__len__") and len(rows) < batch:
@@ -280,7 +281,7 @@ def _refuse_no_batch(trainer: Trainer) -> None:
 
 
 def _first_batch(loader: Any, args: TrainingArguments, session: Session) -> dict[str, Any]:
-    """The first rows as a batch; the order of the data stays as it is."""
+    """Returns the first rows as a batch; the order of the data does not change."""
     if args.deepspeed_plugin is not None:
         raise UserError(
             "--ac_check: DeepSpeed's engine takes each gradient away as it comes, so there is nothing to compare; "

@@ -1,7 +1,7 @@
-"""Fits a run to memory: asks the planner for what `--ac_policy auto` and `--find_max_batch_size` leave open.
+"""Fits a run to memory: plans the settings that `--ac_policy auto` and `--find_max_batch_size` leave open.
 
 `ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
-call it with the workload of their loop (diffusion/loop_workload.py). replan.py handles memory that still runs out.
+call it with the workload of their loop (diffusion/loop_workload.py). replan.py handles later out-of-memory errors.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .launched import found_by_main
 
 logger = logging.getLogger(__name__)
 _MOST = 1024  # samples of a micro-batch
-_LOOP_SHARE = 0.05  # of a CPU's budget, for what the loop holds apart from the step (prefetched batches, logging)
+_LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training runs under, with everything settled that the flags leave open.
+    """The settings of a training run after everything that the flags leave open is chosen.
 
     Attributes:
-        workload: what is trained, with the accumulation of `args`; it holds the model.
+        workload: the workload, with the accumulation of `args`; it holds the model.
         args: the Trainer's or the loop's, with the micro-batch and the accumulation that were found.
-        settings: the flags as they were given.
-        plan: under `--ac_policy auto` or a plan's file.
-        largest: under `--find_max_batch_size`.
+        settings: the flags as given.
+        plan: set under `--ac_policy auto` or a plan file.
+        largest: set under `--find_max_batch_size`.
     """
 
     workload: Workload
@@ -54,7 +54,7 @@ class Fitted:
 
     @property
     def policy(self) -> Policy | None:
-        """The plan's pick, otherwise the policy that was given; None leaves the model as it is."""
+        """The plan's pick, otherwise the given policy; None leaves the model unchanged."""
         return self.settings.policy if self.plan is None else Policy.parse(self.plan.best.policy)
 
     @property
@@ -83,9 +83,9 @@ def fit(
     batch_name: str = "per_device_train_batch_size",
     budget: int | None = None,
 ) -> Fitted:
-    """Chooses what `auto`, a plan's file and `--find_max_batch_size` leave open; what is given stays as it is.
+    """Chooses what `auto`, a plan file and `--find_max_batch_size` leave open; given values do not change.
 
-    With several processes the main one plans for all, for the launch that they are part of.
+    With several processes, the main one plans for all, for their distributed launch.
 
     Args:
         workload: the model on any device; to confirm a batch size it is moved to `device`.
@@ -138,10 +138,10 @@ def _modelled(launch: Callable[[], Launch | None]) -> Launch | None:
 
 
 def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -> Fitted:
-    """`fitted` with the largest micro-batch that keeps the effective batch.
+    """Returns `fitted` with the largest micro-batch that preserves the effective batch size.
 
-    Gradients live from one micro-batch to the next, so a batch that fits as a whole step may not fit as one of
-    several. The search is repeated with the number of micro-batches that follows from its result.
+    Gradients persist between micro-batches, so a batch that fits as a whole step may not fit as one of several. The
+    search is repeated with the number of micro-batches that follows from its result.
     """
     args, most = fitted.args, _MOST
     while True:
@@ -158,8 +158,8 @@ def _with_largest_batch(fitted: Fitted, device: torch.device, batch_name: str) -
 
 
 def _largest(fitted: Fitted, device: torch.device, most: int) -> MaxBatchSize:
-    """The largest micro-batch, confirmed by real steps. A model that will be sharded is only predicted: a real step of
-    the whole model says nothing about its shards."""
+    """Returns the largest micro-batch, confirmed by real steps. A model that will be sharded is only predicted: a real
+    step of the whole model says nothing about its shards."""
     workload, budget = fitted.workload, fitted.settings.ac_budget
     more: dict[str, Any] = {"margin": _cpu_margin(workload), "max_batch_size": most}
     if workload.launch is not None and workload.launch.shards:
@@ -192,5 +192,5 @@ def _refuse_partitioned(model: nn.Module, flag: str) -> None:
 
 
 def _cpu_margin(workload: Workload) -> float | None:
-    """The share of a CPU's budget to keep free; None on a GPU, where the planner has a margin of its own."""
+    """Returns the share of a CPU's budget to keep free; None on a GPU, where the planner has its own margin."""
     return _LOOP_SHARE if workload.device == "cpu" else None

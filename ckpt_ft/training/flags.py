@@ -1,4 +1,4 @@
-"""Dataclasses of flags, as `HfArgumentParser` reads them: a field with its help, and what recipes have in common."""
+"""Flag dataclasses for `HfArgumentParser`: fields with a help text, and the flags that recipes share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Arguments = TypeVar("Arguments")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a flag takes: from `least` on (or above it, where it is `open`), up to `most` and below `end`.
+    """The valid range of a flag: at least `least` (above it if `open`), at most `most` and below `end`.
 
-    Infinity and what is no number are in none.
+    Infinity and NaN are never valid.
     """
 
     least: int
@@ -47,17 +47,17 @@ AT_LEAST_ONE = Range(1)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open=True)
 SHARE = Range(0, end=1)
-SEED = Range(0, 2**32 - 1)  # numpy's
+SEED = Range(0, 2**32 - 1)  # as numpy requires
 LORA_RANK = Range(1, 2**16)  # no model's layer is wider
-PIXELS = Range(8, 2**14)  # of an image's side
+PIXELS = Range(8, 2**14)  # side of an image
 OVERWRITE = "Delete the checkpoints and the result of an earlier run in output_dir."  # of --overwrite_output_dir
 
 
 def check_numbers(args: object, ranges: Mapping[str, Range]) -> None:
-    """Every flag of `ranges` that is given; None stands for one that is not.
+    """Check every flag of `ranges`; None means that the flag was not given.
 
     Raises:
-        UserError: a number that its flag does not take.
+        UserError: a number is out of range.
     """
     for name, numbers in ranges.items():
         value = getattr(args, name)
@@ -66,20 +66,20 @@ def check_numbers(args: object, ranges: Mapping[str, Range]) -> None:
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """A field of such a dataclass; `more` is argparse's, such as `choices`."""
+    """A field of a flag dataclass; `more` goes to argparse, for example `choices`."""
     return field(default=default, metadata={"help": help, **more})
 
 
 def changed(args: Arguments, **values: Any) -> Arguments:
-    """`args` with other `values`; they stay as they are. Not `dataclasses.replace`: TrainingArguments set up devices
-    when they are made."""
+    """Returns a copy of `args` with other `values`. Not `dataclasses.replace`, because TrainingArguments set up
+    devices when they are created."""
     other = copy.copy(args)
     vars(other).update(values)
     return other
 
 
 def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
-    """Raises UserError where `--report_to` names a tracker that is not among those `here`."""
+    """Raises UserError if `--report_to` names a tracker that is not in `here`."""
     for name in names:
         if name not in here:
             raise UserError(
@@ -89,10 +89,10 @@ def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
 
 @dataclass
 class SplitArguments:
-    """Which rows of a dataset are trained on, and which are kept to evaluate on; the names are TRL's.
+    """The dataset splits for training and evaluation, with TRL's names.
 
     Raises:
-        UserError: a share that cannot be held out.
+        UserError: `test_split_size` is out of range.
     """
 
     dataset_name: str | None = flag(None, "Hub id or local path.")
@@ -107,10 +107,10 @@ class SplitArguments:
         check_numbers(self, {"test_split_size": Range(0, end=1, open=True)})
 
     def hold_out(self, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
-        """`rows` to train on, and `test_split_size` of them to evaluate on.
+        """Split `rows` for training and, by `test_split_size`, for evaluation.
 
         Raises:
-            UserError: there is one row, or the share leaves none to train on.
+            UserError: there is one row, or no row is left for training.
         """
         if len(rows) < 2:
             raise UserError(

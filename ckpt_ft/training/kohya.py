@@ -1,6 +1,6 @@
-"""A U-Net's LoRA under kohya's names, as AUTOMATIC1111, ComfyUI, InvokeAI and others load it.
+"""Converts a U-Net's LoRA to kohya's names, which AUTOMATIC1111, ComfyUI, InvokeAI and others load.
 
-The names are diffusers' own converter's, which takes every alpha to be the rank; here it is the one of the training.
+diffusers' converter chooses the names but sets every alpha to the rank; here alpha is the one used in training.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckpt_ft.reading import library_reads
 from .run.resume import PIPELINE_LORA
 
 _COMPONENTS = ("unet", "text_encoder", "text_encoder_2")
-_METADATA = "lora_adapter_metadata"  # where diffusers keeps a file's configurations
+_METADATA = "lora_adapter_metadata"  # metadata key of the configurations in diffusers' files
 
 
 def to_kohya(adapter: str, output: str) -> Path:
     """Write the LoRA of a run of recipes/diffusion_unet.py to the file `output`, under kohya's names.
 
-    adapter: the run's output_dir, or its file.
+    adapter: the run's output_dir, or the LoRA file in it.
 
     Raises:
-        UserError: there is no LoRA, half of one, one that is no U-Net's or more than LoRA, or `output` is there or
-            cannot be written.
+        UserError: the LoRA is missing, incomplete, not a U-Net's or more than LoRA, or `output` exists or is not
+            writable.
     """
     from safetensors.torch import save_file
 
@@ -52,7 +52,7 @@ def to_kohya(adapter: str, output: str) -> Path:
 
 
 def _read(source: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights under PEFT's names, and the configurations of their components: 'unet.lora_alpha' and the like."""
+    """Returns weights under PEFT's names, and the settings of their components, such as 'unet.lora_alpha'."""
     from diffusers.utils import convert_state_dict_to_peft, convert_unet_state_dict_to_peft
     from safetensors import safe_open
 
@@ -107,7 +107,7 @@ def _named(weights: dict[str, Tensor], settings: Mapping[str, Any], source: Path
 
 
 def _alpha(name: str, rank: int, settings: Mapping[str, Any]) -> float:
-    """What kohya divides by the rank to scale a module: the rank itself where the file does not say."""
+    """Returns kohya's alpha, which divided by the rank scales a module; the rank itself if the file has none."""
     from peft.utils.other import get_pattern_key
 
     component, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""The distributed launch that this process is part of, as a `Launch` that a trace can model."""
+"""Describes the distributed launch of this process as a `Launch` that a trace can model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch_of(accelerator: Accelerator) -> Launch | None:
 
 
 def launch_ahead(args: TrainingArguments) -> Launch | None:
-    """The launch that a Trainer with `args` is going to make, as `launch_of` returns it afterwards."""
+    """The launch that a Trainer with `args` will make; equals what `launch_of` returns afterwards."""
     if PartialState().num_processes == 1:
         return None
     sharing: dict[str, Any] = {}
@@ -53,8 +53,8 @@ def launch_ahead(args: TrainingArguments) -> Launch | None:
     elif args.fsdp_plugin_args is not None:
         sharing = _fsdp2(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
     elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        sharing = _fsdp2(FullyShardedDataParallelPlugin())  # reads what `accelerate launch` passes on
-    else:  # Trainer._build_accelerator_args, without checkpointing of the library's own
+        sharing = _fsdp2(FullyShardedDataParallelPlugin())  # reads the environment that `accelerate launch` sets
+    else:  # as Trainer._build_accelerator_args, without the library's own checkpointing
         sharing = {"find_unused_parameters": args.ddp_find_unused_parameters is not False}
     return _launch(precision_of(args), **sharing)
 
@@ -73,7 +73,7 @@ def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     if plugin.fsdp_version != 2:
         raise UserError("FSDP of version 1 is not modelled; set fsdp_version: 2")
     wraps: Any = plugin.auto_wrap_policy
-    wraps = wraps.func if isinstance(wraps, functools.partial) else wraps  # once it has seen the model
+    wraps = wraps.func if isinstance(wraps, functools.partial) else wraps  # a partial after set_auto_wrap_policy
     if wraps not in (None, transformer_auto_wrap_policy):
         raise UserError(
             "FSDP2 that wraps modules by their size is not modelled; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"

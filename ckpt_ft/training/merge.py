@@ -1,4 +1,4 @@
-"""A trained adapter merged into its base: full weights that load without peft."""
+"""Merges a trained adapter into its base model: full weights that load without PEFT."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from .run.resume import PIPELINE_LORA
 
 logger = logging.getLogger(__name__)
 _OF_PROCESSORS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-_ADAPTED = ("base_model_class", "parent_library")  # as peft notes what an adapter stands on
+_ADAPTED = ("base_model_class", "parent_library")  # keys under which PEFT stores the class of the base model
 
 
 def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Path:
-    """Write the model that `adapter` was trained on, with the adapter in its weights, to `output`.
+    """Merge `adapter` into the weights of its base model and write the result to `output`.
 
     Args:
-        adapter: a directory as a recipe leaves it: peft's (`adapter_config.json`), of a model or of a part of a
-            pipeline, or a pipeline's LoRA (`pytorch_lora_weights.safetensors`). The base of the last two is a whole
-            pipeline.
-        output: a directory that is not there yet, or is empty.
+        adapter: the output_dir of a recipe: PEFT's (`adapter_config.json`), of a model or of a part of a pipeline, or
+            a pipeline's LoRA (`pytorch_lora_weights.safetensors`). The base of the last two is a whole pipeline.
+        output: a directory that does not exist yet, or is empty.
         base: Hub id or directory; by default the one that the adapter names.
-        dtype: of the merged weights; "auto" keeps the base's. A base that was trained in 4 bits is read in its own
-            precision, as the weights that it was quantised from.
+        dtype: dtype of the merged weights; "auto" keeps the base's. If the base was trained in 4 bits, its unquantised
+            weights are loaded.
 
     Raises:
-        UserError: there is no adapter, its base cannot be read from here or does not fit, or `output` is taken.
+        UserError: there is no adapter, its base cannot be loaded or does not match, or `output` exists.
     """
     source, target = Path(adapter), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -58,7 +57,7 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
 
 
 def _merged_adapter(source: Path, base: str, dtype: str) -> list[Any]:
-    """Of peft's files: the model, and its tokenizer or processor where it has one; or the pipeline."""
+    """Returns the model and its tokenizer or processor if it has one; or the pipeline. For PEFT's files."""
     with library_reads(f"{source / NAME} cannot be read"):
         settings = json.loads((source / NAME).read_text(encoding="utf-8"))
         name = base or settings.get("base_model_name_or_path")
@@ -80,7 +79,7 @@ def _merged_model(source: Path, name: str, dtype: str) -> list[Any]:
 
 
 def _processor(source: Path, base: str) -> list[Any]:
-    """The tokenizer or processor beside the adapter, or else the base's, where it has one."""
+    """Returns the tokenizer or processor saved with the adapter, or else the base's, if it has one."""
     from transformers import AutoProcessor
 
     from .vision_language.models import without_videos
@@ -98,7 +97,7 @@ def _processor(source: Path, base: str) -> list[Any]:
 
 
 def _merged_part(source: Path, name: str, dtype: str, part: str) -> list[Any]:
-    """The pipeline with its component of the class `part` merged."""
+    """Returns the pipeline with the adapter merged into its component of the class `part`."""
     pipeline = _pipeline(name, dtype)
     for component, model in pipeline.components.items():
         if type(model).__name__ == part:
@@ -126,10 +125,10 @@ def _what(source: Path, base: str) -> str:
 
 
 def _check_whole(tuned: Any, source: Path, base: str) -> None:
-    """Raises UserError where the adapter's file and the adapted model do not have the same tensors.
+    """Raises UserError if the adapter's file and the adapted model do not have the same tensors.
 
-    peft leaves what is missing as it was made, and passes over what is too much: half an adapter would be merged.
-    Embeddings that were saved beside the adapter are no part of it.
+    PEFT leaves missing tensors at their initial values and ignores unexpected ones, so half an adapter would be
+    merged. Embeddings that were saved with the adapter are not compared.
     """
     from peft.utils import get_peft_model_state_dict, load_peft_weights
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
@@ -147,7 +146,7 @@ def _check_whole(tuned: Any, source: Path, base: str) -> None:
 
 
 def _class_of(config: Any) -> Any:
-    """The class that the base was trained as."""
+    """Returns the class that the base was trained as."""
     names = getattr(config, "architectures", None) or []
     kind = getattr(importlib.import_module("transformers"), names[0], None) if names else None
     if kind is None:
@@ -160,7 +159,7 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
         raise UserError(f"{source} is a pipeline's LoRA, which does not name its base; give the pipeline with --base")
     with library_reads(_what(source, base)):
         pipeline = _pipeline(base, dtype)
-        with warnings.catch_warnings():  # PEFT warns of modules that the adapter was trained on and the file lacks
+        with warnings.catch_warnings():  # PEFT warns of adapted modules that are missing in the file
             warnings.filterwarnings("error", "While injecting the PEFT adapters", RuntimeWarning)
             pipeline.load_lora_weights(str(source), weight_name=PIPELINE_LORA)
         if not pipeline.get_list_adapters():
@@ -172,8 +171,9 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
 
 
 def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
-    """Raises UserError where the file has more or fewer tensors than the adapters that were made of it: diffusers
-    leaves what is missing as it was made, and passes over what is too much. Files under others' names are not told."""
+    """Raises UserError if the file has more or fewer tensors than the adapters loaded from it: diffusers leaves
+    missing tensors at their initial values and ignores unexpected ones. Files with other naming schemes are not
+    checked."""
     from peft.utils import get_peft_model_state_dict
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""A causal language model and its tokenizer from flags named as TRL names them: full fine-tuning, LoRA, QLoRA."""
+"""Loads a causal language model and its tokenizer from flags with TRL's names: full fine-tuning, LoRA, QLoRA."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _RANK, _ALPHA = 16, 32
-# Flags of LoRA: LoraConfig's names, and what stands for a flag that is left out.
+# Flags of LoRA: LoraConfig's names and the defaults.
 _LORA = {"lora_r": ("r", _RANK), "lora_alpha": ("lora_alpha", _ALPHA), "lora_dropout": ("lora_dropout", LORA_DROPOUT)}
 
 
 @dataclass
 class ModelArguments:
-    """Which model, in which precision, and what of it is trained.
+    """Which model to load, in which precision, and which weights to train.
 
     Raises:
-        UserError: quantised weights without LoRA, or a rank that is no rank.
+        UserError: quantised weights without LoRA, or an invalid rank, alpha or dropout.
     """
 
     model_name_or_path: str | None = flag(
@@ -84,15 +84,15 @@ class ModelArguments:
 
     @property
     def source(self) -> dict[str, Any]:
-        """What every `from_pretrained` is given: the revision, and whose code runs."""
+        """Arguments of every `from_pretrained`: the revision, and whether remote code is trusted."""
         return {"revision": self.model_revision, "trust_remote_code": self.trust_remote_code}
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding with its end token where it has no padding of its own.
+    """Load the model's tokenizer; without a padding token of its own, it pads with its end token.
 
     Raises:
-        UserError: the model has none that can be read from here.
+        UserError: no tokenizer can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -104,12 +104,12 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def within_positions(args: ModelArguments, max_length: int) -> int:
-    """Tokens of a sequence: `max_length`, or the model's positions where the default is more than them, which is said.
+    """Clamps a default `max_length` to the model's `max_position_embeddings` and warns.
 
-    Past the last position lies an index error deep in the model, or silently worse numbers.
+    Longer sequences cause an index error deep in the model, or silently worse numbers.
 
     Raises:
-        UserError: another length than the default was asked for, and the model has not as many positions.
+        UserError: a length other than the default exceeds the model's positions.
     """
     from transformers import AutoConfig
 
@@ -125,10 +125,10 @@ def within_positions(args: ModelArguments, max_length: int) -> int:
 
 
 def load_model(args: ModelArguments) -> PreTrainedModel:
-    """The causal language model in train mode; with adapters its weights are frozen, in 4 bits when asked.
+    """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
 
     Raises:
-        UserError: the model cannot be read from here, or bitsandbytes is missing.
+        UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -137,10 +137,10 @@ def load_model(args: ModelArguments) -> PreTrainedModel:
 
 
 def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedModel:
-    """`auto.from_pretrained` of the model that is named, as `args` say; `more` goes to it as well.
+    """Calls `auto.from_pretrained` for the model of `args`, with `more` as additional arguments.
 
     Raises:
-        UserError: the model cannot be read from here, or bitsandbytes is missing.
+        UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
     if args.attn_implementation is not None:
@@ -150,16 +150,16 @@ def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedM
     assert args.model_name_or_path is not None
     config = Path(args.model_name_or_path, "config.json")
     if config.is_file():
-        read_config(str(config))  # a model of a size that none has would be built for ever
+        read_config(str(config))  # rejects absurd sizes, which would take forever to build
     with library_reads(f"model {args.model_name_or_path} cannot be loaded"):
         return auto.from_pretrained(args.model_name_or_path, **kwargs)
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
-    """`model` frozen, with LoRA adapters or those of a configuration of PEFT; `more` is `adapter_config`'s.
+    """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`.
 
     Raises:
-        UserError: the model has no modules of the names that are to get an adapter, or none of that kind.
+        UserError: the model has no target modules of these names, or none that the adapter supports.
     """
     from peft import get_peft_model
 
@@ -178,7 +178,7 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
 def adapter_config(
     args: ModelArguments, targets: Targets | None = None, modules_to_save: Sequence[str] = (), **task: str
 ) -> PeftConfig:
-    """What peft makes adapters from: LoRA's flags, or the file; the rest as for `adapter_of`."""
+    """Returns the PEFT configuration: from LoRA's flags, or from the file; other arguments as for `adapter_of`."""
     if args.peft_config is not None:
         return adapter_of(args.peft_config, targets, modules_to_save, **task)
     from peft import LoraConfig
@@ -210,7 +210,7 @@ def _quantization(args: ModelArguments) -> Any:
 
 
 def _this_device() -> dict[str, Any]:
-    """Quantised weights are made where they stay: the whole model on this process's device."""
+    """Returns a device map: quantised weights are created on this process's device and stay there."""
     from accelerate import PartialState
 
     return {"": PartialState().device}

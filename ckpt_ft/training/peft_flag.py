@@ -1,7 +1,7 @@
-"""`--peft_config`: adapters of any kind of PEFT in place of LoRA's own flags, in every recipe.
+"""`--peft_config`: adapters of any PEFT type instead of LoRA's own flags, in every recipe.
 
-The file is PEFT's own `adapter_config.json`. A recipe knows three things that it may leave out: the task, the modules
-that get an adapter, what is trained beside them.
+The file is PEFT's own `adapter_config.json`. It may leave out three settings that a recipe knows: the task, the
+target modules, and the modules that are trained in full.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 HELP = "An adapter_config.json of any kind of PEFT (DoRA, LoKr, LoHa, OFT ...), or the directory that has it."
-# Names of modules as they are asked for, None where none are -> those that get an adapter, as PEFT takes them.
+# Maps requested module names (None for the default) to the target modules, as PEFT expects them.
 Targets = Callable[[Any], Any]
-_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA's first weights: from data, or by another package
+_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA initialisations that need data or another package
 
 
 def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
-    """What can be known of the flag before anything is loaded.
+    """Validate the flag before anything is loaded.
 
     beside: LoRA's own flags, by name.
 
     Raises:
-        UserError: the file is no configuration of PEFT, cannot be trained by a plain loop, or one of those flags is
-        given as well.
+        UserError: the file is not a PEFT configuration, a plain loop cannot train it, or one of those flags is also
+            given.
     """
     if path is None:
         return
@@ -56,15 +56,16 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
 def adapter_of(
     path: str, targets: Targets | None = None, modules_to_save: Sequence[str] = (), task_type: str | None = None
 ) -> PeftConfig:
-    """The configuration in `path`.
+    """Returns the configuration in `path`.
 
     Args:
-        targets: makes those of the model of the names in the file.
-        modules_to_save: trained whole beside the adapters, with those of the file.
-        task_type: the recipe's, whatever the file says.
+        targets: maps the file's target modules to those of the model.
+        modules_to_save: modules that are trained in full, in addition to those in the file.
+        task_type: the recipe's task type, which overrides the file's.
 
     Raises:
-        UserError: it is none, has no place for `modules_to_save`, or stands before text where the recipe has no task.
+        UserError: the file is not a PEFT configuration, does not support `modules_to_save`, or is a prompt-learning
+            type and the recipe has no task.
     """
     asked = f"--peft_config {path}"
     content = read_peft(path, asked)
@@ -89,5 +90,5 @@ def adapter_of(
 
 
 def kind_of(path: str | None) -> str | None:
-    """Which kind of PEFT the file asks for."""
+    """Returns the PEFT type in the file."""
     return None if path is None else str(read_peft(path, f"--peft_config {path}")["peft_type"])

@@ -1,8 +1,8 @@
 """Continues training from the last checkpoint under a policy that needs less, after memory ran out under `auto`.
 
-`train_with_replanning` is for a Trainer, whose `train` is called again; `run_with_replanning` is for a loop, which
-runs again from loading the model. Several processes are not replanned: one runs out of memory while the others wait
-for it in a collective, so they cannot agree on a new plan, and training stops with advice.
+`train_with_replanning` calls a Trainer's `train` again; `run_with_replanning` repeats a loop's run from loading the
+model. Several processes are not replanned: one runs out of memory while the others wait for it in a collective, so
+they cannot agree on a new plan, and training stops with advice.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NEXT_BUDGET = 0.9  # of the budget that was too large
 
 
 def train_with_replanning(trainer: Trainer, session: Session, directory: RunDirectory) -> dict[str, float]:
-    """`trainer.train()`, repeated under `auto` with a smaller budget from the last checkpoint when memory runs out.
+    """Calls `trainer.train()`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
 
-    Without a checkpoint it is repeated only if no step had been made.
+    Without a checkpoint, it repeats only if no step was completed.
 
     Returns:
         The training metrics; empty if the resumed checkpoint was the last one of a finished run.
@@ -78,11 +78,11 @@ class Attempt:
     """One attempt at a loop's run.
 
     Attributes:
-        args: the loop's; once the batch is found, with that batch.
-        settings: what is left open. A later attempt keeps the batch of the first one.
-        checkpoint: where it continues from; None for the beginning.
+        args: the loop's arguments, with the batch size once it is found.
+        settings: the `--ac_*` flags. Later attempts keep the batch size of the first one.
+        checkpoint: the checkpoint to continue from; None for the beginning.
         budget: bytes to plan for after memory has run out; None for `--ac_budget`.
-        plan: under `auto`, once it is made.
+        plan: the plan under `auto`, once it is made.
     """
 
     args: Any
@@ -92,11 +92,11 @@ class Attempt:
     plan: Plan | None = None
 
     def note(self, fitted: Fitted) -> None:
-        """Keeps what this attempt runs under, without the model, which must be freed before the next attempt."""
+        """Stores the chosen settings without the model, which must be freed before the next attempt."""
         self.args, self.plan = fitted.args, fitted.plan
 
     def with_less(self, checkpoint: str | None) -> Attempt:
-        """The next attempt: the same batch in less memory, continued from `checkpoint`."""
+        """The next attempt: same batch size, smaller budget, continued from `checkpoint`."""
         assert self.plan is not None, "auto plans before it trains"
         settings = replace(self.settings, find_max_batch_size=False)
         return Attempt(self.args, settings, checkpoint, smaller_budget(self.plan))
@@ -105,10 +105,10 @@ class Attempt:
 def run_with_replanning(
     train: Callable[[Attempt], None], args: Any, settings: ACArguments, directory: RunDirectory
 ) -> None:
-    """`train(attempt)`, repeated under `auto` with a smaller budget from the last checkpoint when memory runs out.
+    """Calls `train(attempt)`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
 
     Args:
-        train: a whole run, from loading the model on; it notes in the attempt what it was fitted to.
+        train: a whole run, starting with loading the model; it stores its fitted settings in the attempt.
         args: the loop's.
 
     Raises:

@@ -50,16 +50,16 @@ class Session:
     """Applies, checks, measures, predicts and reports a training run, as the `--ac_*` flags say.
 
     Args:
-        settings: the flags, or what the planner fitted for them.
-        accelerator: of the run; one is made if it is needed and None was given.
+        settings: the flags, or the planner's result for them.
+        accelerator: the run's Accelerator; None creates one if needed.
 
     Attributes:
         fitted: what the planner chose; None if nothing was left open.
-        policy: the policy of the run; None leaves the model as it is.
-        model: the model that `apply` was given.
+        policy: the policy of the run; None leaves the model unchanged.
+        model: the model passed to `apply`.
         applied: the policy while it is on the model; None before `apply` and after `close`.
         auxiliary_models: models on the device that are not trained, such as a reference model.
-        profiler: measures the run; None if neither a report nor a budget asks for it.
+        profiler: measures the run; None if neither a report nor a budget needs it.
         report: the memory report, once it is written.
     """
 
@@ -89,7 +89,7 @@ class Session:
         self.fitted, self.policy, self.auxiliary_models = fitted, fitted.policy, fitted.workload.auxiliary_models
 
     def apply(self, model: nn.Module) -> None:
-        """Puts the policy on `model`.
+        """Applies the policy to `model`.
 
         Raises:
             UserError: the policy matches nothing in the model, or FSDP's own checkpointing is on.
@@ -121,7 +121,7 @@ class Session:
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str
     ) -> None:
-        """Begins to measure, if a report or a budget asks for it."""
+        """Starts measuring, if a report or a budget needs it."""
         if not self.settings.measures or total_steps < 1:
             return
         self.profiler = MemoryProfiler(
@@ -136,10 +136,10 @@ class Session:
         self.profiler.__enter__()
 
     def stop(self, failed: bool = False) -> None:
-        """Stops measuring; `peak_holders` and `write_report` still answer.
+        """Stops measuring; `peak_holders` and `write_report` still work.
 
         Args:
-            failed: the step that is being measured has raised.
+            failed: whether the step being measured has raised.
         """
         if self.profiler is not None:
             self.profiler.close(failed)
@@ -148,7 +148,7 @@ class Session:
     def measure(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int, output_dir: str
     ) -> Iterator[None]:
-        """Measures the steps made inside; `start` and `stop` as a context manager."""
+        """Measures the steps inside; `start` and `stop` as a context manager."""
         self.start(model, optimizer, total_steps, output_dir)
         try:
             yield
@@ -158,12 +158,12 @@ class Session:
         self.stop()
 
     def begin_step(self) -> None:
-        """Begins the next step here: what happened since the last one (a checkpoint, validation) is not measured."""
+        """Begins the next step; work since the last one (a checkpoint, validation) is not measured."""
         if self.profiler is not None:
             self.profiler.begin_step()
 
     def step(self) -> dict[str, float]:
-        """Ends an optimizer step; returns its figures for a log, none for a step that was not measured."""
+        """Ends an optimizer step; returns its figures for a log, or {} if it was not measured."""
         return {} if self.profiler is None else self.profiler.step()
 
     def write_report(
@@ -172,11 +172,11 @@ class Session:
         """Prints the report and writes its files to `output_dir`; every process must call it.
 
         Args:
-            workload: makes the step that was measured, to be predicted; a failure to trace it becomes a note.
-            facts: kept in the report's provenance.
+            workload: returns the measured step for the prediction; a failure to trace it becomes a note.
+            facts: added to the report's provenance.
 
         Returns:
-            The report; None if nothing was measured or no report is wanted.
+            The report; None if nothing was measured or no report is requested.
         """
         if self.profiler is None or not self.profiler.steps or not self.settings.reports:
             return None
@@ -193,22 +193,22 @@ class Session:
         return self.report
 
     def peak_holders(self, n: int = 5) -> list[str]:
-        """What held this process's highest peak so far, the largest first; empty if that is not known."""
+        """The largest holders of this process's highest peak so far, in descending order; empty if unknown."""
         return [] if self.profiler is None else [holder_line(holder) for holder in self.profiler.holders(n)]
 
     def close(self) -> None:
-        """Stops measuring and takes the policy off the model; a policy that someone else has applied since stays."""
+        """Stops measuring and removes this session's policy; a policy applied by someone else since then stays."""
         self.stop()
         if self.applied is not None:
             self.applied.remove()
             self.applied = None
 
     def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, list[str]]:
-        """This process's step, traced under the policy, and the trace's notes; or a note that says why not."""
+        """Returns this process's traced step and its notes; on failure None and a note with the reason."""
         try:
             step = replace(workload(), launch=launch_of(self.accelerator))
             with ExitStack() as stack:
-                if self.policy is not None and self.applied is None:  # it was taken off when training ended
+                if self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
                     stack.enter_context(suspended(self.model))
                     apply_policy(self.model, self.policy, verify="never")
@@ -230,8 +230,8 @@ class Session:
 def cheaper_policies(policy: Policy | None) -> list[str]:
     """The policies of `FALLBACK_POLICIES` that keep less than `policy`, mildest first.
 
-    A policy that is not among them ranks before the first one that keeps no more than it does: a partial scope before
-    `full`. Its `head` and `offload` stay, and its `pointwise` outside of blocks that are all re-run.
+    A policy that is not in the list ranks before the first one that keeps no more than it does: a partial scope ranks
+    before `full`. Its `head` and `offload` are added to each, and its `pointwise` if its scope is `full`.
     """
     text = "none" if policy is None else str(policy)
     if text in FALLBACK_POLICIES:
@@ -246,9 +246,9 @@ def cheaper_policies(policy: Policy | None) -> list[str]:
 
 @contextmanager
 def advise_on_oom(session: Session, batch_flag: str = "--per_device_train_batch_size") -> Iterator[None]:
-    """Turns running out of memory into a `WorkFailed` that names what held the peak and what needs less.
+    """Turns running out of memory into a `WorkFailed` that lists the largest holders and cheaper policies.
 
-    `session` is closed in the end. Checkpoints stay as they are.
+    Closes `session` at the end. Checkpoints are not changed.
     """
     try:
         yield
@@ -284,9 +284,9 @@ def never_fatal(what: str) -> Iterator[None]:
 
 
 def write_report(report: MemoryReport, kinds: Sequence[str], output_dir: str) -> None:
-    """Prints the report and writes memory_report.json, .md, .html and .png as asked for, on the main process.
+    """Prints the report and writes the requested memory_report.json, .md, .html and .png, on the main process.
 
-    Without matplotlib there is no picture. A part that fails is a warning, and the others are written.
+    Without matplotlib there is no picture. If one part fails, a warning is logged and the others are written.
     """
     if not report.main:
         return

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
-    """Trains from `directory.checkpoint` on, and saves the weights or adapters, the trainer's state and its metrics.
+    """Trains from `directory.checkpoint`, and saves the weights or adapters, the trainer's state and its metrics.
 
     Checkpoints are complete or absent, a signal is deferred to the end of a step, and under `--ac_policy auto` a run
-    that is out of memory continues with a policy that needs less.
+    that runs out of memory continues with a policy that needs less.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM came; the last step has a checkpoint.
-        UserError: the checkpoint does not fit, or no step can be made with these flags and data.
+        Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
+        UserError: the checkpoint does not match, or the first step fails with these flags and data.
         WorkFailed: memory ran out, or a file could not be written.
     """
     with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):

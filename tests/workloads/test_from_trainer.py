@@ -63,7 +63,7 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
         save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-    callback = ACCallback(policy).attach(trainer)
+    callback = ACCallback(policy, verify="never").attach(trainer)  # a verified step holds 8 bytes per saved tensor
     trainer.train()
     assert callback.report is not None
     measured = max(phase["allocated"] for phase in callback.report.ranks[0].peaks.values())

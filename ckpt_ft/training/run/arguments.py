@@ -1,4 +1,4 @@
-"""RunArguments: transformers.TrainingArguments with what a run of its own needs, checked when it is made."""
+"""RunArguments: transformers.TrainingArguments plus the flags of a recipe, validated when the object is created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt_ft.training.flags import (
     flag,
 )
 
-_EPOCHS = -1  # what --max_steps is where --num_train_epochs says how long
+_EPOCHS = -1  # default of --max_steps: --num_train_epochs decides how long to train
 _NUMBERS = {
     "per_device_train_batch_size": AT_LEAST_ONE,
     "per_device_eval_batch_size": AT_LEAST_ONE,
@@ -50,7 +50,7 @@ _NUMBERS = {
     "seed": SEED,
     "data_seed": SEED,
 }
-# Of --optim_args what those optimizers read that come with transformers and torch; others have more, or check theirs.
+# The --optim_args that optimizers of transformers and torch read. Others accept more, or validate theirs.
 _OPTIM_ARGS: dict[str, tuple[str, ...]] = {
     "adafactor": (),
     "adamw_torch": (),
@@ -63,13 +63,13 @@ _OPTIM_ARGS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class RunArguments(TrainingArguments):
-    """TrainingArguments, and whether an earlier run in the output directory is replaced.
+    """TrainingArguments with a flag to overwrite an earlier run in the output directory.
 
-    `hub_token` goes to the environment, where huggingface_hub looks for it: a Trainer pickles its arguments into every
-    directory that it saves, and uploads them.
+    `hub_token` is moved to the environment variable `HF_TOKEN`, which huggingface_hub reads: a Trainer pickles its
+    arguments into every directory that it saves, and uploads them.
 
     Raises:
-        UserError: a number that nothing can be trained with, or a package that is asked for and not installed.
+        UserError: a number is out of range, or a requested package is not installed.
     """
 
     overwrite_output_dir: bool = flag(False, OVERWRITE)
@@ -87,7 +87,7 @@ class RunArguments(TrainingArguments):
             raise UserError(f"--torch_compile_backend {self.torch_compile_backend}: one of {', '.join(backends)}")
         super().__post_init__()
         if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # for no device; torch would warn in every epoch
+            self.dataloader_pin_memory = False  # there is no device to pin for; torch would warn in every epoch
         if self.fsdp and self.parallel_mode is not ParallelMode.DISTRIBUTED:
             raise UserError(
                 "--fsdp on one process: it shards a model over several; start them with `accelerate launch "
@@ -105,7 +105,7 @@ class RunArguments(TrainingArguments):
         self._check_optim_args(optim)
 
     def _check_optim_args(self, optim: str) -> None:
-        """A Trainer passes over what the optimizer does not read."""
+        """Raises UserError if the optimizer does not read an argument: a Trainer ignores it silently."""
         pairs = self.optim_args.replace(" ", "").split(",") if self.optim_args else []
         if not all("=" in pair for pair in pairs):
             raise UserError(f"--optim_args {self.optim_args}: give pairs as in rank=64,scale=0.1")
@@ -117,8 +117,7 @@ class RunArguments(TrainingArguments):
 
 
 def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
-    """Raises UserError where `--metric_for_best_model` is none of what an evaluation gives: a Trainer meets that after
-    the first one."""
+    """Raises UserError if an evaluation does not return `--metric_for_best_model`; a Trainer only fails after it."""
     name = args.metric_for_best_model
     if name is not None and name.removeprefix("eval_") not in metrics:
         raise UserError(f"--metric_for_best_model {name}: an evaluation gives {', '.join(metrics)}; name one of them")

@@ -1,4 +1,4 @@
-"""The model card: the one that Trainer writes, with a sample of answers and the memory report."""
+"""The model card: Trainer's own card plus sample answers and the memory report."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_model_card(
 ) -> None:
     """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
 
-    `dataset` is named in the card unless it is a local path; `answers` are shown unchanged. If the card cannot be
-    written, a warning says so.
+    The card names `dataset` unless it is a local path, and shows `answers` unchanged. If the card cannot be written, a
+    warning is logged.
 
     Raises:
         WorkFailed: the upload failed; the weights are in the output directory.
@@ -65,7 +65,7 @@ def write_model_card(
 def _uploading(trainer: Trainer) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of the network, the Hub, the repository
+    except Exception as error:  # network, Hub or repository errors
         out, why = trainer.args.output_dir, redacted_text(one_line(f"{type(error).__name__}: {error}", 300))
         raise WorkFailed(
             f"--push_to_hub: the upload failed ({why}); all that was "
@@ -74,12 +74,12 @@ def _uploading(trainer: Trainer) -> Iterator[None]:
 
 
 def _sample(answers: Sequence[Answer]) -> str:
-    """Prompts and answers as a section of the card."""
+    """Returns prompts and answers as a section of the card."""
     blocks = [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
     return "## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.\n\n" + "\n\n".join(blocks)
 
 
 def _section(report: MemoryReport) -> str:
-    """The report as a section of the card: its headings one level down, its command without secrets."""
+    """Returns the report as a section of the card: headings one level down, secrets removed from its command."""
     lines = redacted_text(report.to_markdown()).strip().splitlines()
     return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)

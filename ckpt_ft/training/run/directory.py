@@ -1,11 +1,11 @@
-"""The output directory of a run: one run and one process at a time, nothing of an earlier run's mixed in.
+"""The output directory of a run: it belongs to one run and one process at a time.
 
-    directory = RunDirectory.of(args, lora=...)     # checked, nothing written
-    directory.open()                                # this process's alone
-    ...                                             # data and model are loaded: the input is good
-    directory.clear()                               # an earlier run goes, if it is to be overwritten
+    directory = RunDirectory.of(args, lora=...)     # validates, writes nothing
+    directory.open()                                # locks it for this process
+    ...                                             # load data and model: the input is valid
+    directory.clear()                               # deletes an earlier run if it is to be overwritten
 
-A run's identity is in the manifest of each of its checkpoints.
+The manifest of each checkpoint stores the identity of its run.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .resume import (
     resume_path,
 )
 
-LOCK = "_run.lock"  # what is called _* is not uploaded by `--push_to_hub`
+LOCK = "_run.lock"  # `--push_to_hub` does not upload files named _*
 _RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
 
 
 class RunDirectory:
-    """Where a run writes and what it resumes from; nothing is written before `open`.
+    """The directory that a run writes to and resumes from; nothing is written before `open`.
 
     Attributes:
         path: the directory.
-        checkpoint: what the run goes on from, None for a fresh one.
-        run: its identity: that of the checkpoint, or a new one.
+        checkpoint: the checkpoint to resume from, None for a new run.
+        run: the identity of the run: that of the checkpoint, or a new one.
 
     Raises:
-        UserError: `output_dir` is a file or holds another run, or there is nothing whole to resume from.
+        UserError: `output_dir` is a file or holds another run, or there is no complete checkpoint to resume from.
     """
 
     def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
@@ -77,14 +77,14 @@ class RunDirectory:
 
     @classmethod
     def of(cls, args: Any, *, lora: bool) -> RunDirectory:
-        """That of RunArguments or LoopArguments."""
+        """Returns the directory that RunArguments or LoopArguments name."""
         return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=lora)
 
     def open(self) -> None:
-        """Make the directory and take it for this process alone, until it ends. Called on every rank.
+        """Create the directory and lock it until this process ends. Called on every rank.
 
         Raises:
-            UserError: another process has it, or it cannot be written to.
+            UserError: another process has locked it, or it is not writable.
         """
         state = PartialState()
         if state.is_main_process:
@@ -93,14 +93,14 @@ class RunDirectory:
         [self.run] = broadcast_object_list([self.run])
 
     def clear(self) -> None:
-        """Delete what killed runs left half, and symlinks to checkpoints that are gone.
+        """Delete incomplete checkpoints of killed runs, and dangling symlinks to checkpoints.
 
-        With `overwrite`, the earlier run's checkpoints and result are deleted as well, the first time.
+        With `overwrite`, the first call also deletes the earlier run's checkpoints and result.
         """
         state = PartialState()
         if state.is_main_process:
             left = list(self.path.glob(".checkpoint-*"))
-            left += [path for path in checkpoints(self.path) if not path.exists()]  # symlinks to nothing
+            left += [path for path in checkpoints(self.path) if not path.exists()]  # dangling symlinks
             if self.overwrite:
                 left += [*checkpoints(self.path), *(file for name in _RESULT for file in self.path.glob(name))]
             for path in left:
@@ -110,13 +110,14 @@ class RunDirectory:
         state.wait_for_everyone()
 
     def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """What a checkpoint of `model` takes must be free, before anything is trained for it.
+        """Check before training that the disk has room for a checkpoint of `model`.
 
-        With adapters only what is trained is saved. Of other optimizers than Adam the state is not counted, nor are
-        shards.
+        With adapters, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
+        not
+        checked.
 
         Raises:
-            WorkFailed: the disk is too full.
+            WorkFailed: there is not enough free space.
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         saved = trained if self.lora else list(model.parameters())
@@ -132,11 +133,12 @@ class RunDirectory:
             )
 
     def last_complete(self) -> str | None:
-        """The newest whole checkpoint of this run."""
+        """Returns the newest complete checkpoint of this run."""
         return last_complete_checkpoint(str(self.path), self.run)
 
     def not_written(self, what: str, reason: str) -> WorkFailed:
-        """The error for `what` could not be written here: why, how much room is left, which checkpoint is whole."""
+        """Returns an error that says why `what` was not written, how much space is free and which checkpoint is
+        complete."""
         latest = self.last_complete()
         intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
         free = format_bytes(shutil.disk_usage(self.path).free)
@@ -163,14 +165,14 @@ class RunDirectory:
 
 @cache
 def _lock(path: Path) -> FileLock:
-    """Held until this process ends, however it ends."""
+    """Lock the directory until this process ends, however it ends."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / LOCK)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
-    except (OSError, ValueError) as error:  # ValueError: a null in the name
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
     return lock
 

@@ -1,4 +1,4 @@
-"""What fails before a step has been made is what was given, and is said in one line; later it is a traceback.
+"""Reports errors before the end of the first step as one-line input errors; later errors keep their traceback.
 
 with FirstStep("training cannot begin with these flags") as first:
     first.begins()
@@ -14,27 +14,26 @@ from types import TracebackType
 from ckpt_ft.reading import library_reads
 
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-_WRAPPED = ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "IoError")  # by torch and safetensors
+_WRAPPED = ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "IoError")  # of torch and safetensors
 
 
 class FirstStep:
-    """Inside, until `made`, whatever a library raises is a UserError. Memory and disks that are full stay what they
-    are.
+    """Turns library errors into `UserError` until `made` is called. Out-of-memory and full-disk errors are unchanged.
 
     Args:
-        trying: what it is that fails, until the step begins.
+        trying: start of the error message, until the step begins.
     """
 
     def __init__(self, trying: str) -> None:
         self.trying: str | None = trying
 
     def begins(self) -> None:
-        """The flags were good enough to begin with."""
+        """Mark the start of the first step: setup succeeded with these flags."""
         if self.trying is not None:
             self.trying = "the first step failed (CKPT_FT_TRACEBACK=1 shows where)"
 
     def made(self) -> None:
-        """A step has been made: what fails from here on is no fault of the input's."""
+        """Mark the end of the first step: the input does not cause later errors."""
         self.trying = None
 
     def __enter__(self) -> FirstStep:
@@ -50,7 +49,7 @@ class FirstStep:
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Whether a write failed: the system's word for it, or what torch and safetensors make of that."""
+    """Whether a write failed, by errno or by the messages of torch and safetensors."""
     if isinstance(error, OSError):
         return error.errno in _WRITING
     return any(text in str(error) for text in _WRAPPED)

@@ -1,6 +1,6 @@
-"""A recipe's `--help`, answered from its dataclasses of flags alone: importing the libraries that train takes seconds.
+"""Prints a recipe's `--help` from its flag dataclasses alone, because importing the training libraries takes seconds.
 
-What of TrainingArguments is asked for most is listed here; `--help-all` is the parser's own list, of every flag.
+It lists the most used TrainingArguments; `--help-all` prints the parser's list of every flag.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from ckpt_ft.training.flags import OVERWRITE
 
 _WIDEST = 100
-_FEW = 5  # choices that do not go behind the flag
-_FLAGS = 34  # characters of the column of flags
+_FEW = 5  # more choices than this are listed in the text
+_FLAGS = 34  # width of the flag column, in characters
 
 
 class Line(NamedTuple):
-    """A flag as it is shown. value: what stands behind it, "" for a switch. default: "" for none worth a word."""
+    """A flag as shown. value: the placeholder after it, "" for a switch. default: "" to show none."""
 
     name: str
     value: str
@@ -30,7 +30,7 @@ class Line(NamedTuple):
     text: str
 
 
-# Of transformers.TrainingArguments, in the order in which people come to need them.
+# Flags of transformers.TrainingArguments, ordered by how soon users need them.
 TRAINING = (
     Line("output_dir", "DIR", "", "Where the result, checkpoints and reports go."),
     Line("per_device_train_batch_size", "N", "8", "Samples on a device at once."),
@@ -76,11 +76,11 @@ Group = type | Sequence[Line]
 
 
 def answer_help(description: str | None, groups: Mapping[str, Group], argv: Sequence[str] | None = None) -> None:
-    """Print the help that is asked for with `-h` or `--help` and leave; do nothing where none is.
+    """Print the help and exit if `argv` has `-h` or `--help`; otherwise do nothing.
 
     Args:
-        description: what stands above the flags, as it is written.
-        groups: titles, each with a dataclass of flags or with lines.
+        description: text above the flags, printed unchanged.
+        groups: maps each title to a dataclass of flags or to lines.
     """
     if not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
         return

@@ -1,6 +1,6 @@
-"""The Hub, asked once: where it cannot be reached, what is cached here is read at once.
+"""Checks once whether the Hub answers; if it does not, the libraries read the local cache.
 
-The Hub's own client tries six times over half a minute, for every file, with a line for each.
+By default, the Hub client retries six times over half a minute for every file, and prints a line for each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_ft.workloads.model_config import hub_answers
 
-# Flags that may name what lies on the Hub.
+# Flags whose value may be the name of a Hub repository.
 _NAMES = (
     "model_name_or_path", "dataset_name", "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path",
     "train_data_dir",
@@ -21,8 +21,8 @@ _NAMES = (
 
 
 def read_cache_where_offline(groups: Iterable[Any]) -> None:
-    """Put the Hub's libraries into their offline mode, with one line, where `groups` of flags name something that is
-    not here and the Hub does not answer."""
+    """Switch the Hub libraries to offline mode, with a note, if `groups` of flags name something that is not a local
+    path and the Hub does not answer."""
     from huggingface_hub import constants
 
     given = [getattr(group, name, None) for group in groups for name in _NAMES]
@@ -30,7 +30,7 @@ def read_cache_where_offline(groups: Iterable[Any]) -> None:
     if not named or constants.HF_HUB_OFFLINE or hub_answers():
         return
     constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that are started from here
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for subprocesses
     datasets = sys.modules.get("datasets.config")
     if datasets is not None:
         datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = True  # type: ignore[attr-defined]

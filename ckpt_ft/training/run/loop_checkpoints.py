@@ -1,8 +1,8 @@
-"""Checkpoints of an Accelerate loop that are whole or not there, whenever the run is killed.
+"""Atomic checkpoints for an Accelerate loop: a killed run never leaves a partial `checkpoint-N`.
 
-Everything is written to a hidden directory, flushed to the disk, and then renamed to `checkpoint-N`; renaming within a
-directory is atomic on POSIX. Old ones are renamed away before they are deleted, and only once the new one stands.
-Nothing in them runs code when it is read: numbers are JSON, tensors are safetensors or read with `weights_only`.
+Files are written to a hidden directory, flushed to the disk, and then renamed to `checkpoint-N`; renaming within a
+directory is atomic on POSIX. Old checkpoints are deleted after the new one is in place, and renamed first.
+Loading a checkpoint runs no code: numbers are JSON, tensors are safetensors or are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .resume import checkpoints, unfit
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MARK = "trainer_state.json"  # where the run stood, under the name that a Trainer's has
+MARK = "trainer_state.json"  # training progress, under the file name that a Trainer uses
 _ST = ".safetensors"
 
 
 class _State(BaseModel):
-    """Where a run stood, and what one that resumes it must share with it."""
+    """Training progress, and the settings that a resumed run must share."""
 
     global_step: NonNegativeInt
     samples_seen: NonNegativeInt
@@ -52,13 +52,13 @@ def save_checkpoint(
     identity: dict[str, Any],
     total_limit: int | None = None,
 ) -> None:
-    """Write `checkpoint-{step}`: what `accelerator` prepared, what `hold_state` was given, every rank's RNG states.
+    """Write `checkpoint-{step}`: the objects that `accelerator` prepared, the parts of `hold_state`, all RNG states.
 
-    Called on every rank. `identity` is what a run must share with this one to resume from it (JSON values). Of all
-    complete checkpoints the newest `total_limit` are kept.
+    Called on every rank. `identity` holds the settings that a resumed run must share (JSON values). The newest
+    `total_limit` complete checkpoints are kept.
 
     Raises:
-        WorkFailed: it could not be written, for instance because the disk is full; those before it are untouched.
+        WorkFailed: writing failed, for instance because the disk is full; earlier checkpoints are untouched.
     """
     root, name = directory.path, f"checkpoint-{step}"
     partial = root / f".{name}.partial"
@@ -67,7 +67,7 @@ def save_checkpoint(
         state = _State(global_step=step, samples_seen=samples_seen, identity=identity)
         (partial / MARK).write_text(state.model_dump_json(), encoding="utf-8")
         write_manifest(partial, directory.run)
-        _remove(root / name)  # there only after resuming from an older one
+        _remove(root / name)  # exists only after resuming from an older checkpoint
         os.rename(partial, root / name)
         flush(root)
 
@@ -76,7 +76,7 @@ def save_checkpoint(
         written(accelerator, directory, name, publish, main_only=True)
     except WorkFailed:
         if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)  # gives the disk back
+            shutil.rmtree(partial, ignore_errors=True)  # frees the space
         raise
     if accelerator.is_main_process and total_limit is not None:
         for old in checkpoints(root)[:-total_limit]:
@@ -85,13 +85,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[str, Any]) -> tuple[int, int]:
-    """Bring all that `save_checkpoint` writes to where it was when `checkpoint` was written.
+    """Restore everything that `save_checkpoint` wrote.
 
     Returns:
-        The optimizer steps made and the samples seen until then.
+        The number of optimizer steps done and of samples seen.
 
     Raises:
-        UserError: its `identity` is another, or it was not written by this module.
+        UserError: its `identity` differs, or another program wrote it.
     """
     with library_reads(unfit(checkpoint)):
         state = _State.model_validate_json((Path(checkpoint) / MARK).read_bytes())
@@ -107,9 +107,9 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: str, identity: dict[st
 
 
 def hold_state(accelerator: Accelerator, **parts: Any) -> None:
-    """Have checkpoints hold the `state_dict()` of each part: numbers in `NAME.json`, tensors in `NAME.safetensors`.
+    """Save the `state_dict()` of each part in checkpoints: numbers in `NAME.json`, tensors in `NAME.safetensors`.
 
-    What `accelerator.register_for_checkpointing` is given is pickled, and unpickling runs what a file says.
+    `accelerator.register_for_checkpointing` would pickle them, and unpickling can run code from the file.
     """
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
@@ -153,7 +153,7 @@ def _are_tensors(values: list[Any]) -> bool:
 def written(
     accelerator: Accelerator, directory: RunDirectory, what: str, write: Callable[[], object], main_only: bool = False
 ) -> None:
-    """Run `write` on every rank, or on the main one; when it fails on any, fail on all, so that none waits for ever.
+    """Run `write` on every rank, or on the main one; if it fails on one rank, fail on all, so that none waits forever.
 
     Raises:
         WorkFailed: `what` could not be written (see `RunDirectory.not_written`).
@@ -173,8 +173,7 @@ def written(
 
 @contextmanager
 def explained_full_disk() -> Iterator[None]:
-    """Turn a full disk, met elsewhere than in a checkpoint, into a `WorkFailed` that says how to go on. Also a
-    decorator."""
+    """Turn a full-disk error outside of checkpoints into a `WorkFailed` that says how to resume. Also a decorator."""
     try:
         yield
     except OSError as error:
@@ -187,7 +186,7 @@ def explained_full_disk() -> Iterator[None]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; killed halfway, what is left does not look like one."""
+    """Rename a checkpoint, then delete it, so that an interrupted deletion leaves no partial checkpoint."""
     if checkpoint.exists():
         hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
         os.rename(checkpoint, hidden)

@@ -1,4 +1,4 @@
-"""The loss of every optimizer step, averaged over micro-batches and ranks: in `losses.jsonl` and at the trackers."""
+"""Writes the loss of every optimizer step, averaged over micro-batches and ranks, to `losses.jsonl` and trackers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAME = "losses.jsonl"
 
 
 class LossLog:
-    """Writes a line `{"step", "loss", "lr"}` per step. What a resumed run will repeat is cut off when it starts.
+    """Writes a line `{"step", "loss", "lr"}` per step. On resume, deletes the lines of steps that will be repeated.
 
     Args:
-        step: the steps made before; lines after it are those of a run that went on past the checkpoint.
+        step: the optimizer steps done so far; later lines come from steps after the checkpoint.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str, step: int) -> None:
@@ -35,11 +35,11 @@ class LossLog:
             write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, loss: Tensor) -> None:
-        """The loss of one micro-batch; nothing waits for the device here."""
+        """Add the loss of one micro-batch; this does not synchronize the device."""
         self._losses.append(loss.detach())
 
     def noting(self, compute_loss: Loss) -> Loss:
-        """`compute_loss`, of which each value is noted."""
+        """Returns `compute_loss` wrapped so that each value is added to the log."""
 
         def noted(model: Forward, batch: Batch) -> Tensor:
             loss = compute_loss(model, batch)
@@ -49,7 +49,7 @@ class LossLog:
         return noted
 
     def step(self, step: int, learning_rate: float) -> float:
-        """The mean loss since the last call, over all ranks, written and tracked. Called on every rank."""
+        """Write, track and return the mean loss since the last call, over all ranks. Called on every rank."""
         loss = self.accelerator.gather(torch.stack(self._losses).mean()).mean().item()
         self._losses.clear()
         if self.accelerator.is_main_process:
@@ -60,7 +60,7 @@ class LossLog:
 
 
 def read_losses(output_dir: str) -> list[dict[str, float]]:
-    """The lines of a run's log, without those that cannot be read: a kill leaves the last one unfinished."""
+    """Returns the lines of a run's log, without unreadable ones: a killed run leaves its last line unfinished."""
     path = Path(output_dir) / NAME
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [entry for line in lines if (entry := _entry(line)) is not None]

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: its run, and every file with its size and digest. It is written last and at once.
+"""The manifest of a checkpoint: its run, and every file with its size and digest. It is written last and atomically.
 
-A checkpoint is whole when its files are those of its manifest. One that a killed run left half, that lost a file, that
-was written over by another run or that holds a file of someone else's is not, and nothing of it is read.
+A checkpoint is complete when its files match its manifest. An incomplete checkpoint is never read: a killed run left
+it
+partial, a file is missing or foreign, or another run overwrote it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Entry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a whole checkpoint holds.
+    """The contents of a complete checkpoint.
 
-    run: the identity of the run that wrote it. files: by path below the checkpoint, but for the manifest's own.
+    run: the identity of the run that wrote it. files: keyed by path below the checkpoint, without the manifest itself.
     """
 
     run: str
@@ -41,10 +42,10 @@ class Manifest(BaseModel):
 
 
 def write_manifest(checkpoint: Path, run: str) -> None:
-    """Call `checkpoint` whole: all its files are on the disk before the manifest that names them is there.
+    """Mark `checkpoint` as complete: flushes all its files to the disk, then writes the manifest.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     flush_tree(checkpoint)
     files = {
@@ -57,7 +58,7 @@ def write_manifest(checkpoint: Path, run: str) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """The manifest of `checkpoint`, None where there is none that can be read; its files are not looked at."""
+    """Returns the manifest of `checkpoint`, or None if it cannot be read; its files are not checked."""
     try:
         return Manifest.model_validate_json((checkpoint / NAME).read_bytes())
     except (OSError, ValidationError):
@@ -65,7 +66,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def what_is_wrong(checkpoint: Path) -> str | None:
-    """Why `checkpoint` is not whole, None when it is. Reads every file that it holds."""
+    """Returns why `checkpoint` is not complete, or None if it is. Reads every file in it."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return f"without a {NAME} it was not written to its end"
@@ -87,10 +88,11 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 
 def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
-    """The directory `path`, filled by `fill(directory)` the first time; a damaged one is made again, with a warning.
+    """Returns the directory `path`, filled by `fill(directory)` the first time; if damaged, it is refilled with a
+    warning.
 
     Raises:
-        UserError: there can be no directory at that place.
+        UserError: the directory cannot be created.
         OSError: the disk is full.
     """
 

@@ -1,7 +1,7 @@
-"""Flags and YAML into dataclasses: `HfArgumentParser`, with `--config file.yaml` and errors that fit on one line.
+"""Parses flags and YAML into dataclasses: `HfArgumentParser` with `--config file.yaml` and one-line errors.
 
-A YAML file is read as if its entries had been typed in front of the user's own flags, so both pass through the same
-types and checks, and the command line, coming later, wins.
+Entries of the YAML file are inserted before the user's own flags, so both pass through the same types and checks, and
+the command line wins because it comes later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hub import read_cache_where_offline
 
 
 class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Examples as they are written, defaults behind each flag that has one."""
+    """Prints examples unchanged, and the default after each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.default not in (None, False, argparse.SUPPRESS)
@@ -30,7 +30,7 @@ class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 class Parser(HfArgumentParser):
-    """`HfArgumentParser` whose errors are a `UserError` (one line, exit 2) and which takes no abbreviated flags."""
+    """`HfArgumentParser` that raises `UserError` (one line, exit 2) and accepts no abbreviated flags."""
 
     def __init__(self, dataclass_types: Sequence[type], **kwargs: Any) -> None:
         super().__init__(
@@ -42,11 +42,11 @@ class Parser(HfArgumentParser):
 
     @property
     def names(self) -> list[str]:
-        """Of all flags, with underscores."""
+        """Names of all flags, with underscores."""
         return [name[2:] for name in self._option_string_actions if name.startswith("--") and "-" not in name[2:]]
 
     def known(self, name: str) -> str:
-        """What the flag `name` is called here."""
+        """Returns this parser's name for the flag `name`."""
         return known_as(name, self.names)
 
     def error(self, message: str) -> NoReturn:
@@ -63,18 +63,18 @@ def parse_args(
 ) -> tuple[Any, ...]:
     """One instance per dataclass; the command line beats `--config`, which beats `builtin`, which beats the defaults.
 
-    The Hub is asked once whether it answers, where something on it is named.
+    If a flag names a Hub repository, checks once whether the Hub answers.
 
     Args:
         dataclass_types: as for `HfArgumentParser`.
         argv: the flags; None takes the process's own.
-        builtin: a script's own defaults for when the flag `unless` is given nowhere: what it runs unasked.
+        builtin: a script's own defaults, used if the flag `unless` is not given.
         unless: the name of the flag that switches `builtin` off; "" applies `builtin` always.
         description: what `--help` shows above the flags.
 
     Raises:
-        UserError: an unknown flag or YAML key (with the likely one), a value of the wrong type, what a dataclass
-        refuses.
+        UserError: an unknown flag or YAML key (suggests the likely one), a value of the wrong type, or a value that a
+            dataclass rejects.
     """
     parser = Parser(dataclass_types, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -106,7 +106,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]:
-    """The command line that says the same; a null is the flag's own default, so it says nothing."""
+    """Returns `values` as command-line tokens; a null means the flag's default and gives no token."""
     tokens: list[str] = []
     for given, value in values.items():
         key = parser.known(given)
@@ -115,7 +115,7 @@ def _tokens(values: Mapping[str, Any], parser: Parser, source: str) -> list[str]
         if isinstance(value, dict):
             tokens.append(f"--{key}={_json(key, value, source)}")
         elif value is True and parser._option_string_actions[f"--{key}"].const is True:
-            tokens.append(f"--{key}")  # what a bare flag means is not always what the word "True" means (--fsdp)
+            tokens.append(f"--{key}")  # a bare flag may mean something else than the word "True" (--fsdp)
         elif isinstance(value, list):
             tokens += [f"--{key}", *map(str, value)]
         elif value is not None:
@@ -131,7 +131,7 @@ def _json(key: str, value: dict[Any, Any], source: str) -> str:
 
 
 def _renamed(token: str, parser: Parser) -> str:
-    """`token` with the name that its flag has here."""
+    """Returns `token` with its flag renamed to this parser's name."""
     if not token.startswith("--"):
         return token
     name, equals, value = token[2:].partition("=")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest whole one, or the one that is named. Manifests say which."""
+"""Selects the checkpoint to resume from: the newest complete one, or the one given. Manifests show completeness."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckpt_ft.errors import UserError, one_line
 from .manifest import read_manifest, what_is_wrong
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
-PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # of a U-Net or transformer, and text encoders
-ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # by which PEFT and diffusers know one
+PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
+ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
 WHOLE = ("config.json", "model_index.json")
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Raises UserError when `output_dir`, or what should be a directory above it, is a file, or no name of one."""
+    """Raises UserError if `output_dir` or a parent of it is a file, or if it is not a valid path."""
     if not output_dir.strip():
         raise UserError("--output_dir is empty; give a directory ('.' for the one that you are in)")
     path = Path(output_dir)
@@ -31,7 +31,7 @@ def check_output_dir(output_dir: str) -> None:
 def check_same_kind(output_dir: str, lora: bool) -> None:
     """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
 
-    Left side by side, the folder would load as the new weights with the old adapter on them.
+    With both in one folder, the old adapter would be loaded onto the new weights.
     """
     names, theirs, ours = (WHOLE, "a whole model", "LoRA") if lora else (ADAPTER, "LoRA adapters", "all weights")
     for place in (Path(output_dir), *checkpoints(output_dir)):
@@ -44,7 +44,8 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """The directories `checkpoint-N` in `output_dir`, whole or not, the oldest first; `checkpoint-best` is none."""
+    """Returns the directories `checkpoint-N` in `output_dir`, complete or not, oldest first, without
+    `checkpoint-best`."""
     if not Path(output_dir).is_dir():
         return []
     found = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -52,7 +53,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | None:
-    """The newest whole checkpoint, with `run` of that run; what a killed run left half is passed over."""
+    """Returns the newest complete checkpoint, of the given `run` if there is one."""
     for path in reversed(checkpoints(output_dir)):
         manifest = read_manifest(path)
         if manifest is not None and run in (None, manifest.run) and what_is_wrong(path) is None:
@@ -61,11 +62,11 @@ def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | N
 
 
 def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | None:
-    """The checkpoint directory meant by `--resume_from_checkpoint`: "latest" (or "true"), or a path; None for a fresh
+    """Returns the checkpoint directory for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new
     run.
 
     Raises:
-        UserError: there is no whole checkpoint there, or one of weights alone.
+        UserError: there is no complete checkpoint, or it holds weights only.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint.lower() == "false":
         return None
@@ -87,7 +88,7 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
             raise UserError(f"{given}: no complete checkpoint there ({wrong}){hint}")
     manifest = read_manifest(Path(chosen))
     assert manifest is not None
-    if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # Trainer's, DeepSpeed's
+    if not any(name.startswith(("optimizer", "global_step")) for name in manifest.files):  # of a Trainer, of DeepSpeed
         raise UserError(
             f"{given}: {chosen} holds weights alone (--save_only_model), without what training goes on with"
         )
@@ -95,7 +96,7 @@ def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | No
 
 
 def unfit(checkpoint: str) -> str:
-    """What an error says first, where what is read from `checkpoint` is not what this run needs."""
+    """Returns the start of the error for a checkpoint that does not match this run."""
     return (
         f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
     )

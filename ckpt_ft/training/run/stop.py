@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM, as schedulers send it: noted, so that the step and a checkpoint are finished first.
+"""Defers SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) until the step and a checkpoint are finished.
 
-The second one stops at once, as it would without this.
+A second signal stops the process immediately.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ckpt_ft.errors import Interrupted
 from ckpt_ft.redact import redacted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OF_THE_START = ("resume_from_checkpoint", "overwrite_output_dir")  # flags that a run which goes on has otherwise
-_SAME = 1.0  # seconds: a launcher hands on to its ranks what the terminal has sent them already
+_OF_THE_START = ("resume_from_checkpoint", "overwrite_output_dir")  # flags that a resumed run must not repeat
+_SAME = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to its ranks
 
 
 class Stop:
-    """Inside `with`, a signal is a wish to stop.
+    """Context manager that defers SIGINT and SIGTERM to the end of the step.
 
     Attributes:
-        signal: the one that came, None before.
+        signal: the number of the received signal, or None.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Stop:
         self._sum: torch.Tensor | None = None
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python has no handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in the main thread only
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
@@ -53,7 +53,8 @@ class Stop:
     def agreed(self) -> bool:
         """Whether to stop after this step. Called on every rank after every step; all get the same answer.
 
-        Of several ranks it is the answer to the step before, whose sum is there by now: no rank waits for it.
+        With several ranks, returns the answer of the previous step, whose all-reduce is already done, so no rank
+        waits.
         """
         state = PartialState()
         if state.num_processes == 1:
@@ -64,7 +65,7 @@ class Stop:
         return answer
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a data loader's process, which has inherited this
+        if os.getpid() != self._process:  # a data loader worker, which inherits the handler
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -80,16 +81,17 @@ class Stop:
 
 
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
-    """The end of a run that was asked to stop and left `checkpoint`: says how to go on, on the main process."""
-    number = signal.SIGTERM if number is None else number  # another rank was asked
+    """Returns the error for a run that stopped on request and left `checkpoint`; the main process prints how to
+    resume."""
+    number = signal.SIGTERM if number is None else number  # another rank got the signal
     said = f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}"
     return Interrupted(said if PartialState().is_main_process else "", number)
 
 
 def resuming_command() -> str:
-    """This process's command, as it goes on from the last checkpoint; nothing secret is in it."""
+    """Returns this process's command, changed to resume from the last checkpoint, without secrets."""
     kept: list[str] = []
-    stays = True  # a flag, with what stands behind it
+    stays = True  # whether to keep a flag and its values
     for token in sys.argv[1:]:
         if token.startswith("--"):
             stays = token.partition("=")[0][2:].replace("-", "_") not in _OF_THE_START

@@ -1,9 +1,9 @@
-"""What a Trainer's checkpoints need to survive: a manifest, a run of their own, a signal that is waited out.
+"""Makes a Trainer's checkpoints reliable: adds manifests, checks the output directory and defers stop signals.
 
     with keep_checkpoints(trainer, directory):
         trainer.train(resume_from_checkpoint=directory.checkpoint)
 
-The loop of the diffusion recipe has the same from loop_checkpoints.py.
+loop_checkpoints.py does the same for the loop of the diffusion recipe.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class Finished(Exception):
-    """The checkpoint that was resumed is the last one of its run: its weights are loaded, nothing is to be trained."""
+    """The resumed checkpoint is the last one of its run: its weights are loaded and no training is left."""
 
 
 class Checkpoints(TrainerCallback):
-    """Puts the manifest into each checkpoint before older ones go; saves the result before anything is reported."""
+    """Writes each manifest before older checkpoints are deleted; saves the result before other callbacks report."""
 
     def __init__(self, trainer: Trainer, directory: RunDirectory, stop: Stop) -> None:
         self.trainer, self.directory, self.stop = trainer, directory, stop
         self.limit = trainer.args.save_total_limit
-        trainer.args.save_total_limit = None  # a Trainer deletes older ones while the new one has no manifest yet
+        trainer.args.save_total_limit = None  # a Trainer deletes older ones before the new one has a manifest
         self.stopping = False
         self.first = FirstStep(
             "training cannot begin with these flags" if directory.checkpoint is None else unfit(directory.checkpoint)
@@ -49,7 +49,7 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step >= state.max_steps:  # a Trainer would make one more step
+        if state.global_step >= state.max_steps:  # a Trainer would do one more step
             raise Finished
         self.directory.check_space(kwargs["model"], kwargs["optimizer"])
 
@@ -64,7 +64,7 @@ class Checkpoints(TrainerCallback):
             self.stopping = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.accelerator.wait_for_everyone()  # each rank writes its random state
+        self.trainer.accelerator.wait_for_everyone()  # each rank writes its RNG state
         if state.is_world_process_zero:
             write_manifest(self.directory.path / f"checkpoint-{state.global_step}", self.directory.run)
             rotate_checkpoints(str(self.directory.path), self.limit, state.best_model_checkpoint)
@@ -74,18 +74,19 @@ class Checkpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not self.stopping:
-            self.trainer.save_model()  # before the callbacks that report: what they meet must not cost the weights
+            self.trainer.save_model()  # before the reporting callbacks, whose errors must not cost the weights
 
 
 @contextmanager
 def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None]:
-    """Training inside loses nothing: see `Checkpoints`. A run that was finished before is one that trains nothing.
+    """Context manager for `trainer.train()` that adds `Checkpoints`. Resuming a finished run trains nothing.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM came; the step before has a checkpoint.
-        UserError: the checkpoint to go on from is of another model, or not what a Trainer writes; not one step can be
-            made with the flags and data there are.
-        WorkFailed: a checkpoint or the result could not be written; those before it are whole.
+        Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
+        UserError: the checkpoint belongs to another model or was not written by a Trainer, or the first step fails
+            with
+            these flags and data.
+        WorkFailed: a checkpoint or the result could not be written; earlier checkpoints are complete.
     """
     directory.clear()
     with Stop() as stop:
@@ -105,14 +106,14 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
 
 
 def load_finished(trainer: Trainer) -> None:
-    """What `trainer.train()` does when it ends, for one that raised `Finished`: the best weights, saved."""
+    """Load the best weights if requested and save the model, as `trainer.train()` does at its end. For `Finished`."""
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()
     trainer.save_model()
 
 
 def _drop_torn(directory: RunDirectory) -> None:
-    """Delete the newest checkpoint where it was not written to its end: gives the disk back."""
+    """Delete the newest checkpoint if it is incomplete, to free disk space."""
     for path in checkpoints(directory.path)[-1:]:
         if read_manifest(path) is None:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Weights that a Trainer reads back from a checkpoint of its own, under whatever names they were saved.
+"""Loads Trainer checkpoints whose weight names differ from the names in the model.
 
 transformers saves many models (Qwen-VL, LLaVA, mixtures of experts) under the names of their published checkpoints,
-and converts these in `from_pretrained` alone. A Trainer that resumes, or takes the best checkpoint in the end, does
-not: it goes on with the weights that it has, and a warning.
+and converts these in `from_pretrained` only. A Trainer that resumes, or loads the best checkpoint at the end, does not
+convert them: it logs a warning and keeps its current weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def under_any_name(trainer: Trainer) -> Iterator[None]:
-    """Within it, `trainer` reads the weights of its own checkpoints as `from_pretrained` does where names differ."""
+    """Context manager: if names differ, `trainer` loads its checkpoints as `from_pretrained` does."""
     own, own_best = trainer._load_from_checkpoint, trainer._load_best_model
 
     def load(checkpoint: str, model: Any = None) -> None:
@@ -42,7 +42,7 @@ def under_any_name(trainer: Trainer) -> Iterator[None]:
 
 
 def _are_converted(trainer: Trainer, checkpoint: str) -> bool:
-    """Whether the checkpoint is of whole weights, by names that the model does not have."""
+    """Whether the checkpoint holds full weights under names that the model does not have."""
     from transformers import PreTrainedModel
 
     model: Any = trainer.model
