@@ -82,7 +82,7 @@ class Latents:
 
 @dataclass(frozen=True)
 class Kind:
-    """The arguments of a class's forward.
+    """How to call the forward of a model class.
 
     Attributes:
         inputs: makes the inputs of its forward; the first of them are the latents.

@@ -126,8 +126,7 @@ def measured_step(
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:
-    """Returns the loss of `trainer` as a function that does not modify the trainer, such as TRL's collected
-    metrics."""
+    """Returns the trainer's loss; calling it does not modify the trainer, for example TRL's collected metrics."""
 
     def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         twin: Any = copy.copy(trainer)
@@ -188,7 +187,7 @@ def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
 
 
 def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Returns a function that creates an optimizer with the class and parameter groups of `optimizer` of `model`."""
+    """Returns a function that creates an optimizer with the same class and groups as `optimizer` of `model`."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     shard_again(model)  # after an evaluation, FSDP2's root is gathered, and its parameters are not the optimizer's
     names = {id(p): name for name, p in model.named_parameters()}

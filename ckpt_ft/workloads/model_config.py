@@ -161,8 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached. Sends one short request, because the Hub's own client retries for half a
-    minute."""
+    """Whether the Hub can be reached. Sends one request, because the Hub's client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -44,7 +44,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         check_packing(built)
     spec, said = _lengthened(name, text, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
-        text.pad_token_id = 0  # training code sets it: the model finds the last token before the padding by it
+        text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     fields = task.fields(built, spec)
     batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
@@ -185,7 +185,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
 
 
 def _keep_in_float32(model: Any, dtype: str) -> None:
-    """Cast to float32 the weights that transformers keeps in float32 in half precision (T5's `wo` in float16).
+    """Cast to float32 the weights that transformers keeps so even in half precision (T5's `wo` in float16).
 
     [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]
     """
