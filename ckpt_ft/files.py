@@ -21,8 +21,7 @@ _PARTIAL = re.compile(r"^\..*\.[0-9a-f]{12}(\.\w+)?$")  # names that `_beside` r
 
 
 def cache_root() -> Path:
-    """Directory of cached samples, latents, plans: `$CKPT_FT_CACHE`, or `ckpt_ft` in `$XDG_CACHE_HOME`
-    (`~/.cache`)."""
+    """Cache directory: `$CKPT_FT_CACHE`, or `ckpt_ft` in `$XDG_CACHE_HOME` (default `~/.cache`)."""
     own = os.environ.get("CKPT_FT_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt_ft"
 

@@ -1,4 +1,4 @@
-"""Estimates the memory and time of one training step, and suggests changes if it does not fit. Imports no torch."""
+"""Estimates memory and time of a training step, and suggests changes if it does not fit. Loading needs no torch."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ def estimate(spec: TrainingSpec) -> Estimate:
 
 
 def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[Estimate, StepTrace]:
-    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line for each thing that
-    runs."""
+    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action."""
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.workloads.load import load
 

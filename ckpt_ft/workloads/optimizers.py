@@ -51,8 +51,7 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:
-    """Names of trainable parameters that are all zeros; on the meta device LoRA's B matrices, which are initially
-    zero."""
+    """Names of trainable parameters that are all zeros; on the meta device LoRA's B matrices, which start as zeros."""
     return frozenset(
         name
         for name, p in model.named_parameters()

@@ -79,8 +79,7 @@ def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def text_inputs(inputs: dict[str, Any], text_encoders: Sequence[Any]) -> dict[str, Any]:
-    """Returns the inputs of `TextAndUNet`: a U-Net's `inputs` with tokens of full prompts instead of encoded
-    prompts."""
+    """Returns the inputs of `TextAndUNet`: a U-Net's `inputs` with tokens of full prompts, not encoded ones."""
     given = {name: inputs[name] for name in ("sample", "timestep")}
     if "added_cond_kwargs" in inputs:
         given["time_ids"] = inputs["added_cond_kwargs"]["time_ids"]

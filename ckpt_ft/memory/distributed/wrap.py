@@ -111,7 +111,7 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
-    """Disables gradient synchronisation in backward (DDP's and FSDP2's `no_sync`)."""
+    """Disables gradient synchronisation inside (DDP's and FSDP2's `no_sync`)."""
     shared = getattr(model, _SHARED, None)
     if shared is not None:
         shared.synchronises = False

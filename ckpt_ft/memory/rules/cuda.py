@@ -186,7 +186,7 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
 
 
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Scratch: float32 query gradient and row sums, padded to 128 rows; for GQA also key and value gradients per head.
+    """Scratch: float32 query gradient and row sums, in multiples of 128 rows; with GQA also key and value gradients.
 
     [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
     """

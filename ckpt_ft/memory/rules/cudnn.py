@@ -40,8 +40,7 @@ def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) 
 
 
 def workspace(arch: int) -> After:
-    """Returns a function that records the scratch of a convolution, or of its backward, whose halves run in
-    sequence."""
+    """Records the scratch of a convolution, or of its backward, whose two halves run one after the other."""
 
     def record(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         input, weight, stride, groups = (args[at] for at in _ARGUMENTS[func])

@@ -77,8 +77,7 @@ def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The fake kernel returns no elements, the real one allocates room for all.
-    [ATen/native/sparse/SparseTensor.cpp]"""
+    """The fake kernel returns no elements, the real one has room for all. [ATen/native/sparse/SparseTensor.cpp]"""
     tensor = args[0]
     if tensor._nnz() > 1:
         tensor = _sparse_like(tensor, torch.empty_like(tensor._indices()), torch.empty_like(tensor._values()))

@@ -26,7 +26,6 @@ def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> Non
 
 @contextmanager
 def leaves_the_device() -> Iterator[None]:
-    """Saved tensors go to pinned host memory, which a trace does not count; unpinned copies are timed like pinned
-    ones."""
+    """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
     with patch.object(save_on_cpu, "__init__", _init):
         yield

@@ -32,8 +32,7 @@ class Call:
         self.regular = query.dim() == 4 and last_dims_dense and (same_heads or self.grouped) and 0 not in query.shape
 
     def fits_flash(self, arch: int) -> bool:
-        """check_flash_attention_hardware_support and related checks: sm80+, half precision, no mask, head size up to
-        256."""
+        """check_flash_attention_hardware_support and related checks: sm80+, half, no mask, head size up to 256."""
         small_smem = arch in (86, 89, 120, 121)
         heads = self.head == self.value_head and self.head <= 256
         if small_smem and self.trains and self.head > 192:
@@ -121,7 +120,7 @@ def attention(
 
 
 def _expanded(mask: Tensor, query: Tensor, key: Tensor, aligned: bool) -> Tensor:
-    """Returns the mask for all heads; if the kernel needs it, rows are padded to 16 elements. [preprocess_mask]"""
+    """Returns the mask for all heads; if the kernel needs it, rows are padded to multiples of 16. [preprocess_mask]"""
     if aligned and mask.size(-1) % 16:
         length = mask.size(-1)
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
