@@ -127,6 +127,7 @@ def _install_checkpoints(applied: AppliedPolicy) -> None:
     parts = [part for part in applied.parts if part.policy.checkpoints]
     for part in parts:
         _install_part(applied, part)
+    applied.tied = _tied_by_cache(applied.model)
     for module, inner in _caching_models(applied.model):
         hook = applied._before_inner if inner else applied._before_pretrained
         applied.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -183,6 +184,16 @@ def _install_engines(applied: AppliedPolicy) -> None:
 
 def _modules(parts: Iterable[Part]) -> dict[str, nn.Module]:
     return {name: module for part in parts for name, module in part.modules.items()}
+
+
+def _tied_by_cache(model: nn.Module) -> str:
+    """Two names of one module that stores keys and values in a KV cache under its own number; "" if there is none."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        index = module.__dict__.get("layer_idx")
+        if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:
+            return f"{names[module]} and {name}"
+    return ""
 
 
 def _caching_models(module: nn.Module, inner: bool = False) -> Iterable[tuple[nn.Module, bool]]:

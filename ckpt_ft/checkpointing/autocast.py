@@ -1,4 +1,4 @@
-"""Restores the forward pass's autocast state during recomputation; backward usually runs without autocast."""
+"""Restores forward's autocast state for recomputation; backward usually runs without autocast."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class AutocastState:
 
     @classmethod
     def now(cls, device_type: str) -> AutocastState:
-        """Return the current state; for a device type without autocast, return that of the CPU."""
+        """Return the current state, or that of the CPU for a device type without autocast."""
         kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
         return cls(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
         )
 
     def context(self) -> torch.autocast:
-        """Return a context manager that sets autocast to this state."""
+        """Return a context that sets autocast to this state."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 

@@ -1,4 +1,4 @@
-"""Logits that are not computed yet: what `head` lets an output layer return while a model works out its loss."""
+"""Deferred logits, which the policy `head` makes an output layer return while the model computes its loss."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from .verify import Recorder, SavedTensorProof, Verification
 
 
 class Layer(Protocol):
-    """An output layer as `head` has it (OutputLayer)."""
+    """The interface of `head.OutputLayer`."""
 
     module: nn.Module
     name: str
     verification: Verification
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """`function` of `hidden`, within one call of the module."""
+        """Return `function(hidden)`, run within one call of the module."""
 
     def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its output for some positions, within `call`."""
+        """Return the layer's output for some positions; to be used within `call`."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """From positions to logits: the layer, in the autocast state of its call, and what the model did behind it."""
+    """Maps hidden states to logits: the layer, its autocast state, and the model's operations after it."""
 
     layer: Layer
     autocast: AutocastState
@@ -50,11 +50,11 @@ class Projection:
     def rows(
         self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> torch.Tensor:
-        """Logits [n, vocabulary] of positions [n, hidden], within `Layer.call`.
+        """Compute logits [n, vocabulary] from hidden states [n, hidden], within `Layer.call`.
 
         Args:
-            hidden: the positions.
-            parameters: by name, what the layer uses in place of its own.
+            hidden: the hidden states of n positions.
+            parameters: tensors, by name, that the layer uses instead of its own parameters.
         """
         with self.autocast.context():
             logits = self.layer.rows(hidden, parameters)
@@ -63,16 +63,16 @@ class Projection:
         return logits
 
     def whole(self, hidden: torch.Tensor, version: int) -> torch.Tensor:
-        """All logits at once, with gradients wherever they are computed."""
+        """Compute all logits at once, with gradients even under `no_grad`."""
         with torch.enable_grad():
             return self.layer.call(self.rows, unchanged(hidden, version))
 
 
 def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
-    """`hidden`, the output layer's input.
+    """Return `hidden`, the output layer's input.
 
     Raises:
-        WorkFailed: it has been written to since the layer was called on it.
+        WorkFailed: `hidden` was modified in place after the layer's call.
     """
     if hidden._version != version:
         raise WorkFailed(
@@ -81,7 +81,7 @@ def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
     return hidden
 
 
-# Of fp32 logits in one chunk. About four tensors of that size are alive at once: logits, cast, log-softmax, gradient.
+# Size of one chunk's fp32 logits. About four such tensors are alive at once: logits, cast, log-softmax and gradient.
 CHUNK_BYTES = 64 * MIB
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -96,13 +96,13 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of deferred logits [tokens, vocabulary]: chunk by chunk, and again so in backward.
+    """Compute `F.cross_entropy` of deferred logits [tokens, vocabulary] in chunks, which backward recomputes.
 
-    All chunks run within one call of the output layer, so that FSDP gathers its weight once. The hidden states are
-    split, not sliced: a split has one backward node, which writes their gradient once.
+    All chunks run within one call of the output layer, so FSDP gathers its weight once. The hidden states are split,
+    not sliced, because a split has one backward node, which writes their gradient once.
     """
     if size_average is not None or reduce is not None:
-        reduction = legacy_get_string(size_average, reduce)  # with the deprecation warning of F.cross_entropy
+        reduction = legacy_get_string(size_average, reduce)  # issues F.cross_entropy's deprecation warning
     loss = partial(F.cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none" or target.ndim != 1:
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
@@ -135,7 +135,7 @@ def cross_entropy(
 
 
 class _ChunkProof:
-    """In a verified step, compares what a chunk's second run saves with what its first run saved, bit for bit."""
+    """In a verified step, checks that a chunk's second run saves bit for bit the same tensors as its first."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.proof = None if recorder is None else SavedTensorProof(recorder)
@@ -152,11 +152,11 @@ class _ChunkProof:
 
 
 class Weights:
-    """The output layer's parameters that its chunks must not use as they are.
+    """The output layer's parameters that its chunks cannot use directly.
 
-    Half-precision gradients of hundreds of chunks, added up in half precision, lose what a single matmul's would not:
-    each is added to an fp32 sum, which reaches the parameter once. fp32 weights that autocast would cast for every
-    chunk, or once for all so that their gradients meet in half precision, are cast once in forward and in backward.
+    A half-precision sum of hundreds of chunks' gradients would be less accurate than one matmul, so each gradient is
+    added to an fp32 sum, which the parameter receives once. Autocast would cast fp32 weights for each chunk, or once
+    with half-precision accumulation; here they are cast once in forward and once in backward.
     """
 
     def __init__(self, projection: Projection) -> None:
@@ -170,17 +170,17 @@ class Weights:
                     self.shared[f"{prefix}.{key}".lstrip(".")] = _Shared(p, used_as)
 
     def of_chunk(self) -> dict[str, torch.Tensor]:
-        """The parameters for one chunk, by name."""
+        """Return the parameters for one chunk, by name."""
         return {name: shared.of_chunk() for name, shared in self.shared.items()}
 
     def drop_copies(self) -> None:
-        """Free the half-precision copies, as autocast does when it exits."""
+        """Free the half-precision copies, as autocast does on exit."""
         for shared in self.shared.values():
             shared.copy = None
 
 
 class _Shared:
-    """One parameter, the sum of its chunks' gradients, and its copy in the dtype that it is used in."""
+    """One parameter, the sum of its chunks' gradients, and its copy in the dtype of the computation."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.parameter, self.dtype = parameter, dtype
@@ -189,7 +189,7 @@ class _Shared:
         self.begin = _Total.apply(parameter, self) if parameter.requires_grad else None
 
     def of_chunk(self) -> torch.Tensor:
-        data = self.parameter.detach()  # read when it is used: FSDP and ZeRO take it away in between
+        data = self.parameter.detach()  # read at each use: FSDP and ZeRO free it in between
         if self.dtype != data.dtype:
             if self.copy is None:
                 self.copy = data.to(self.dtype)
@@ -201,7 +201,7 @@ class _Shared:
 
 
 class _Total(torch.autograd.Function):
-    """An empty tensor that all chunks' weights depend on; its backward runs after theirs and hands on their sum."""
+    """Returns an empty tensor that all chunks' weights depend on; its backward runs last and returns their sum."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, shared: _Shared) -> torch.Tensor:
@@ -217,7 +217,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Use(torch.autograd.Function):
-    """A parameter as one chunk uses it."""
+    """Returns a parameter for one chunk; its backward adds the gradient to the shared sum."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, data: torch.Tensor, shared: _Shared) -> torch.Tensor:
@@ -232,7 +232,7 @@ class _Use(torch.autograd.Function):
 
 
 _ELEMENTWISE = {"add", "clamp", "div", "mul", "sub", "tanh", "true_divide"}
-_CASTS = {"float", "to", "type"}  # what they return may be the very tensor that they are given
+_CASTS = {"float", "to", "type"}  # these may return their input unchanged
 _OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__radd__": "add"}
 _OPERATORS |= {"__sub__": "sub", "__imul__": "mul_", "__itruediv__": "div_", "__iadd__": "add_", "__isub__": "sub_"}
 _WHOLE = (
@@ -256,16 +256,16 @@ _OPERATORS |= {f"__{name}__": f"__{name}__" for name in _WHOLE}
 
 
 class Logits:
-    """An output layer's result before it is computed: [..., hidden] is there, [..., vocabulary] to come.
+    """An output layer's result that is not computed yet: it stores the input [..., hidden] of [..., vocabulary].
 
-    It is no tensor, and operators reach it through `__torch_function__`. It answers for shape, dtype and device,
-    passes views and indexing of leading dimensions on to its input, and notes elementwise operations that are the same
-    for every token. Anything else computes it whole, with a warning; so does a write into logits that others may be
-    views of. From then on all of these are tensors, and views of one another as the model asked for.
+    It is not a tensor; operators reach it through `__torch_function__`. It has a shape, dtype and device, applies
+    views and indexing of leading dimensions to its input, and records elementwise operations that are the same for
+    every token. Any other operation computes the logits whole, with a warning, and so does an in-place operation on
+    logits that may have views. All related logits are then tensors, with the views that the model requested.
 
     Attributes:
-        relatives: what is alive of the logits that may share their memory, these included, by id.
-        tensor: once computed.
+        relatives: live `Logits` that may share memory with this one, including itself, by id.
+        tensor: the logits, once they are computed.
     """
 
     def __init__(self, projection: Projection, hidden: torch.Tensor, width: int, like: Logits | None = None) -> None:
@@ -281,23 +281,23 @@ class Logits:
             self.relatives[id(self)] = self
 
     def _begin(self) -> None:
-        """Memory of its own."""
+        """Start a new group of logits that share memory."""
         self.relatives = WeakValueDictionary({id(self): self})
         self.made = _Made(partial(self.projection.whole, self.hidden, self.version))
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that the logits would have."""
+        """The shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.width))
 
     @property
     def device(self) -> torch.device:
-        """Where they would be."""
+        """The device of the logits."""
         return self.hidden.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that they would have: that of no rows of them."""
+        """The dtype of the logits, found by computing zero rows."""
         if self.tensor is not None:
             return self.tensor.dtype
         with torch.no_grad():
@@ -309,26 +309,26 @@ class Logits:
         return self.hidden.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """As `Tensor.size`."""
+        """Like `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As `Tensor.dim`."""
+        """Like `Tensor.dim`."""
         return self.hidden.ndim
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def contiguous(self) -> Any:
-        """As `Tensor.contiguous`."""
+        """Like `Tensor.contiguous`."""
         return self._derive(torch.Tensor.contiguous, self.hidden)
 
     def view(self, *shape: Any) -> Any:
-        """As `Tensor.view` to sizes; deferred where the last dimension stays whole."""
+        """Like `Tensor.view` with sizes; deferred if the last dimension is unchanged."""
         return self._reshape(torch.Tensor.view, shape)
 
     def reshape(self, *shape: Any) -> Any:
-        """As `Tensor.reshape`; deferred where the last dimension stays whole."""
+        """Like `Tensor.reshape`; deferred if the last dimension is unchanged."""
         return self._reshape(torch.Tensor.reshape, shape)
 
     def _reshape(self, function: Any, shape: tuple[Any, ...]) -> Any:
@@ -350,7 +350,7 @@ class Logits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        attribute = getattr(torch.Tensor, name)  # AttributeError where a tensor has none either
+        attribute = getattr(torch.Tensor, name)  # AttributeError if a tensor lacks it, too
         if callable(attribute):
             return lambda *args, **kwargs: self.__torch_function__(attribute, (), (self, *args), kwargs)
         return getattr(self.whole(name), name)
@@ -371,7 +371,7 @@ class Logits:
         return first if isinstance(first, Logits) and result is first.tensor else result
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `func` without computing the logits; None if that is impossible."""
+        """Return the result of `func` without computing the logits, or None if that is impossible."""
         if func is F.cross_entropy:
             return cross_entropy(*args, **kwargs) if self.ndim == 2 else None
         if not all(_same_for_all_rows(value) for value in (*args[1:], *kwargs.values())):
@@ -394,7 +394,7 @@ class Logits:
         return replace(self.projection, steps=(*self.projection.steps, (function, args, kwargs)))
 
     def _derive(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """What `function` makes of these logits: a view of them, or a copy where a tensor's would be one."""
+        """Apply `function` and return a view or a copy, as `function` would for a tensor."""
         if self.tensor is not None:
             return function(self.tensor)
         self.positions()
@@ -403,13 +403,13 @@ class Logits:
         return derived
 
     def positions(self) -> torch.Tensor:
-        """The layer's input; WorkFailed where it has been written to since."""
+        """Return the layer's input; raise WorkFailed if it was modified in place."""
         return unchanged(self.hidden, self.version)
 
     def whole(self, reason: str) -> torch.Tensor:
-        """All logits as a tensor, for an operation that has no chunked form.
+        """Compute all logits as a tensor, for an operation that has no chunked form.
 
-        What may share its memory becomes a tensor with it, so that a write into one is seen by the others.
+        All relatives become tensors as well, so that an in-place write to one is visible in the others.
         """
         if self.tensor is None:
             warnings.warn(
@@ -435,7 +435,7 @@ class _Made:
 
 
 def _same_for_all_rows(value: Any) -> bool:
-    """Whether it is a number, or a tensor over the vocabulary only (a bias)."""
+    """Whether the value is a number, or a tensor over the vocabulary only (a bias)."""
     if isinstance(value, torch.Tensor):
         return value.numel() == value.shape[-1:].numel()
     return not isinstance(value, Logits)

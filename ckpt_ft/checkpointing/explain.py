@@ -1,4 +1,4 @@
-"""Output of `AppliedPolicy.explain()` and `ckpt-ft explain`: the modules a policy covers and what stays in memory."""
+"""Output of `AppliedPolicy.explain()` and `ckpt-ft explain`: the modules a policy covers and what they keep."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _DIFFUSERS_LISTS = {"resnets", "transformer_blocks", "single_transformer_blocks"
 class Coverage:
     """How a policy covers a model.
 
-    parts: one for each tower that the policy names, and one for the rest. blocks: all blocks that were found.
-    uncovered: names of the blocks in which nothing is re-run. rerun: maps each re-run module to a block that contains
-    it. segments: number of block sequences that are re-run as one. engines: the installed engines.
+    parts: one for each tower that the policy names, and the rest. blocks: all blocks found. uncovered: names of the
+    blocks in which nothing is re-run. rerun: maps each re-run module to a block that contains it. segments: number of
+    block sequences that are re-run as one. engines: those installed.
     """
 
     policy: Policy
@@ -43,7 +43,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Covered:
-    """A class of modules: its tower, its count, how many are re-run, and what stays in memory for backward.
+    """A class of modules: its tower, its count, how many are re-run, and what they keep for backward.
 
     tower: "" if the policy names no tower.
     """
@@ -56,7 +56,7 @@ class Covered:
 
 
 def covered(of: Coverage) -> list[Covered]:
-    """Per tower, return a row for each class of re-run modules, then for each class of blocks that are not re-run."""
+    """Per tower, return a row for each class of re-run modules, then for each class of other blocks."""
     return [row for part in of.parts for row in _covered(of, part)]
 
 

@@ -52,6 +52,7 @@ class AppliedPolicy:
         self.guard: Guard | None = None
         self.one_device: OneDevice | None = None
         self.hooks: list[Any] = []
+        self.tied = ""  # names of one layer at two positions, which a KV cache would mix up
         self.switched_off: list[nn.Module] = []
         self.compile_budget: CompileBudget | None = None
         self.removed = False
@@ -149,7 +150,15 @@ class AppliedPolicy:
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a transformers model."""
-        return _without_kv_cache(module, args, kwargs) if self.standing else None
+        if not self.standing:
+            return None
+        if self.tied and module.training and torch.is_grad_enabled() and _wants_cache(module, kwargs):
+            raise UserError(
+                f"{self.tied} are one layer, and its KV cache is on: without a policy its second call would attend to "
+                f"the keys of its first as well, and under '{self.policy}' it would not, for training has no cache "
+                "there; set model.config.use_cache = False, or pass use_cache=False"
+            )
+        return _without_kv_cache(module, args, kwargs)
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook of a nested model: keeps a KV cache if the outer model requests or passes one."""
@@ -188,6 +197,15 @@ class AppliedPolicy:
 
 
 made: weakref.WeakSet[AppliedPolicy] = weakref.WeakSet()  # a submodule has no reference to its parent
+
+
+def _wants_cache(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a transformers model would make a KV cache in this call."""
+    asked = kwargs.get("use_cache")
+    if asked is None:
+        config: Any = module.config
+        asked = getattr(config, "use_cache", getattr(config.get_text_config(), "use_cache", False))
+    return bool(asked)
 
 
 def _without_kv_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -1,11 +1,11 @@
-"""`head`: the loss head of a language model in chunks of tokens that are recomputed, so that logits never exist whole.
+"""`head`: computes a language model's loss in chunks of tokens with recomputation, so that full logits never exist.
 
-With a vocabulary of 150 000 the logits, their fp32 copy, its log-softmax and their gradients are the peak of a LoRA
-step, and no policy on blocks lowers it. Here, in training with labels, the output layer returns `Logits`, which
-remember its input and what the model does to them on the way to the loss (scaling, soft-capping, a cast, the shift by
-one); `cross_entropy` over them runs chunk by chunk under `torch.utils.checkpoint`. The idea is that of Liger-Kernel's
-fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989), without a kernel. The model's own forward is what runs,
-so what stands between output layer and loss stays right.
+With a vocabulary of 150 000, the logits, their fp32 copy, the log-softmax and their gradients are the peak of a LoRA
+step, and no policy on blocks reduces it. In training with labels, the output layer returns `Logits`. They store the
+layer's input and the model's operations between output layer and loss (scaling, soft-capping, a cast, the shift by
+one). `cross_entropy` of them runs in chunks under `torch.utils.checkpoint`. The idea is from Liger-Kernel's fused
+linear cross entropy (Hsu et al. 2024, arXiv:2410.10989), without its kernel. The model's own forward runs, so
+model-specific code between output layer and loss stays in effect.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .standin import Installed, StandIn, Treated, warn_once
 
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # whose hooks bring the weights and take them away
+_SHARDING = ("torch.distributed.fsdp", "deepspeed")  # their hooks gather and free weights
 
 
 class _Local(threading.local):
     deferring = False
-    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # of an output layer's forward, in its next call
+    instead: Callable[[torch.Tensor], torch.Tensor] | None = None  # replaces the forward of the next call
 
 
 local = _Local()
 
 
 class Deferring(StandIn):
-    """A language model's forward; in training with labels its output has `NoLogits` for logits."""
+    """Replaces a language model's forward; in training with labels, the output's logits are `NoLogits`."""
 
     def __init__(self, module: nn.Module, layer: OutputLayer) -> None:
         super().__init__(module)
@@ -77,7 +77,7 @@ class OutputLayer(StandIn):
     """The layer from hidden states to logits; it returns deferred logits while `Deferring` runs.
 
     Attributes:
-        called: since a forward of the model began.
+        called: whether the current forward pass of the model has called the layer.
     """
 
     called = False
@@ -104,14 +104,14 @@ class OutputLayer(StandIn):
         return self.defer(given[0])
 
     def defer(self, hidden: torch.Tensor) -> Logits:
-        """The logits of `hidden`, to be computed in the autocast state of now."""
+        """Return deferred logits of `hidden`, which will be computed in the current autocast state."""
         autocast = AutocastState.now(hidden.device.type)
         return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
-        """`function(hidden)` in place of the forward in one call of the layer: FSDP's hooks gather for it.
+        """Return `function(hidden)`, run as the layer's forward, so that FSDP's hooks gather its weight.
 
-        Where FSDP gathered it for the call that deferred the logits and keeps it until backward, no hook runs.
+        If FSDP2 groups the layer with others, its weight is still gathered, and `function` runs without hooks.
         """
         if _is_grouped(self.module):
             return function(hidden)
@@ -122,7 +122,7 @@ class OutputLayer(StandIn):
             local.instead = None
 
     def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layer's own forward, hooks left out, on `parameters` (by name) where they are given."""
+        """Run the layer's own forward without hooks; use `parameters` (by name) instead of its own if given."""
         if not parameters:
             return self.forward(hidden)
         inside = {f"layer.{name}": value for name, value in parameters.items()}
@@ -130,7 +130,7 @@ class OutputLayer(StandIn):
 
 
 class _WithoutHooks(nn.Module):
-    """The module whose call is an output layer's own forward."""
+    """A module whose call runs only an output layer's own forward."""
 
     def __init__(self, stand_in: OutputLayer) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _WithoutHooks(nn.Module):
 
 
 class NoLogits:
-    """Placeholder for logits that were never computed; any use of it raises an error that says why."""
+    """Placeholder for logits that were never computed; any use raises an error with the reason."""
 
     def __repr__(self) -> str:
         return "NoLogits()"
@@ -164,7 +164,7 @@ class NoLogits:
 
 
 class _LogitsAsked(WorkFailed, AttributeError):
-    """Both, so that code which asks whether there is a tensor (`hasattr`) finds none."""
+    """An AttributeError as well, so that `hasattr` returns False."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -174,10 +174,10 @@ class _LogitsAsked(WorkFailed, AttributeError):
 
 
 def install(model: nn.Module) -> Installed:
-    """Chunk the loss head of the language model that `model` is or wraps (PEFT).
+    """Compute the loss of the language model `model`, which may be wrapped (PEFT), in chunks.
 
-    Frozen, LoRA'd and tied output layers are all treated. Raises UserError, saying why, when there is no loss head to
-    treat. Where Liger's or TRL's fused loss is on, that is used and nothing is installed.
+    Frozen, LoRA and tied output layers are supported. Raises UserError with the reason if there is no supported loss
+    head. If Liger's or TRL's fused loss is enabled, the model uses it and nothing is installed.
     """
     lm, layer = _find(model)
     kind = type(lm).__name__
@@ -190,10 +190,10 @@ def install(model: nn.Module) -> Installed:
 
 
 def _fused_loss(lm: nn.Module) -> str:
-    """The name of a fused loss (Liger's, TRL's) that already replaces the model's own; "" if none does."""
+    """Return the name of a fused loss (Liger's, TRL's) that already replaces the model's own, or ""."""
     if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
         return "Liger's fused loss"
-    # TRL's forward says that it is the model's (functools.wraps), but its globals are TRL's
+    # functools.wraps gives TRL's forward the model's names, but its globals are TRL's
     home = getattr(lm.forward, "__globals__", {}).get("__name__", "")
     return "TRL's chunked loss" if home.startswith("trl.") else ""
 
@@ -224,10 +224,10 @@ def _width(layer: nn.Module) -> int:
 
 
 def _hooked(layer: nn.Module) -> str:
-    """What must see the logits once, and all: hooks on `layer` or in it, but for those of FSDP and DeepSpeed.
+    """Return why the logits must be computed whole, or "": hooks on or in `layer` other than FSDP's and DeepSpeed's.
 
-    Those of an FSDP2 group do as well, unless the group stays gathered until backward, as accelerate has it: where a
-    part of the group runs again, it does not gather for its backward.
+    An FSDP2 group with other modules is a reason, too, unless it stays gathered until backward, as accelerate sets
+    it: FSDP2 does not gather the group again if only one of its modules is re-run.
     """
     if _is_grouped(layer) and any(group.post_forward_mesh_info for group in _fsdp_state(layer)._fsdp_param_groups):
         return "FSDP gathers it together with other modules, and drops it after forward"
@@ -250,13 +250,13 @@ def _fsdp_state(layer: nn.Module) -> Any:
 
 
 def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
-    """The cast that FSDP2 does behind `layer`, as a step of a `Projection`."""
+    """Return the cast that FSDP2 applies to the output of `layer`, as a step of a `Projection`."""
     dtype = _fsdp_state(layer)._mp_policy.output_dtype if is_a(layer, FSDP2) else None
     return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
 
 
 def _without_logits(output: Any) -> Any:
-    """The model's output with `NoLogits` in place of deferred logits."""
+    """Replace deferred logits in the model's output by `NoLogits`."""
     if isinstance(output, tuple):
         return tuple(NoLogits() if isinstance(value, Logits) else value for value in output)
     return type(output)(**{key: NoLogits() if isinstance(value, Logits) else value for key, value in output.items()})
@@ -265,7 +265,7 @@ def _without_logits(output: Any) -> Any:
 def _say_compiled() -> None:
     from torch._dynamo.comptime import comptime
 
-    comptime(_warn_compiled)  # runs while the compiler traces, and takes no closure
+    comptime(_warn_compiled)  # runs at trace time and accepts no closure
 
 
 def _warn_compiled(context: Any) -> None:

@@ -1,23 +1,23 @@
-"""What a region's modules hold, put back for its second run as its first run found it.
+"""Restores the state of a region's modules for recomputation, so that the second run starts like the first.
 
-Between a region's first run in forward and its second in backward the state of its modules can change, through the
-first run itself (BatchNorm's statistics, a counter, the last frames of a causal convolution) or through others (the
-scale of a LoRA that is set around forward, train and eval mode, PEFT's hooks for one forward). The second run must
-find what the first one found, and must leave no trace.
+Between a region's first run in forward and its second run in backward, the state of its modules can change: through
+the first run itself (BatchNorm's statistics, a counter, the last frames of a causal convolution) or through other code
+(a LoRA scale set around forward, train or eval mode, PEFT's hooks for one forward). The second run must start from the
+same state as the first and must leave no change behind.
 
-* **Entries.** Before the first run the entries of everything that the modules hold are copied, shallowly: their
-  attributes, tables of parameters, buffers, submodules and forward hooks, and the lists, dicts and sets in attributes.
-  Entries that differ when the second run begins are put back for it, and afterwards what was there instead.
-* **Tensors that are written in place** (buffers above all: Bulò et al. 2018, arXiv:1712.02616, treat BatchNorm's). A
-  copy must exist before the write, so the region learns in its first call in train and in eval mode which tensors it
-  writes, and copies those alone from then on. A norm's running statistics count no version and are always copied in
-  train mode; tensors of up to 4 KiB are copied once, and again when their version changes. A larger one that is first
-  written in a later call is an error, once.
-* **Parameters** are never copied. One that another object took the place of (`functional_call`) is put back as an
-  entry. A value that was written in place, `p.data = ...` and a switched `requires_grad` are an error that names the
-  parameter. What FSDP2, ZeRO-3 and accelerate gather, shard and move is left to them.
+* **Entries.** Before the first run, all containers of the modules are copied shallowly: attributes, tables of
+  parameters, buffers, submodules and forward hooks, and the lists, dicts and sets in attributes. Entries that have
+  changed are restored for the second run, and the newer entries are put back after it.
+* **Tensors written in place**, mostly buffers (Bulò et al. 2018, arXiv:1712.02616, handle BatchNorm's). A copy must
+  exist before the write. The region finds out in its first call in train and in eval mode which tensors it writes, and
+  then copies only those. Running statistics of norms are always copied in train mode, because those writes do not
+  increment the version. Tensors of up to 4 KiB are copied once, and again when their version changes. A larger tensor
+  that is first written in a later call raises an error once.
+* **Parameters** are never copied. A parameter that was replaced (`functional_call`) is restored as an entry. An
+  in-place write, `p.data = ...` or a changed `requires_grad` raises an error that names the parameter. Parameters
+  that FSDP2, ZeRO-3 or accelerate gather, shard or move are left to these libraries.
 
-Writes that count no version (`x.data`, numpy) are seen in a region's first call, and in each verified step.
+Writes that do not increment the version (`x.data`, numpy) are detected in a region's first call and in verified steps.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _tables = operator.itemgetter(
 )
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
-_LONG = 1000  # entries; a longer container in an attribute is data, and is not copied in each call
+_LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
 _TINY = 4096  # bytes
 _MISSING = object()
 Container = Any  # a dict, list, deque or set
-Place = tuple[nn.Module, str, Any]  # a module, its table or attribute, and the key in it
-Entry = tuple[Container, Any, Any]  # a container, a key in it (None: all of it) and what it held
+Place = tuple[nn.Module, str, Any]  # module, table or attribute name, key
+Entry = tuple[Container, Any, Any]  # container, key (None: the whole container), old value
 
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:
-    """`module` and all below it, each once (`module.modules()` takes four times as long)."""
+    """Return `module` and all its submodules once each (four times as fast as `module.modules()`)."""
     found, rest = {module: None}, [module]
     while rest:
         for child in rest.pop()._modules.values():
@@ -72,45 +72,45 @@ def modules_in(module: nn.Module) -> dict[nn.Module, None]:
 
 
 def has(module: nn.Module, name: str) -> bool:
-    """Whether `module` or its class has an attribute `name` that is no part of it; a miss of `hasattr` is slow."""
+    """Whether `module` has an attribute `name` other than parameters, buffers or submodules; faster than `hasattr`."""
     return name in module.__dict__ or hasattr(type(module), name)
 
 
 class _Watched:
-    """What is known across calls of a place in a module that holds a tensor."""
+    """What is known from earlier calls about one tensor of a module."""
 
     __slots__ = ("copy", "tensor", "version", "written")
 
     def __init__(self) -> None:
-        self.written: dict[bool, bool] = {}  # by the region's train mode; no entry before a call has been compared
-        self.tensor: torch.Tensor | None = None  # if small: the tensor, its version and a copy of its value
+        self.written: dict[bool, bool] = {}  # by the region's train mode; empty before the first call
+        self.tensor: torch.Tensor | None = None  # for small tensors, with version and copy
         self.version = -1
         self.copy: torch.Tensor | None = None
 
 
 class ModuleState:
-    """What a region has learned about the state of its modules."""
+    """What earlier calls of a region have shown about the state of its modules."""
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
         self.watched: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _Watched]] = WeakKeyDictionary()
-        self._seen: list[Any] = []  # the modules' attributes when the next two were found
+        self._seen: list[Any] = []  # the modules' attributes at the last scan
         self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
         self.carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
         self.arrays: list[tuple[nn.Module, str]] = []  # attributes that are numpy arrays of up to 1 MiB
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy of the model has modules of its own
+        return {}  # a copied model has its own modules
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
 
     def containers(self, modules: dict[nn.Module, None]) -> tuple[list[dict[Any, Any]], list[Container]]:
-        """Everything with entries that the modules hold: dicts, those of attributes first, and others.
+        """Return all containers of the modules: dicts, with attribute dicts first, and other containers.
 
-        Written for the interpreter's sake: it runs twice in each call of a region.
+        It runs twice in each call of a region, so the code is optimized for the interpreter.
         """
         attributes = [module.__dict__ for module in modules]
         values = list(chain.from_iterable(map(dict.values, attributes)))
@@ -134,7 +134,7 @@ class ModuleState:
 
 
 class Found:
-    """The state of a region's modules as its first run found it; of their parameters, as that run left them."""
+    """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
         "_arrays", "_copies", "_dicts", "_lists", "_modules", "_parameters", "_state", "_tensors", "_training",
@@ -154,7 +154,7 @@ class Found:
         self._values: Values | None = None
 
     def _held(self) -> Iterator[tuple[Place, Container, torch.Tensor]]:
-        """The tensors that the modules hold beside parameters, with the container that each is in."""
+        """Yield the modules' tensors other than parameters, each with its container."""
         for module in self._modules:
             if module._buffers:
                 for key, value in module._buffers.items():
@@ -171,10 +171,10 @@ class Found:
                         yield (module, name, index), container, value
 
     def end(self) -> None:
-        """To be called after the first run.
+        """Record the state after the first run.
 
         Raises:
-            UserError: it wrote a parameter, or a large buffer for the first time.
+            UserError: the run wrote a parameter, or wrote a large buffer for the first time.
         """
         versions = _versions(self._parameters)
         if versions != self._versions and not self._zero3:
@@ -187,20 +187,20 @@ class Found:
         for tensor in self._tensors:
             tensor.look()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
-            self._copies.without_graphs()  # or step after step would hold the graph of the one before
+            self._copies.without_graphs()  # otherwise each step would keep the graph of the last
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
     def swap_in(self) -> Copies:
-        """Before the second run: put back what differs; returns the entries that were there instead.
+        """Restore the first run's state before the second run; return the entries that were replaced.
 
         Raises:
-            UserError: a parameter's value or `requires_grad` is another than in the first run.
+            UserError: a parameter's value or `requires_grad` has changed since the first run.
         """
         assert self._values is not None
         if _values(self._parameters) != self._values:
             self._check(self._values)
         dicts, _ = self._state.containers(self._modules)
-        if not _same(dicts, self._dicts):  # tables that were empty, and so were not copied
+        if not _same(dicts, self._dicts):  # tables that were empty before and were not copied
             known = set(map(id, self._dicts))
             added = [table for table in dicts if id(table) not in known]
             self._dicts = self._dicts + added
@@ -218,12 +218,12 @@ class Found:
         return there
 
     def swap_out(self, there: Copies) -> None:
-        """After the second run: put back what `swap_in` returned."""
+        """Put back the entries that `swap_in` returned, after the second run."""
         if not _same(_entries(self._dicts, self._lists), _entries(*there)):
             self._put(there)
 
     def _put(self, copies: Copies) -> None:
-        """Make the entries of the containers those of `copies`."""
+        """Set the entries of the containers to those of `copies`."""
         for container, copy in zip(self._dicts, copies.dicts, strict=True):
             if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
                 self._put_entries(container, copy)
@@ -233,7 +233,7 @@ class Found:
                 container.update(copied) if isinstance(container, set) else container.extend(copied)
 
     def _put_entries(self, container: dict[Any, Any], copy: dict[Any, Any]) -> None:
-        if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, which are called in its order
+        if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, whose order matters
             container.clear()
             container.update(copy)
             return
@@ -242,14 +242,14 @@ class Found:
             if wanted is now or key in _NOT_RESTORED or _is_managed(wanted) or _is_managed(now):
                 continue
             if self._zero3 and not (isinstance(wanted, torch.Tensor) or isinstance(now, torch.Tensor)):
-                continue  # DeepSpeed keeps counters in attributes, which count either run
+                continue  # DeepSpeed's counters in attributes must count both runs
             if wanted is _MISSING:
                 del container[key]
             else:
                 container[key] = wanted
 
     def changes(self) -> list[str]:
-        """Attributes that differ now from what the first run found, in words."""
+        """Describe the attributes that have changed since the start of the first run."""
         names = {id(module.__dict__): type(module).__name__ for module in self._modules}
         names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._state.extra}
         return [
@@ -261,7 +261,7 @@ class Found:
         ]
 
     def _check(self, before: Values) -> None:
-        """Raise for the first parameter that cannot be put back."""
+        """Raise UserError for the first parameter that cannot be restored."""
         versions, requires_grad, storages = _values(self._parameters)
         for i, value in enumerate(self._parameters):
             if versions[i] != before[0][i]:
@@ -288,11 +288,11 @@ class Found:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Of each parameter whether it is trained."""
+        """The `requires_grad` of each parameter."""
         return tuple([value.requires_grad for value in self._parameters])
 
     def bits(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters or buffers as they are now, with names, but for those that a sharding engine looks after."""
+        """Yield the current parameters or buffers with names, except those that a sharding engine manages."""
         for path, module in next(iter(self._modules)).named_modules():
             for name, value in (module._parameters if kind == "parameter" else module._buffers).items():
                 if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
@@ -313,7 +313,7 @@ class Copies:
         yield self.lists
 
     def without_graphs(self) -> None:
-        """Replace tensors by leaves with their values."""
+        """Replace tensors that have a graph by leaves with the same values."""
         for copy in self.dicts:
             copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
         for values in self.lists:
@@ -329,7 +329,7 @@ def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
 
 
 class _Held:
-    """A tensor that a module holds, in one call of its region."""
+    """One tensor of a module in one call of its region."""
 
     __slots__ = ("container", "copy", "place", "training", "value", "version", "watched", "written")
 
@@ -342,7 +342,7 @@ class _Held:
         self.copy = self._copied()
 
     def _copied(self) -> torch.Tensor | None:
-        """The value before the first run; None of a tensor that the region was not seen to write."""
+        """Return a copy of the value before the first run; None for a large tensor that was not written so far."""
         value = self.value
         watched = self.watched
         if self._is_statistic() or watched.written.get(self.training):
@@ -358,13 +358,13 @@ class _Held:
         return watched.copy
 
     def _is_statistic(self) -> bool:
-        """Whether this is a norm's running statistic that a call in this mode updates."""
+        """Whether this is a norm's running statistic that a call in the current mode updates."""
         owner, table, key = self.place
         running = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
         return running and table == "_buffers" and key.startswith("running_")
 
     def look(self) -> None:
-        """After the first run: see whether it wrote the tensor, and remember."""
+        """Record whether the first run wrote the tensor."""
         watched, real = self.watched, not _without_values(self.value)
         counted = version_of(self.value) != self.version
         self.written = counted or self._is_statistic() or watched.written.get(self.training, False)
@@ -390,7 +390,7 @@ class _Held:
             watched.tensor, watched.version, watched.copy = self.value, self.version, self.copy
 
     def swap_in(self) -> None:
-        """Put a copy of the value that the first run found in place; entries are put back by `Found.swap_out`."""
+        """Replace the tensor by a copy of its value before the first run; `Found.swap_out` puts it back."""
         if self.written or version_of(self.value) != self.version:
             assert self.copy is not None
             key = self.place[2]
@@ -401,9 +401,9 @@ Values = tuple[list[int], list[bool], list[int]]
 
 
 def _values(parameters: list[nn.Parameter]) -> Values:
-    """Of each: its version, whether it is trained, and the identity of its memory.
+    """Return each parameter's version, `requires_grad` and storage identity.
 
-    The memory is the storage, not its address: FSDP frees and gathers it in place. 0 of other kinds of tensors.
+    The identity is not the address, because FSDP frees and gathers storages in place. It is 0 for tensor subclasses.
     """
     return (
         _versions(parameters),
@@ -415,7 +415,7 @@ def _values(parameters: list[nn.Parameter]) -> Values:
 def _versions(parameters: list[nn.Parameter]) -> list[int]:
     try:
         return [value._version for value in parameters]
-    except RuntimeError:  # one was made under torch.inference_mode
+    except RuntimeError:  # a parameter was created under torch.inference_mode
         return [version_of(value) for value in parameters]
 
 
@@ -424,7 +424,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _is_managed(value: Any) -> bool:
-    """Whether it is a parameter that FSDP2 shards, or that accelerate keeps elsewhere."""
+    """Whether the value is sharded by FSDP2 or offloaded by accelerate."""
     return isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta)
 
 

@@ -1,10 +1,10 @@
-"""`offload`: what backward still needs is parked in pinned host memory and fetched a block ahead of its use.
+"""`offload`: moves saved tensors to pinned host memory and copies them back one block before backward uses them.
 
-Saved-tensor hooks around the model's forward send every large saved storage to the host, once, however many nodes save
-a view of it: with checkpointing that is the blocks' inputs, with `pointwise` what is left after it, with `save:` the
-kept outputs, which come through `keep`. Copies run on a stream of their own beside the compute stream. When backward
-opens the first tensor of a block, the copies back of the block before it are started (cf. Rhu et al. 2016, vDNN,
-arXiv:1602.08124). On a CPU the same code copies at once, so that what is parked, and when, can be counted anywhere.
+Saved-tensor hooks around the model's forward copy every large saved storage to the host once, even if several nodes
+save views of it. With checkpointing these are the blocks' inputs, with `pointwise` the tensors that it does not drop,
+and with `save:` the kept outputs, which arrive through `keep`. Copies run on a side stream. When backward unpacks the
+first tensor of a block, the copies for the preceding block start (cf. Rhu et al. 2016, vDNN, arXiv:1602.08124). On a
+CPU the copies are synchronous, so that tests can count them without a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARKED = "_ckpt_ft_parked"
 
 
 class Usage:
-    """Host bytes of parked tensors, summed over all forward passes of one model."""
+    """Host bytes of offloaded tensors, summed over all forward passes of one model."""
 
     def __init__(self) -> None:
         self.host_bytes = self.peak_host_bytes = 0
@@ -57,13 +57,13 @@ class Usage:
 
 
 class Parked:
-    """A storage's copy in host memory; it lives as long as autograd nodes refer to it."""
+    """A copy of a storage in host memory; it is freed when no autograd node refers to it."""
 
     def __init__(self, flat: torch.Tensor, block: int, parking: Parking) -> None:
         self.block, self.parking = block, parking
         self.device: torch.Tensor | None = None
         self.ready: torch.Event | None = None
-        pinned = flat.device.type == "cuda" or isinstance(flat, FakeTensor)  # a trace leaves pinned memory out
+        pinned = flat.device.type == "cuda" or isinstance(flat, FakeTensor)  # traces exclude pinned memory
         self.host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
         self.side = side = parking.side_stream(flat.device)
         self.flat_device = flat.device
@@ -77,7 +77,7 @@ class Parked:
         weakref.finalize(self, parking.usage.give_back, flat.nbytes)
 
     def fetch(self) -> None:
-        """Start the copy back to the device."""
+        """Start the copy from host to device."""
         if self.device is not None:
             return
         self.device = torch.empty_like(self.host, device=self.flat_device)
@@ -88,10 +88,10 @@ class Parked:
         with torch.cuda.stream(self.side):
             self.device.copy_(self.host, non_blocking=True)
             self.ready = self.side.record_event()
-        self.device.record_stream(self.side)  # it may be dropped before anything waits for the copy
+        self.device.record_stream(self.side)  # it may be freed before any stream waits for the copy
 
     def get(self) -> torch.Tensor:
-        """The bytes on the device, as a flat tensor; the block before is fetched meanwhile."""
+        """Return the storage on the device as a flat tensor, and start fetching the preceding block."""
         self.fetch()
         self.parking.fetch_block(self.block - 1)
         if self.ready is not None:
@@ -102,7 +102,7 @@ class Parked:
 
 
 class ParkedView:
-    """A tensor whose storage is parked."""
+    """A tensor whose storage is in host memory."""
 
     __slots__ = ("parked", "view")
 
@@ -110,12 +110,12 @@ class ParkedView:
         self.parked, self.view = parked, view
 
     def get(self) -> torch.Tensor:
-        """The tensor, on the device."""
+        """Return the tensor on the device."""
         return looked_at(self.parked.get(), self.view)
 
 
 class ParkedLocal:
-    """A DTensor whose local tensor is parked; `hollow` is a detached alias of it without one."""
+    """A DTensor whose local tensor is in host memory; `hollow` is a detached alias without local data."""
 
     __slots__ = ("hollow", "local")
 
@@ -123,7 +123,7 @@ class ParkedLocal:
         self.hollow, self.local = hollow, local
 
     def get(self) -> torch.Tensor:
-        """The DTensor, on the device."""
+        """Return the DTensor on the device."""
         tensor = self.hollow.detach()
         tensor._local_tensor = self.local.get()
         return tensor
@@ -133,10 +133,10 @@ Held = ParkedView | ParkedLocal
 
 
 class Saved:
-    """A tensor that a node saved: an alias of it where it stays, else what it counts versions with and what is parked.
+    """A saved tensor: an alias if it stays on the device, otherwise its version counter and its host copy.
 
-    An alias, for a node that keeps its own output would keep itself alive. In a verified step `proof` compares what
-    comes back from the host with what was parked.
+    It must be an alias, because a node that saves its own output would keep itself alive. In a verified step, `proof`
+    compares the tensor that returns from the host with the original.
     """
 
     __slots__ = ("counter", "held", "proof", "version")
@@ -147,11 +147,11 @@ class Saved:
         self.counter, self.version, self.held, self.proof = counter, version, held, proof
 
     def intact(self) -> bool:
-        """Whether nothing was written to the tensor since."""
+        """Whether the tensor was not modified in place since it was saved."""
         return self.counter._version == self.version
 
     def get(self) -> torch.Tensor:
-        """The tensor; RuntimeError, as in plain autograd, where it was written to since."""
+        """Return the tensor; raise RuntimeError, like autograd, if it was modified in place."""
         if not self.intact():
             view = self.held.view if type(self.held) is ParkedView else view_of(self.counter)
             raise written_to(self.counter, self.version, view)
@@ -165,10 +165,10 @@ class Saved:
 
 
 class HostCopy:
-    """The latest copy of a storage on the host, and the version counters of the tensors that were saved from it.
+    """The latest host copy of a storage, and the version counters of the tensors that were saved from it.
 
-    Parts of one storage can count their versions apart (`unsafe_chunk`): the copy is stale once any counter has moved,
-    and for a tensor that was written to through a counter that was not watched when the copy was made.
+    Tensors that share a storage can have separate version counters (`unsafe_chunk`). The copy is stale if any counter
+    has changed, or if a tensor was modified through a counter that was not watched when the copy was made.
     """
 
     __slots__ = ("counters", "parked")
@@ -178,7 +178,7 @@ class HostCopy:
         self.counters: list[tuple[torch.Tensor, int]] = []
 
     def still_holds(self, counters: Sequence[torch.Tensor]) -> bool:
-        """Whether the copy has what aliases of the storage with these counters read now; they are watched from now."""
+        """Whether the copy is up to date for aliases with these counters; also start watching the counters."""
         watched = self.counters
         current = all(counter._version == version for counter, version in watched)
         for counter in counters:
@@ -189,24 +189,24 @@ class HostCopy:
         return current
 
     def made(self, parked: Parked) -> None:
-        """The storage was copied again: `parked` has what it holds now."""
+        """Record a new copy of the storage."""
         self.parked = weakref.ref(parked)
         self.counters = [(counter, counter._version) for counter, _ in self.counters]
 
 
 class Parking:
-    """One forward pass: what it parked, by block."""
+    """One forward pass: the storages that it copied to the host, by block."""
 
     def __init__(self, usage: Usage, min_bytes: int, recorder: Recorder | None = None) -> None:
         self.usage, self.min_bytes, self.recorder = usage, min_bytes, recorder
-        self.resident: set[int] = set()  # storages that stay where they are
+        self.resident: set[int] = set()  # storages that stay on the device
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
         self.side: torch.cuda.Stream | None = None
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def side_stream(self, device: torch.device) -> Any:
-        """The stream that copies run on; None where they are made at once."""
+        """Return the stream for copies; None if copies are synchronous."""
         if device.type != "cuda":
             return None
         if self.side is None:
@@ -214,11 +214,11 @@ class Parking:
         return self.side
 
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """The saved-tensor hook."""
+        """The pack hook."""
         if is_dtensor(tensor):
             hollow: Any = tensor.detach()
             local = hollow._local_tensor
-            if type(local) is torch.Tensor and self.leaves(local):  # another type is still on its way from other ranks
+            if type(local) is torch.Tensor and self.leaves(local):  # other types still wait for a collective
                 proof = self.proof(tensor)
                 held = ParkedLocal(emptied(hollow), self.park(local, counter_of(local), hollow))
                 return Saved(hollow, tensor._version, held, proof)
@@ -228,12 +228,12 @@ class Parking:
         return Saved(tensor.detach(), tensor._version)
 
     def proof(self, tensor: torch.Tensor) -> tuple[Recorder, int] | None:
-        """The recorder and the slot of a tensor that is parked; None if the step is not verified."""
+        """Return the recorder and the slot of an offloaded tensor; None if the step is not verified."""
         return None if self.recorder is None else (self.recorder, self.recorder.saved(tensor))
 
     def leaves(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is copied to the host: a large one that is no parameter's or buffer's."""
-        if tensor.layout is not torch.strided:  # a sparse one has two storages
+        """Whether to copy the tensor's storage to the host: it is large and not of a parameter or buffer."""
+        if tensor.layout is not torch.strided:  # a sparse tensor has two storages
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -242,9 +242,9 @@ class Parking:
         return not is_wrapper(tensor)
 
     def park(self, tensor: torch.Tensor, *counters: torch.Tensor) -> ParkedView:
-        """The tensor, with its storage copied to the host, once for all its views.
+        """Copy the tensor's storage to the host, once for all its views.
 
-        counters: what counts the writes into the storage, as `counter_of` makes it: the tensor's own, a DTensor's.
+        counters: tensors from `counter_of` that share the version counters of the tensor and of its DTensor, if any.
         """
         storage = tensor.untyped_storage()
         copy: HostCopy | None = getattr(storage, _PARKED, None)
@@ -260,18 +260,18 @@ class Parking:
         return ParkedView(parked, view_of(tensor))
 
     def fetch_block(self, block: int) -> None:
-        """Start copying back everything that a block parked and that is still needed."""
+        """Start copying back all storages of a block that are still needed."""
         for reference in self.blocks.pop(block, ()):
             if (parked := reference()) is not None:
                 parked.fetch()
 
 
 def unpack(packed: Saved) -> torch.Tensor:
-    """The other saved-tensor hook."""
+    """The unpack hook."""
     return packed.get()
 
 
-MIN_BYTES = 1 * MIB  # below it a copy costs more in launches than it frees
+MIN_BYTES = 1 * MIB  # for smaller storages the launch overhead is not worth the memory
 
 
 class _Local(threading.local):
@@ -282,13 +282,13 @@ _local = _Local()
 
 
 def keep(tensor: torch.Tensor) -> Saved:
-    """Save an output that `save:` keeps outside of autograd's hooks; it is parked if the model offloads."""
+    """Save an output that `save:` keeps outside autograd's hooks; offload it if the policy has `offload`."""
     running = _local.running
     return Saved(tensor.detach(), tensor._version) if running is None else running.pack(tensor)
 
 
 class Offloading(StandIn):
-    """The model's forward with the hooks around it."""
+    """Replaces the model's forward and runs it inside the saved-tensor hooks."""
 
     def __init__(self, module: nn.Module, usage: Usage, min_bytes: int) -> None:
         super().__init__(module)
@@ -309,7 +309,7 @@ class Offloading(StandIn):
 
 
 class Block(StandIn):
-    """A block's forward: what it saves is fetched together."""
+    """Replaces a block's forward, so that all tensors the block saves are fetched together."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = None if torch.compiler.is_compiling() else _local.running
@@ -320,9 +320,9 @@ class Block(StandIn):
 
 
 def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int = MIN_BYTES) -> Installed:
-    """Park saved storages of at least `min_bytes` on the host.
+    """Offload saved storages of at least `min_bytes` to the host.
 
-    Install it last: it takes what the hooks of `pointwise` and checkpoints leave.
+    Install this engine last, because it handles the tensors that `pointwise` and checkpoints leave.
     """
     stand_ins: list[StandIn] = [Block(block) for block in blocks.values()]
     stand_ins.append(Offloading(model, Usage(), min_bytes))
@@ -332,6 +332,6 @@ def install(model: nn.Module, blocks: Mapping[str, nn.Module], *, min_bytes: int
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """The storages of parameters and buffers, which are never parked."""
+    """Return the storages of parameters and buffers, which are never offloaded."""
     tensors: list[Any] = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     return {(t._local_tensor if is_dtensor(t) else t).untyped_storage()._cdata for t in tensors}

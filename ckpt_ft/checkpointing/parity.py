@@ -1,8 +1,8 @@
-"""Proof that a policy changes no number: loss, every gradient, every buffer and the random state after one step.
+"""Checks that a policy changes no result of a step: loss, gradients, buffers and random state.
 
-Compared bit for bit where a policy re-runs what ran before. `pointwise` and `head` add up in another order: to 1e-6
-relative where the step computes in fp32, to 2**-7 where it computes in half precision. What differs is traced back to
-the classic trap that makes it differ.
+Policies that re-run the same operations must match bit for bit. `pointwise` and `head` sum in a different order, so
+they must match to a relative 1e-6 in fp32, or 2**-7 in half precision. For each difference, the report names the
+likely cause.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .apply import apply_policy
 from .outcome import Outcome, default_loss, device_of, outcome_of
 from .standing import suspended
 
-REORDERED_TOLERANCE = 1e-6  # relative, in fp32; sums in another order differ by rounding
-REORDERED_TOLERANCE_HALF = 2**-7  # one rounding in bf16 on either side
-# Of a model's largest gradient: what smaller ones are compared to where sums are reordered. They may be sums of terms
-# that cancel, as in the bias of an attention's keys, whose gradient is zero but for rounding.
+REORDERED_TOLERANCE = 1e-6  # relative, in fp32, for the rounding of reordered sums
+REORDERED_TOLERANCE_HALF = 2**-7  # one bf16 rounding in each of the two steps
+# With reordered sums, differences of small gradients are relative to this fraction of the model's largest gradient.
+# Their terms may cancel, as for an attention's key bias, whose gradient is zero except for rounding.
 CANCELLED = 1e-2
 Install = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compared quantity: what it was without and with the policy, and how far apart (relative).
+    """One compared quantity: its values without and with the policy, and their relative difference.
 
-    worst: of several tensors the name of the one that is farthest apart; "" where none is.
+    worst: the name of the tensor with the largest difference; "" if there is none.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `check_parity` found; `ok` when nothing differs."""
+    """The result of `check_parity`; `ok` is true if nothing differs."""
 
     policy: str
     rows: list[Row]
@@ -84,19 +84,19 @@ def check_parity(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Parity:
-    """Run one step of `model` on `batch` without and with `policy` from the same state; compare all it leaves behind.
+    """Run one step of `model` on `batch` without and with `policy` from the same state, and compare the results.
 
-    Parameters, gradients, buffers, random state and any policy of the model are afterwards what they were.
+    Parameters, gradients, buffers, random state and any applied policy are restored afterwards.
 
     Args:
-        model: on any device, in train or eval mode as it stands.
-        batch: a mapping is passed as keyword arguments, a tuple or list as positional ones, a tensor as the only one.
-        policy: a policy, or a function that turns on checkpointing of another kind; that one is given a deep copy.
+        model: a model on any device; its train or eval mode is not changed.
+        batch: a mapping is passed as keyword arguments, a tuple or list as positional arguments, a tensor as is.
+        policy: a policy, or a function that enables another kind of checkpointing on a deep copy of the model.
         loss: scalar of (model, batch); by default the output's `loss`, or the mean square of its first float tensor.
-        seed: of the random state that both steps start from.
+        seed: seed of the random state at the start of both steps.
 
     Raises:
-        UserError: the policy is malformed or matches nothing; the step's loss is not one number, or needs no gradient.
+        UserError: the policy is malformed or matches nothing, or the loss is not one number or requires no gradient.
     """
     loss = loss or default_loss
     started = rng.snapshot(device_of(model), host=True)
@@ -171,7 +171,7 @@ def _compare(model: nn.Module, name: str, plain: Outcome, noise: Outcome, other:
 
 
 def _causes(model: nn.Module, rows: list[Row], plain: Outcome, other: Outcome) -> list[str]:
-    """The classic trap behind each difference."""
+    """Return the likely cause of each difference."""
     loss, _, gradients, buffers, random = rows
     causes = []
     missing = [name for name in plain.gradients if name not in other.gradients]
@@ -232,7 +232,7 @@ def _notes(model: nn.Module, plain: Outcome, noise: Outcome) -> list[str]:
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
-    """Largest difference relative to the largest value, or to `scale` if larger; infinite where one is not finite."""
+    """Return the largest difference relative to the largest value or `scale`; inf if finite positions differ."""
     if torch.equal(a, b):
         return 0.0
     if not torch.equal(a.isfinite(), b.isfinite()):

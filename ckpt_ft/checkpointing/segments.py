@@ -1,13 +1,13 @@
-"""A run of consecutive blocks as one checkpoint: only the first block's input is kept (Chen et al. 2016, section 3).
+"""Checkpoints consecutive blocks as one segment: only the first block's input is kept (Chen et al. 2016, section 3).
 
-The model loops over its own blocks and gives each of them a mask and keyword arguments, so a run cannot be wrapped in
-one module. Instead its blocks share a frame: saved-tensor hooks drop what they save, and the first that backward
-asks for re-runs all of them in order. A block joins the frame of the one before it when that one's output is among
-its arguments: the very tensor, or an alias of it, which is what the hooks of FSDP2 and ZeRO-3 make of a block's
-inputs. Otherwise it starts a frame of its own, and stays correct.
+The model loops over its blocks and passes each a mask and keyword arguments, so a segment cannot be one wrapper
+module. Instead, the blocks share a frame: saved-tensor hooks drop the tensors that the blocks save, and the first
+unpack in backward re-runs all blocks in order. A block joins the frame of the preceding block if its arguments contain
+that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create aliases of a
+block's inputs). Otherwise it starts its own frame, and results stay correct.
 
-Blocks are re-run below such hooks. What FSDP2 has sharded since is gathered for the second run, each block's weights
-while the block before it runs; they stay until the block's own backward, which shards them again.
+The second run bypasses FSDP2's hooks. It gathers the weights that FSDP2 has resharded, for each block while the
+preceding block runs; the weights stay gathered until the block's own backward, which reshards them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+
+from ckpt_ft.errors import UserError
 
 from .arguments import Arguments, changeable, leaves, rebuild
 from .autocast import AutocastState
@@ -28,7 +31,7 @@ from .tensor_identity import version_of, view_of
 
 
 class Segment:
-    """What the blocks of a run share: the frame that is open, held weakly, for saved tensors keep it alive."""
+    """State shared by a segment's blocks: a weak reference to the open frame, which saved tensors keep alive."""
 
     def __init__(self) -> None:
         self.open: Callable[[], _Frame | None] = _no_frame
@@ -43,7 +46,7 @@ def _no_frame() -> None:
 
 
 class SegmentMember(Checkpointed):
-    """The forward of a block in a segment."""
+    """Replaces the forward of a block in a segment."""
 
     def __init__(self, module: nn.Module, selection: Selection | None, segment: Segment, last: bool) -> None:
         super().__init__(module, selection)
@@ -52,6 +55,12 @@ class SegmentMember(Checkpointed):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return super().run(args, kwargs)
+        if forward_ad._current_level >= 0:
+            raise UserError(
+                f"{type(self.module).__name__}: forward-mode AD (torch.func.jvp, dual tensors) does not go through "
+                "'segments' or 'sqrt': a segment's second run is given no tangents; take 'offload', or remove the "
+                "policy"
+            )
         contexts = runs(self, args, kwargs)
         if contexts is None:
             return self.forward(*args, **kwargs)
@@ -76,17 +85,17 @@ class _Link:
         self.call, self.leaf = call, leaf
 
     def is_to(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, of the same key, is that output, as the call left it."""
+        """Whether `tensor`, which has the same key, is that output and was not modified since the call."""
         return self.storage() is tensor.untyped_storage() and self.version == tensor._version
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What aliases have in common, as long as their storage lives."""
+    """Return a key that is the same for all aliases while their storage is alive."""
     return tensor.untyped_storage()._cdata, tensor.requires_grad, view_of(tensor)
 
 
 class _Held:
-    """A tensor argument from outside: detached, or the frame would hold the graph that holds the frame."""
+    """A tensor argument from outside the frame, detached to avoid a reference cycle of frame and graph."""
 
     __slots__ = ("requires_grad", "tensor", "version", "written")
 
@@ -103,18 +112,18 @@ class _Held:
                 "an input of a checkpointed segment was changed in place after its forward; clone it before"
             )
         tensor = self.tensor.detach().requires_grad_(self.requires_grad)
-        return tensor.clone() if self.written else tensor  # no leaf: it is written into once more
+        return tensor.clone() if self.written else tensor  # the block writes to it, so it must not be a leaf
 
 
 class _Call:
-    """One block's call: its arguments as it found them, tensors as `_Link` or `_Held`."""
+    """One call of a block, with its original arguments; tensors are `_Link` or `_Held`."""
 
     def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
         self.member, self.arguments, self.second = member, arguments, second
         self.autocast = AutocastState.now(device)
 
     def again(self, made: list[list[Any]]) -> list[Any]:
-        """Run it once more, `made` being the outputs of the calls before it; returns its own (see `_outputs`)."""
+        """Re-run the call and return its outputs (see `_outputs`); `made` has the outputs of the earlier calls."""
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, _Link):
@@ -127,13 +136,13 @@ class _Call:
 
 
 def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a block returned, and what lies in the containers that it was given and may have written into."""
+    """Return the leaves of a block's output and of its mutable container arguments, which it may have modified."""
     written = [leaf for value in (*args, *kwargs.values()) if changeable(value) for leaf in leaves(value)]
     return [*leaves(out), *written]
 
 
 class _Frame:
-    """Calls of blocks, and the tensors that they save: dropped in forward, made again by re-running all calls."""
+    """Calls of blocks whose saved tensors are dropped in forward and recomputed by re-running all calls."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -142,7 +151,7 @@ class _Frame:
         self.recomputed: dict[int, torch.Tensor] = {}
 
     def feeds(self, given: list[Any]) -> bool:
-        """Whether an output of the last call is among the leaves of a block's arguments."""
+        """Whether the leaves of a block's arguments contain an output of the last call."""
         last = len(self.calls) - 1
         return any((link := self.link(leaf)) is not None and link.call == last for leaf in given)
 
@@ -195,14 +204,14 @@ class _Frame:
         if slot not in self.recomputed:
             self.recomputed.clear()
             self.recompute()
-            if torch._C._current_graph_task_id() != -1:  # what this backward has no use for goes when it ends
+            if torch._C._current_graph_task_id() != -1:  # frees unused tensors after this backward
                 torch.autograd.Variable._execution_engine.queue_callback(self.recomputed.clear)
         return self.recomputed.pop(slot)
 
     def recompute(self) -> None:
         made, saved, recomputed = 0, self.saved, self.recomputed
 
-        def pack(tensor: torch.Tensor) -> int:  # does not hold the frame, which may hold what the second run returns
+        def pack(tensor: torch.Tensor) -> int:  # must not refer to the frame: reference cycle
             nonlocal made
             if (tensor.shape, tensor.dtype) != saved[made]:
                 raise RuntimeError(
@@ -233,7 +242,7 @@ class _Frame:
 
 
 def _gathered(block: nn.Module) -> Callable[[], None]:
-    """Begin to gather what FSDP2 has sharded of `block`; the result waits for it."""
+    """Start gathering the FSDP2-sharded parameters of `block`; return a function that waits for them."""
     unshard: Any = block.unshard if is_a(block, FSDP2) else None
     return _nothing if unshard is None else unshard(async_op=True).wait
 
@@ -243,7 +252,7 @@ def _nothing() -> None:
 
 
 class _Complete(Exception):
-    """Every tensor is there; the rest of the second run is not needed."""
+    """Raised to stop the second run early, after all saved tensors are recomputed."""
 
 
 def _never(packed: int) -> torch.Tensor:

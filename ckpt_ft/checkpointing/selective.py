@@ -1,14 +1,14 @@
-"""Selective activation checkpointing: inside a checkpointed region the outputs of chosen operators are kept.
+"""Selective activation checkpointing: keeps the outputs of selected operators inside a checkpointed region.
 
-Two dispatch modes in the manner of `torch.utils.checkpoint.create_selective_checkpoint_contexts`: the first run keeps
-outputs, the second hands them back in the same order. Three things differ from PyTorch's:
+Like `torch.utils.checkpoint.create_selective_checkpoint_contexts`, it uses two dispatch modes: the first run keeps
+outputs, and the second run returns them in the same order. It differs from PyTorch's version in three ways:
 
-* an output that is written to afterwards is recomputed instead of raising an error;
-* an operator that draws random numbers (attention with dropout) leaves the generator, when it is skipped in the second
-  run, where it left it in the first: what draws after it sees the same numbers;
-* operators that are in no group cost one dictionary look-up in either run.
+* an output that is modified in place afterwards is recomputed and raises no error;
+* if an operator draws random numbers (attention with dropout) and is skipped in the second run, the generator is set
+  to its state after the operator in the first run, so later operators draw the same numbers;
+* an operator outside all groups costs one dictionary look-up per run.
 
-Under torch.compile PyTorch's own contexts are used, with the same choice: the compiler knows them.
+Under torch.compile, PyTorch's own contexts are used with the same selection, because the compiler supports them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ops import check_op_name, group_of
 from .tensor_identity import counter_of
 
 _RECOMPUTE, _CONSUMED = object(), object()
-# views of their input that count versions apart from it
+# views that do not share their input's version counter
 _UNSAFE_VIEWS = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.unsafe_split.Tensor,
@@ -37,11 +37,11 @@ _UNSAFE_VIEWS = {
 
 
 class Selection:
-    """Which operators' outputs a region keeps.
+    """Selects the operators whose outputs a region keeps.
 
     Args:
         save: op groups and op names, as in `Policy.save`.
-        expert_counts: numbers of experts in the region; its router's matmul is known by that width.
+        expert_counts: numbers of experts in the region; they identify the router's matmul by its output width.
     """
 
     def __init__(self, save: tuple[str, ...], expert_counts: frozenset[int] = frozenset()) -> None:
@@ -55,7 +55,7 @@ class Selection:
                 check_op_name(group)
 
     def rule(self, func: Any) -> str | None:
-        """The wanted group that the operator belongs to, or None."""
+        """Return the selected group that contains the operator, or None."""
         try:
             return self._rules[func]
         except KeyError:
@@ -73,29 +73,29 @@ class Selection:
 
     def keeps(self, group: str, out: Any, seen: int) -> bool:
         """Whether to keep `out`, the output of the `seen`-th operator of `group` in its region."""
-        if group == "router" and isinstance(out, torch.Tensor):  # a matmul, not top-k: only the router's own
+        if group == "router" and isinstance(out, torch.Tensor):  # keep only the router's matmul
             return out.dim() > 0 and out.shape[-1] in self.expert_counts
         return group != "matmul" or seen % self.fraction == 0
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of a region's first and second run."""
+        """Return the contexts of a region's first and second run."""
         kept: _Kept = defaultdict(list)
         return _Keeping(self, kept), _Replaying(kept)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rules": {}}  # operators do not pickle; the rules fill again
+        return {**self.__dict__, "_rules": {}}  # operators cannot be pickled; this is a cache
 
 
-_Kept = defaultdict[Any, list[Any]]  # operator -> what to do at each of its calls
+_Kept = defaultdict[Any, list[Any]]  # operator -> an entry for each of its calls
 
 
 def compiled_contexts(selection: Selection) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts in the form that torch.compile knows, `context_fn` of `torch.utils.checkpoint.checkpoint`."""
+    """Return contexts that torch.compile supports, for `context_fn` of `torch.utils.checkpoint.checkpoint`."""
     return create_selective_checkpoint_contexts(_CompiledChoice(selection))
 
 
 class _CompiledChoice:
-    """The same choice in the words of PyTorch's own selective checkpointing."""
+    """The same selection as a policy function of PyTorch's own selective checkpointing."""
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
@@ -129,7 +129,7 @@ class _Keeping(_Mode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self.by_storage = {}  # or an output that was handed back would stay, and the second run's graph with it
+        self.by_storage = {}  # otherwise a returned output would stay alive with the second graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         group = self.selection.rule(func)
@@ -156,7 +156,7 @@ class _Keeping(_Mode):
         return out
 
     def watch(self, viewed: torch.Tensor, view: torch.Tensor) -> None:
-        """Watch a view of a kept output whose versions are counted apart: a linear layer's result, a GRU's gates."""
+        """Watch a view of a kept output that has its own version counter: a linear layer's result, a GRU's gates."""
         entry = self.by_storage.get(viewed.untyped_storage()._cdata)
         if entry is not None:
             entry.watch(view)
@@ -195,7 +195,7 @@ class _Replaying(_Mode):
 
 
 class _KeptOutput:
-    """An operator's output, detached from the graph that its first run builds, with the generator's state after it."""
+    """An operator's output, detached from the first run's graph, with the generator's state after the operator."""
 
     def __init__(self, out: Any, after: rng.Snapshot | None) -> None:
         self.after = after
@@ -210,12 +210,12 @@ class _KeptOutput:
         return saved
 
     def watch(self, view: torch.Tensor) -> None:
-        """Watch a view of the output whose versions are counted apart."""
+        """Watch a view of the output that has its own version counter."""
         with _counted():
             self.views.append((counter_of(view), view._version))
 
     def intact(self) -> bool:
-        """Whether nothing wrote into the output since; what did not reach a parked copy is a write all the same."""
+        """Whether the output was not modified in place since; this includes writes after it was offloaded."""
         return all(saved.intact() for saved in self.kept) and all(x._version == v for x, v in self.views)
 
     def hand_back(self) -> Any:
@@ -225,7 +225,7 @@ class _KeptOutput:
 
 
 def _counted() -> AbstractContextManager[None]:
-    """Below autograd a detached tensor would count its versions anew; in here it shares the counter."""
+    """Return a guard under which `detach` below autograd shares the version counter and does not start a new one."""
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )

@@ -92,8 +92,8 @@ class Schedule:
         raise UserError(f"verify={value!r}: give 'first', 'always', 'never' or a number of steps such as 100")
 
     def due(self, step: int) -> bool:
-        """Whether to verify the `step`-th step; the first is 1."""
-        return step <= self.first or (self.every > 0 and step % self.every == 0)
+        """Whether to verify the `step`-th step; the first is 1, and 0 is none."""
+        return 0 < step <= self.first or (self.every > 0 and step > 0 and step % self.every == 0)
 
 
 class Recorder:

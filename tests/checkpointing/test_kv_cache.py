@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
-from language_models import differing
+from language_models import batch, differing, make
 from torch import nn
-from transformers import PI0Config, PI0ForConditionalGeneration
+from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from ckpt_ft import apply_policy
+from ckpt_ft.errors import UserError
 
 GEMMA = {
     "model_type": "gemma",
@@ -73,3 +77,74 @@ def test_a_cache_that_one_part_of_a_model_fills_and_another_reads() -> None:
         apply_policy(model, policy)
         for _ in range(2):
             assert not differing(numbers(model), expected), policy
+
+
+def tied_llama() -> Any:
+    """One decoder layer at two positions; with a KV cache its second call attends to the keys of its first."""
+    model: Any = make("llama")
+    model.model.layers[2] = model.model.layers[1]
+    return model
+
+
+def step(model: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch(), **kwargs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "save:attention", "segments:2", "modules:attention"])
+@pytest.mark.filterwarnings("ignore:policy .* no (block|operator):UserWarning")
+def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str) -> None:
+    plain, model = tied_llama(), tied_llama()
+    expected = step(plain, use_cache=False)
+    assert differing(step(plain), expected)  # the cache changes what this model computes
+    apply_policy(model, policy, verify="always")
+    for asked in ({}, {"use_cache": True}):
+        with pytest.raises(UserError, match=r"layers.1.self_attn and model.layers.2.self_attn are one layer, and its"):
+            step(model, **asked)
+    for _ in range(2):
+        assert not differing(step(model, use_cache=False), expected)
+    model.config.use_cache = False
+    assert not differing(step(model), expected)
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "save:attention"])
+@pytest.mark.filterwarnings("ignore:policy .* no (block|operator):UserWarning")
+def test_tied_blocks_in_eval_mode_keep_their_cache(policy: str) -> None:
+    plain, model = tied_llama().eval(), tied_llama().eval()
+    apply_policy(model, policy, verify="always")
+    assert not differing(step(model), step(plain))
+
+
+class TwoPasses(nn.Module):
+    """Runs its blocks twice over one cache, so that the second pass attends to the keys of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model: Any = make("llama")
+        self.rotary, self.layers = model.model.rotary_emb, model.model.layers
+
+    def forward(self, x: torch.Tensor, cached: bool) -> torch.Tensor:
+        cache = DynamicCache() if cached else None
+        positions = self.rotary(x, torch.arange(x.shape[1])[None])
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x, position_embeddings=positions, past_key_values=cache, use_cache=cached)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["full", "save:matmul", "segments:2"])
+@pytest.mark.filterwarnings("ignore:policy .* no block was given:UserWarning")
+def test_two_passes_over_one_cache_are_refused(policy: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    plain, model = TwoPasses().train(), TwoPasses().train()
+    with torch.no_grad():
+        assert not torch.equal(plain(x, True), plain(x, False))
+    apply_policy(model, policy, verify="always")
+    with pytest.raises(UserError, match="was given the same KV cache twice in training"):
+        model(x, True)
+    for one in (plain, model):
+        one(x, False).square().sum().backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in plain.parameters())))

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from ckpt_ft import apply_policy
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
+from ckpt_ft.memory.record.tracker import Tracker
 
 POLICIES = ["full", "segments:2", "save:matmul"]
 
@@ -477,3 +479,59 @@ def test_full_keeps_no_more_than_what_is_written() -> None:
         return sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.key == "aten::clone")
 
     assert kept("never") <= 0
+
+
+def with_tangents(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients of a loss that is made of tangents, and both."""
+    torch.manual_seed(0)
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(torch.randn(3, 4), torch.randn(3, 4))))
+        (out.primal.square().sum() + out.tangent.square().sum()).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [out.primal.detach(), out.tangent.detach(), *grads]
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # which torch's own decompositions call
+def test_forward_mode_through_blocks_is_equal_or_refused(verify: str) -> None:
+    expected = with_tangents(Net(Block))
+    for policy in ("full", "save:matmul", "offload"):
+        model = Net(Block)
+        apply_policy(model, policy, verify=verify)
+        for found, value in zip(with_tangents(model), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)  # 'save' makes tangents by other kernels
+    for policy in ("segments:2", "sqrt"):
+        model = Net(Block)
+        apply_policy(model, policy, verify=verify)
+        with pytest.raises(UserError, match="Block: forward-mode AD .* does not go through 'segments' or 'sqrt'"):
+            with_tangents(model)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("policy", ["full", "pointwise", "save:matmul", "segments:2", "offload"])
+def test_a_verified_step_peaks_where_any_other_does(policy: str) -> None:
+    x = torch.randn(4, 256, 128)  # 7 MiB of activations in each block
+
+    def peak(verify: str) -> int:
+        model = Net(Wide)
+        apply_policy(model, policy, verify=verify)
+        optimizer = torch.optim.SGD(model.parameters())
+        with Tracker(model, optimizer) as tracker:
+            for _ in range(2):
+                tracker.start_step()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.trace().peak_allocated
+
+    unverified = peak("never")
+    assert unverified > 10 << 20
+    assert unverified <= peak("always") <= unverified + (64 << 10)

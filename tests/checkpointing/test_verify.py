@@ -99,6 +99,7 @@ def test_schedule() -> None:
     assert steps("always") == list(range(1, 2001))
     assert steps("never") == []
     assert steps("900") == steps(900) == [1, 900, 1800]
+    assert not any(Schedule.parse(value).due(0) for value in ("first", "always", "never", 100))
     for wrong in ("sometimes", 0, -1, True, 1.5):
         with pytest.raises(UserError, match="'first', 'always', 'never' or a number of steps"):
             Schedule.parse(wrong)  # type: ignore[arg-type]
@@ -153,6 +154,11 @@ def test_steps_that_are_not_due_have_no_recorder() -> None:
         assert verification.region("", module, changed=True) is None
 
 
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_a_region_that_does_not_count_its_calls_is_not_verified_outside_of_the_model(verify: str) -> None:
+    assert Verification(Schedule.parse(verify), "full").region("", torch.nn.Linear(1, 1)) is None
+
+
 def test_the_flag_is_checked_when_it_is_read() -> None:
     from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.callback import ACCallback
@@ -161,5 +167,5 @@ def test_the_flag_is_checked_when_it_is_read() -> None:
     assert ACArguments(ac_policy="full", ac_verify=100).ac_verify == "100"  # type: ignore[arg-type]  # a YAML's
     with pytest.raises(UserError, match="verify='often': give 'first', 'always', 'never'"):
         ACArguments(ac_policy="full", ac_verify="often")
-    assert ACCallback("full", verify=50).settings.ac_verify == "50"
-    assert ACCallback("full").settings.ac_verify == "first"
+    assert ACCallback("full", verify=50).session.settings.ac_verify == "50"
+    assert ACCallback("full").session.settings.ac_verify == "first"

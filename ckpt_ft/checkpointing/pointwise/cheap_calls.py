@@ -1,13 +1,13 @@
-"""How a module's forward, or an operator in it, becomes a cheap call of `pointwise`.
+"""Turns a module's forward, or an operator in it, into a cheap call of `pointwise`.
 
-Five kinds of stand-in are put in place of `module.forward`; install.py decides which module gets which:
+Stand-ins of these kinds replace `module.forward`; install.py selects the kind for each module:
 
-- `ModuleCall`: a norm, an activation or a dropout, as one cheap call;
-- `GatedProduct`: a gated MLP in the form that most have, with activation and product as one cheap call;
-- `Products`: a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of diffusers)
-  or adds a residual right behind a BatchNorm (a ResNet block): those operators become cheap calls of their own;
-- `CastInput`: a linear or convolution layer, whose half-precision copies of input and weight autocast would keep;
-- `Watched` (in install.py): the whole model, around which the hooks are.
+- `ModuleCall`: runs a norm, an activation or a dropout as one cheap call;
+- `GatedProduct`: runs the activation and product of a gated MLP in its most common form as one cheap call;
+- `Products`: for a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of
+  diffusers) or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
+- `CastInput`: for a linear or convolution layer; drops autocast's half-precision copies of its input and weight;
+- `Watched` (in install.py): replaces the forward of the whole model and sets the saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckpt_ft.checkpointing.tensor_identity import is_dtensor, version_of
 
 from .engine import CheapCall, Pass, Saved, claim_on
 
-# Autograd keeps the result of these and not the input: discarding the result gains only where the input is free.
+# Autograd saves the result of these, not the input, so discarding the result saves memory only if the input is free.
 _KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Threshold)
-_ZERO3 = "ds_id"  # what DeepSpeed ZeRO-3 puts on every parameter that it partitions
+_ZERO3 = "ds_id"  # attribute of every parameter that DeepSpeed ZeRO-3 partitions
 
-# the mode, the tensors that the output depends on with their versions, parameters and buffers
+# train mode, tensors that the output depends on with their versions, parameters, buffers
 State = tuple[bool, list[Saved], dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
 
 
@@ -46,7 +46,7 @@ local = _Local()
 
 
 def running_pass() -> Pass | None:
-    """The pass to act in; None where nothing is to be discarded: no gradients, inside of a cheap call, compiled."""
+    """Return the current pass; None if nothing may be discarded: no gradients, inside a cheap call, or compiled."""
     if torch.compiler.is_compiling():
         return None
     running = local.running
@@ -60,14 +60,14 @@ class ModuleCall(StandIn):
 
     Args:
         module: the norm, activation or dropout.
-        root: the model that it is in.
-        certain: whether it is known to compute the same when it is called again; if not, its first call shows it.
+        root: the model that contains the module.
+        certain: whether a second call is known to repeat the first; if not, the first call determines it.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, certain: bool = False) -> None:
         super().__init__(module)
         self.root, self.kind = root, type(module).__name__
-        # torch's own modules repeat themselves; whether another norm does is seen in its first call
+        # torch's own modules can be repeated; for other norms, the first call determines it
         self.own = type(module).forward.__module__.startswith("torch.nn.modules.")
         self.repeats: bool | None = True if self.own or certain else None
         self.random = isinstance(module, nn.modules.dropout._DropoutNd)
@@ -81,7 +81,7 @@ class ModuleCall(StandIn):
         return running.run(self, args, kwargs)
 
     def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's first call; it is not repeated if it drew random numbers or changed anything in the module."""
+        """Make the module's first call; set `repeats` to False if it draws random numbers or changes the module."""
         before, random = _state_of(self.module), rng.snapshot(device, host=True)
         output = self.forward(*args, **kwargs)
         self.repeats = before == _state_of(self.module) and random == rng.snapshot(device, host=True)
@@ -93,11 +93,11 @@ class ModuleCall(StandIn):
         return bool(args) and running.is_free(args[0])
 
     def unread(self) -> Iterable[torch.Tensor | None]:
-        """The statistics of a BatchNorm that trains: its node saves them for eval mode."""
+        """Return the statistics of a BatchNorm in train mode, which its node saves but only uses in eval mode."""
         return self.module._buffers.values() if self.own and self.module.training else ()
 
     def state(self) -> State:
-        """What the module computes with; parameters that ZeRO-3 is about to free are copied."""
+        """Return the module's mode, parameters and buffers; copy parameters that ZeRO-3 is about to free."""
         module = self.module
         parameters, buffers = module._parameters, dict(module._buffers)
         tensors: list[Saved] = [(p, version_of(p)) for p in parameters.values() if p is not None]
@@ -107,7 +107,7 @@ class ModuleCall(StandIn):
         return module.training, tensors, found, buffers
 
     def again(self, state: State, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The module's forward with its first mode and parameters, on copies of its buffers: they are updated once."""
+        """Re-run forward with the original mode and parameters, on buffer copies, so no buffer is updated twice."""
         module, (training, tensors, found, buffers) = self.module, state
         if tensors:
             self._check(tensors)
@@ -135,7 +135,7 @@ class ModuleCall(StandIn):
 
 
 def _state_of(module: nn.Module) -> list[Any]:
-    """Everything that a call of the module could have written: identities, lengths, versions."""
+    """Return identities, lengths and versions of everything that a call of the module can change."""
     found: list[Any] = []
     for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
         if isinstance(value, torch.Tensor):
@@ -146,9 +146,9 @@ def _state_of(module: nn.Module) -> list[Any]:
 
 
 def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Parameters of a cheap module, whole: ZeRO-3 frees them after forward, and a later module's backward asks for the
-    output before this module's own backward has gathered them again. They are of the hidden size, not of the batch;
-    gathering here instead would interfere with the order of gathers that DeepSpeed has recorded."""
+    """Copy a cheap module's full parameters. ZeRO-3 frees them after forward, and a later module's backward needs the
+    output before this module's own backward gathers them again. The copies are small: hidden size, no batch dimension.
+    Gathering here would disturb the order of gathers that DeepSpeed has recorded."""
     return {
         name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
         for name, p in module._parameters.items()
@@ -156,17 +156,17 @@ def _copies(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def _gather(module: nn.Module, root: nn.Module) -> None:
-    """FSDP2 has resharded the parameters of `module`, whose output a later block's backward asks for: gather them."""
+    """Gather the parameters of `module` that FSDP2 has resharded: a later block's backward needs its output."""
     from torch.distributed.fsdp import FSDPModule
 
     owners = [m for m in root.modules() if isinstance(m, FSDPModule) and any(module is child for child in m.modules())]
     if owners:
-        owners[-1].unshard()  # the innermost; what it gathers, its own backward reshards
+        owners[-1].unshard()  # the innermost module; its own backward reshards them
 
 
 class CastInput(StandIn):
-    """A linear or convolution layer: under autocast, its half-precision copies of a discarded input and of its weight
-    are discarded as well. They are made here as autocast makes them, one per consumer; rebuilt, they are one."""
+    """A linear or convolution layer. Under autocast, its half-precision copies of a discarded input and of its weight
+    are discarded, too. Like autocast, forward makes one copy per consumer; backward rebuilds one shared copy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_any_autocast_enabled() or not args or not isinstance(args[0], torch.Tensor):
@@ -210,15 +210,15 @@ class OperatorCall(CheapCall):
         return self.kind
 
     def state(self) -> None:
-        """None: an operator has no parameters of its own."""
+        """Return None, because an operator has no parameters."""
 
     def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The operator again."""
+        """Run the operator again."""
         return self.forward(*args, **kwargs)
 
 
 def _product_gains(running: Pass, a: Any, b: Any) -> bool:
-    """Autograd keeps a factor when the other one needs a gradient; then, or if it is free, the product can go."""
+    """Whether discarding a product saves memory: each factor is free, or saved for the other's gradient anyway."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     return (b.requires_grad or running.is_free(a)) and (a.requires_grad or running.is_free(b))
@@ -231,10 +231,10 @@ def _sum_gains(running: Pass, a: Any, b: Any) -> bool:
 
 
 def _activation_gains(running: Pass, a: Any, *_: Any) -> bool:
-    return isinstance(a, torch.Tensor) and a.requires_grad  # autograd keeps the input
+    return isinstance(a, torch.Tensor) and a.requires_grad  # autograd saves the input
 
 
-# each with its number of operands and what tells whether it is worth a cheap call
+# for each: the call, its number of operands, and a test whether discarding its output saves memory
 _OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, int, Callable[..., bool]]] = {
     torch.Tensor.mul: (OperatorCall(torch.Tensor.mul), 2, _product_gains),
     torch.mul: (OperatorCall(torch.mul), 2, _product_gains),
@@ -246,7 +246,7 @@ _OPERATORS: dict[Callable[..., Any], tuple[OperatorCall, int, Callable[..., bool
 
 
 class GatedProduct(StandIn):
-    """A gated MLP whose forward is `down(activation(gate(x)) * up(x))`: the product is discarded, gate and up kept."""
+    """A gated MLP with forward `down(activation(gate(x)) * up(x))`; drops the product and keeps gate and up."""
 
     def __init__(self, module: nn.Module, names: tuple[str, str, str, str]) -> None:
         super().__init__(module)
@@ -290,7 +290,7 @@ class _Mode(TorchFunctionMode):
 
 
 class Products(StandIn):
-    """A module some of whose own operators are cheap calls; the mode that finds them is on in its forward only."""
+    """A module with operators that are cheap calls; a function mode during its forward finds them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = running_pass()
@@ -317,7 +317,7 @@ class RotaryAttention(StandIn):
 
 
 class _Rotation:
-    """`apply_rotary_pos_emb` as a cheap call where queries and keys are rebuilt anyway."""
+    """Runs `apply_rotary_pos_emb` as a cheap call if queries and keys are rebuilt anyway."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

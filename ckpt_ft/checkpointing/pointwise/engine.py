@@ -1,18 +1,18 @@
-"""The engine of `pointwise`: outputs of cheap calls are discarded after forward and rebuilt once when backward asks.
+"""The engine of `pointwise`: discards outputs of cheap calls after forward and rebuilds them once in backward.
 
-A *cheap call* is a norm, an activation, a product. While it runs, a saved-tensor hook puts a `Discarded` handle in
-place of every tensor that its autograd nodes save. Its output's storage is marked with a `Claim`; when a later node (a
-matmul, a convolution, another cheap call) saves a tensor on that storage, it gets a handle as well. What is kept is
-the call's inputs, which are handles themselves where another cheap call made them. The first handle that backward
-opens makes the call again, once, and fills all of them; autograd drops a handle, and so the tensor, when its node is
-done.
+A *cheap call* is, for example, a norm, an activation or a product. While it runs, a saved-tensor hook replaces every
+tensor that its autograd nodes save by a `Discarded` handle, and its output's storage gets a `Claim`. If a later node
+(a matmul, a convolution, another cheap call) saves a tensor on that storage, the hook replaces this tensor by a
+handle, too. Only the inputs of the call are kept; an input that another cheap call computed is itself a handle. The
+first handle that backward unpacks re-runs the call once and fills all its handles. Autograd frees a handle, and so
+its tensor, when the handle's node is done.
 
-The graph stays the one that the plain forward builds, so gradients come from the same kernels in the same order: there
-is no custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in
-Megatron-Core (`megatron/core/tensor_parallel/random.py`, `CheckpointWithoutOutput`), In-Place ABN (Bulò et al. 2018,
-arXiv:1712.02616) for BatchNorm + ReLU, and `torch/utils/checkpoint.py` for the matching of saved tensors by order.
+The graph is the same as in a plain forward pass, so the same kernels compute gradients in the same order. There is no
+custom backward, no nested backward call and no dispatch mode. Compare output-discarding recomputation in Megatron-Core
+(`megatron/core/tensor_parallel/random.py`, `CheckpointWithoutOutput`), In-Place ABN (Bulò et al. 2018,
+arXiv:1712.02616) for BatchNorm + ReLU, and `torch/utils/checkpoint.py` for matching saved tensors by order.
 
-Every tensor that a model saves comes through here, so what runs per tensor is written for the interpreter's sake.
+The hooks run for every saved tensor of a model, so their code is optimized for the interpreter.
 """
 
 from __future__ import annotations
@@ -47,61 +47,61 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad = torch._C._set_grad_enabled
 
-# arguments that nobody can write into between forward and backward
+# argument types that cannot change between forward and backward
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size, Module)
 
 Saved = tuple[torch.Tensor, int]  # a tensor and its version when it was saved
 
 
 class CheapCall(Protocol):
-    """A norm, an activation, a product, ...: what is cheap to run once more."""
+    """A call that is cheap to run again: a norm, an activation, a product, ..."""
 
-    name: str  # qualified name of the module, "" of an operator
+    name: str  # qualified name of the module; "" for an operator
     kind: str  # class of the module, or the operator
     random: bool  # draws random numbers
-    inplace: bool  # writes its output over its first argument
-    repeats: bool | None  # whether a second run repeats the first; None until the first call has shown it
+    inplace: bool  # overwrites its first argument with its output
+    repeats: bool | None  # whether a second run repeats the first; None before the first call
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The call as it is first made."""
+        """The function of the first run."""
 
     def attempt(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call where `repeats` is None: as `forward`, and sets `repeats`."""
+        """Make the first call if `repeats` is None: run `forward` and set `repeats`."""
         return self.forward(*args, **kwargs)
 
     def unread(self) -> Iterable[torch.Tensor | None]:
-        """Tensors that the call's nodes save and backward does not read."""
+        """Return tensors that the call's nodes save but backward does not read."""
         return ()
 
     def state(self) -> Any:
-        """What `again` needs to know of the moment of the first call: parameters, mode."""
+        """Return the state of the first call that `again` needs: parameters, mode."""
 
     def again(self, state: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Build the same graph on the same inputs as `forward` did, without its side effects.
 
-        Raises RuntimeError when what `state` tells of has changed since.
+        Raises RuntimeError if a tensor in `state` was modified in place since.
         """
 
 
 class Proof:
-    """What one run of a cheap call saved, until its second run is known to repeat it.
+    """Tensors that one run of a cheap call saved, for comparison with the second run.
 
-    recorder: compares what is rebuilt with what was dropped, bit for bit; None if the step is not verified.
-    trial: whether the module is called for the first time. What its nodes save is held until the call has ended: if
-        the call drew random numbers or left something behind, it is not repeated, and what it saved is kept.
+    recorder: compares rebuilt tensors with discarded ones, bit for bit; None if the step is not verified.
+    trial: whether this is the module's first call. The saved tensors are held until the call ends; if it drew random
+        numbers or had side effects, it will not be repeated, and the saved tensors are kept.
     """
 
     __slots__ = ("kept", "read", "recorder", "slots", "trial", "unread")
 
     def __init__(self, recorder: Recorder | None, trial: bool, unread: set[int]) -> None:
         self.recorder, self.trial, self.unread = recorder, trial, unread
-        self.slots: list[int | None] = []  # of the call's internals, in order
-        self.read: dict[tuple[int, View], int] = {}  # slots of what others saved of its outputs
+        self.slots: list[int | None] = []  # one per internal, in order
+        self.read: dict[tuple[int, View], int] = {}  # slots of views of outputs that other nodes saved
         self.kept: list[tuple[weakref.ref[Discarded], Saved]] = []
 
     def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
-        """One of the call's own nodes saved `tensor`; `handle` stands for it, None for a parameter."""
+        """Record that a node of the call saved `tensor`; `handle` replaces it and is None for a parameter."""
         if self.recorder is not None:
             compared = handle is not None and id(tensor) not in self.unread
             self.slots.append(self.recorder.saved(tensor) if compared else None)
@@ -109,25 +109,25 @@ class Proof:
             self.kept.append((weakref.ref(handle), _held(tensor)))
 
     def saved_output(self, index: int, view: View, tensor: torch.Tensor) -> None:
-        """Another node saved `tensor`, a view of the call's `index`-th output."""
+        """Record that another node saved `tensor`, a view of the call's `index`-th output."""
         if self.recorder is not None and (index, view) not in self.read:
             self.read[index, view] = self.recorder.saved(tensor)
 
     def rebuilt(self, saved: list[torch.Tensor]) -> None:
-        """The second run saved these."""
+        """Compare the second run's saved tensors with the first's."""
         if self.recorder is not None:
             for slot, tensor in zip(self.slots, saved, strict=True):
                 if slot is not None:
                     self.recorder.restored(slot, tensor)
 
     def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> None:
-        """The second run made this view of an output again."""
+        """Compare a rebuilt view of an output with the recorded one."""
         if self.recorder is not None:
             self.recorder.restored(self.read[key], tensor)
 
 
 class Discarded:
-    """Stands for a tensor that one of a cheap call's own nodes saved."""
+    """A handle that replaces a tensor saved by one of the cheap call's own nodes."""
 
     __slots__ = ("__weakref__", "source")
 
@@ -135,7 +135,7 @@ class Discarded:
         self.source: Frame | torch.Tensor = source
 
     def get(self) -> torch.Tensor:
-        """The tensor, rebuilt with all others of its cheap call when first asked for."""
+        """Return the tensor; the first request rebuilds all tensors of its cheap call."""
         if type(self.source) is Frame:
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -149,7 +149,7 @@ class Discarded:
 
 
 class Reader(Discarded):
-    """Stands for a tensor on the storage of a cheap call's `index`-th output that a node outside of it saved."""
+    """A handle that replaces a view of a cheap call's `index`-th output saved by a node outside the call."""
 
     __slots__ = ("index", "view")
 
@@ -158,7 +158,7 @@ class Reader(Discarded):
 
 
 class Handed:
-    """A tensor handed on to the saved-tensor hooks that were active around the model (offload, `save_on_cpu`)."""
+    """A tensor that was passed to the saved-tensor hooks active around the model (offload, `save_on_cpu`)."""
 
     __slots__ = ("packed", "unpack")
 
@@ -166,30 +166,30 @@ class Handed:
         self.packed, self.unpack = packed, unpack
 
     def get(self) -> torch.Tensor:
-        """What the outer hook gives back."""
+        """Return the tensor from the outer unpack hook."""
         return self.unpack(self.packed)
 
 
 class Claim:
-    """Marks a storage as a cheap call's output, which can be rebuilt unless something writes into it."""
+    """Marks a storage as a cheap call's output, which can be rebuilt unless it is modified in place."""
 
     __slots__ = ("casts", "counter", "frame", "index", "version")
 
     def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
         self.frame, self.index = frame, index
-        self.version = output._version  # views and detached aliases count together
-        # parts made by `unsafe_chunk` count apart, from 0: they are told by the counter if a write came before
+        self.version = output._version  # views and detached aliases share the version counter
+        # outputs of `unsafe_chunk` have their own counters from 0; after a write, counters must be compared
         self.counter = counter_of(output) if self.version else None
         self.casts: dict[Any, Frame] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether what `tensor`, an alias of the storage, holds is still the cheap call's output."""
+        """Whether `tensor`, an alias of the storage, still has the values of the cheap call's output."""
         if tensor._version != self.version or self.frame.args is None:
             return False
         return self.counter is None or counts_with(self.counter, tensor)
 
     def discard(self, tensor: torch.Tensor) -> Reader:
-        """A handle in place of `tensor`, which the claim covers."""
+        """Return a handle that replaces `tensor`, which the claim covers."""
         frame = self.frame
         handle = Reader(frame, self.index, view_of(tensor))
         frame.readers.append(weakref.ref(handle))
@@ -207,7 +207,7 @@ class Input:
         self.held, self.requires_grad = held, requires_grad
 
     def get(self) -> torch.Tensor:
-        """A leaf with the input's value."""
+        """Return a leaf with the input's value."""
         tensor = unpack(self.held).detach()
         return tensor.requires_grad_() if self.requires_grad else tensor
 
@@ -249,7 +249,7 @@ class Frame:
         _set_grad(True)
         _push_hooks(saved.append, _never)
         try:
-            if self.call.inplace:  # the rebuilt input may have other readers
+            if self.call.inplace:  # other nodes may read the rebuilt input
                 args[0] = args[0].clone()
             if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
                 output = self.call.again(self.state, args, kwargs)
@@ -269,12 +269,12 @@ class Frame:
         for internal, tensor in zip(self.internals, saved, strict=True):
             if internal is not None and (handle := internal()) is not None:
                 handle.source = tensor if tensor.grad_fn is None else tensor.detach()
-        saved.clear()  # its tensors' nodes hold the hook, which holds the list
+        saved.clear()  # breaks a cycle: the tensors' nodes refer to the hook, which refers to the list
         self._fill_readers(output if isinstance(output, tuple) else (output,))
         self._release()
 
     def _put_back(self) -> None:
-        """Fill the handles with what the first run saved: this call is not repeated."""
+        """Fill the handles with the first run's tensors if the call cannot be repeated."""
         assert self.proof is not None
         for reference, kept in self.proof.kept:
             if (handle := reference()) is not None:
@@ -299,18 +299,18 @@ class Frame:
 
 
 def _held(tensor: torch.Tensor) -> Saved:
-    """A tensor as a node keeps it. A node that kept its own output would keep itself alive: hence the alias."""
+    """Return the tensor and its version. A node's own output is detached, so that it does not keep the node alive."""
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 def claim_on(tensor: torch.Tensor) -> Claim | None:
-    """The claim that covers `tensor`, if any."""
+    """Return the claim that covers `tensor`, if any."""
     claim: Claim | None = getattr(tensor.untyped_storage(), CLAIM, None)
     return claim if claim is not None and claim.covers(tensor) else None
 
 
 def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
-    """The other saved-tensor hook."""
+    """The unpack hook."""
     kind = type(packed)
     if kind is not tuple:
         if kind is not Handed and type(packed.source) is not Frame:  # type: ignore[union-attr]
@@ -324,7 +324,7 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
 
 @contextmanager
 def _random_as(first: rng.Snapshot | None) -> Iterator[None]:
-    """The generators as they were before the first run."""
+    """Set the generators to their state before the first run."""
     if first is None:
         yield
         return
@@ -340,27 +340,27 @@ def _never(packed: Any) -> torch.Tensor:
     raise AssertionError("the graph of a recompute is never run backward")
 
 
-# A rebuild may need another, and so on down a chain (the residual stream of a ResNet stage). The bound keeps that
-# short in Python's stack and in the memory that the chain fills at once; beyond it the output is kept.
+# A rebuild may require another one, and so on in a chain (the residual stream of a ResNet stage). The bound limits
+# Python's stack depth and the memory that a chain uses at once; an output beyond it is kept.
 MAX_CHAIN = 32
 
 
 class Pass:
-    """One forward pass of a model: the hooks that what its nodes save goes through, and the cheap call that runs."""
+    """One forward pass of a model: its saved-tensor hooks, and the cheap call that is running, if any."""
 
     def __init__(self, notes_kept: bool, verification: Verification | None = None) -> None:
         self.frame: Frame | None = None
-        self.verification = verification  # of a step that is verified
-        # storages that some node keeps anyway; by address, as it decides what there is to gain and never a value
+        self.verification = verification  # None if the step is not verified
+        # storages that some node saves anyway; by address, because a mistake affects only memory, never results
         self.kept: set[int] | None = set() if notes_kept else None
-        # hooks do not nest by themselves: only the innermost pair is called
+        # autograd calls only the innermost pair of hooks
         self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(self, tensor: torch.Tensor) -> Discarded | Handed | Saved:
-        """The saved-tensor hook; it sees the tensor itself, `grad_fn` and all."""
+        """The pack hook; it receives the tensor itself, including its `grad_fn`."""
         frame = self.frame
         if frame is not None:
-            if type(tensor) is Parameter:  # stays anyway
+            if type(tensor) is Parameter:  # is in memory anyway
                 frame.internals.append(None)
                 if frame.proof is not None:
                     frame.proof.saved(None, tensor)
@@ -370,7 +370,7 @@ class Pass:
             if frame.proof is not None:
                 frame.proof.saved(handle, tensor)
             return handle
-        storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse one has two, and no cheap call's
+        storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse tensor has two storages
         claim: Claim | None = getattr(storage, CLAIM, None)
         if claim is not None and claim.covers(tensor):
             return claim.discard(tensor)
@@ -390,14 +390,14 @@ class Pass:
         return claim_on(tensor) is not None or (self.kept is not None and storage._cdata in self.kept)
 
     def run(self, call: CheapCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a cheap call; what it saves for backward is discarded and its outputs are claimed."""
+        """Run a cheap call, discard the tensors that it saves for backward, and claim its outputs."""
         if call.inplace and not args:
             return call.forward(**kwargs)
         device, depth, storages = None, 0, []
         held: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
             if not isinstance(value, torch.Tensor):
-                if not isinstance(value, _CONSTANTS):  # what it holds could be written to before backward
+                if not isinstance(value, _CONSTANTS):  # its contents could change before backward
                     return call.forward(*args, **kwargs)
                 held.append(value)
                 continue
@@ -407,7 +407,7 @@ class Pass:
             if claim is not None and claim.frame.depth < MAX_CHAIN and claim.covers(value):
                 depth = max(depth, claim.frame.depth + 1)
                 held.append(Input(claim.discard(value), value.requires_grad))
-            elif call.inplace and not held:  # about to be overwritten, and cannot be rebuilt
+            elif call.inplace and not held:  # it will be overwritten and cannot be rebuilt
                 return call.forward(*args, **kwargs)
             else:
                 alias = value.detach()
@@ -424,12 +424,12 @@ class Pass:
         finally:
             self.frame = None
         if trial and not call.repeats:
-            return output  # what it saved is kept
+            return output  # its saved tensors are kept
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                # one that aliases an input (Identity, a conversion to the same dtype) is not this call's to rebuild;
-                # a view of a DTensor or a jagged tensor cannot be made again from its storage
+                # an output that aliases an input (Identity, a cast to the same dtype) is not rebuilt by this call;
+                # a view of a DTensor or a jagged tensor cannot be rebuilt from its storage
                 if (call.inplace or not any(storage is other for other in storages)) and not is_wrapper(value):
                     setattr(storage, CLAIM, Claim(frame, index, value))
         if trial and proof is not None:
@@ -442,7 +442,7 @@ class Pass:
         return Proof(recorder, trial, {id(buffer) for buffer in call.unread()})
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`tensor`, which the claim covers, in another dtype; in backward all its copies are one."""
+        """Cast `tensor`, which the claim covers, to another dtype; backward rebuilds one copy for all casts."""
         key = (dtype, view_of(tensor))
         claim.casts = {} if claim.casts is None else claim.casts
         frame = claim.casts.get(key)
@@ -451,12 +451,12 @@ class Pass:
             proof = None if self.verification is None else self._proof(call, trial=False)
             frame = Frame(call, [held], {}, claim.frame.depth + 1, tensor.device, proof)
             claim.casts[key] = frame
-        copy = tensor.to(dtype)  # its node saves nothing
+        copy = tensor.to(dtype)  # the node of a cast saves nothing
         setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
         return copy
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
-        """`parameter` in another dtype, not kept either."""
+        """Cast `parameter` to another dtype; the copy is discarded and rebuilt in backward."""
         held, call = Input((parameter, parameter._version), parameter.requires_grad), _Cast(dtype)
         proof = None if self.verification is None else self._proof(call, trial=False)
         frame = Frame(call, [held], {}, 0, parameter.device, proof)
@@ -466,7 +466,7 @@ class Pass:
 
 
 class _Cast(CheapCall):
-    """The conversion of a tensor to another dtype, as a cheap call."""
+    """A cast to another dtype, as a cheap call."""
 
     name, kind = "", "cast"
     random = inplace = False
@@ -476,12 +476,12 @@ class _Cast(CheapCall):
         self.dtype = dtype
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy."""
+        """Cast the tensor."""
         return tensor.to(self.dtype)
 
     def state(self) -> None:
-        """Nothing to know."""
+        """Return None, because a cast has no state."""
 
     def again(self, state: None, args: list[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The copy again."""
+        """Cast the tensor again."""
         return args[0].to(self.dtype)

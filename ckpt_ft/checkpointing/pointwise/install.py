@@ -30,7 +30,7 @@ _ACTIVATION_FILES = ("torch.nn.modules.activation", "transformers.activations", 
 _NOT_ELEMENTWISE = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.RReLU)
 _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|poisson|(normal|uniform|exponential)_$", re.IGNORECASE)
 _NORM_CLASS = re.compile(r"(RMS|Layer|Group|Batch)Norm")
-# down(activation(gate(x)) * up(x)), the whole of the forward; the names are each model's own
+# matches a forward that is only down(activation(gate(x)) * up(x)); each model has its own names
 _GATED = re.compile(
     r"(?:(\w+) = |return )self\.(\w+)\(self\.(\w+)\(self\.(\w+)\((\w+)\)\) \* self\.(\w+)\(\5\)\)(?: return \1)?"
 )
@@ -39,13 +39,13 @@ _CASTED = (nn.Linear, _CONVOLUTION)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A normalisation layer without children: torch's own, or a class that is named as one (LlamaRMSNorm).
+    """Whether it is a normalization layer without children: torch's own, or a class named like one (LlamaRMSNorm).
 
-    The latter only if its forward names nothing that draws random numbers and writes no attribute; its first call
-    under the policy shows the rest (`ModuleCall.attempt`).
+    For the latter, the code of its forward must not draw random numbers or write attributes; its first call under the
+    policy reveals other side effects (`ModuleCall.attempt`).
     """
     if isinstance(module, nn.SyncBatchNorm) or next(module.children(), None) is not None:
-        return False  # SyncBatchNorm communicates: a second run in backward would need every rank to agree
+        return False  # SyncBatchNorm communicates, so all ranks would have to recompute it at the same time
     kind: Any = type(module)
     if not (isinstance(module, nn.modules.batchnorm._NormBase) or _NORM_CLASS.search(kind.__name__)):
         return False
@@ -54,7 +54,7 @@ def is_norm(module: nn.Module) -> bool:
 
 @cache
 def _repeats(kind: Any) -> bool:
-    """Whether the code of `kind.forward`, and of the methods of `kind` that it calls, neither draws nor writes."""
+    """Whether `kind.forward` and the methods it calls neither draw random numbers nor write attributes."""
     rest, seen = ["forward"], {"forward"}
     while rest:
         function: Any = inspect.unwrap(getattr(kind, rest.pop()))
@@ -74,19 +74,19 @@ def _repeats(kind: Any) -> bool:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """An elementwise activation module of torch, transformers or diffusers."""
+    """Whether it is an elementwise activation module of torch, transformers or diffusers."""
     if isinstance(module, _NOT_ELEMENTWISE) or next(module.children(), None) is not None:
         return False
     return type(module).__module__ in _ACTIVATION_FILES
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """torch's dropout layers that drop something."""
+    """Whether it is one of torch's dropout layers with p > 0."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def is_rotary_attention(module: nn.Module) -> bool:
-    """Whether the module has norms of its own and its forward, plain Python, calls `apply_rotary_pos_emb`."""
+    """Whether the module has norms and its forward is a Python function that calls `apply_rotary_pos_emb`."""
     function = getattr(module.forward, "__func__", None)
     return (
         type(function) is FunctionType
@@ -97,7 +97,7 @@ def is_rotary_attention(module: nn.Module) -> bool:
 
 
 def gated_names(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """(down, activation, gate, up) where the source of the module's forward says `GatedProduct` and no more."""
+    """Return the names (down, activation, gate, up) if the forward's source is that of a `GatedProduct`."""
     if "forward" in module.__dict__ or not any(is_activation(child) for child in module.children()):
         return None
     names = _gated(type(module).forward)
@@ -118,7 +118,7 @@ def _gated(forward: Callable[..., Any]) -> tuple[str, str, str, str] | None:
 
 
 def has_products(module: nn.Module) -> bool:
-    """A gated MLP, or a convolutional residual block that ends in BatchNorm, sum and activation."""
+    """Whether it is a gated MLP, or a convolutional residual block that ends in BatchNorm, sum and activation."""
     children = list(module.children())
     if type(module).__module__ == "diffusers.models.activations":
         return any(_widths(child) for child in children)  # GEGLU, SwiGLU: the activation may be a method
@@ -127,7 +127,7 @@ def has_products(module: nn.Module) -> bool:
     widths = [w for child in children if (w := _widths(child))]
     if any(out == 2 * other for _, out in widths for other, _ in widths):  # gate and value in one projection
         return True
-    if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and the one back
+    if len(widths) >= 3 and len(set(widths)) < len(widths):  # two parallel projections and an output projection
         return True
     below = list(module.modules())
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in below) and (
@@ -136,22 +136,22 @@ def has_products(module: nn.Module) -> bool:
 
 
 def takes_casts(module: nn.Module) -> bool:
-    """A layer that autocast runs in half precision and no more: torch's linear or convolution, GPT-2's Conv1D.
+    """Whether autocast runs the whole layer in half precision: torch's linear or convolution, GPT-2's Conv1D.
 
-    A subclass with a forward of its own may go by its input's dtype, or compute with its weight in fp32 first.
+    A subclass with its own forward may depend on its input's dtype, or use its weight in fp32.
     """
     own = type(module).forward.__module__
     return own.startswith("torch.nn.modules") if isinstance(module, _CASTED) else type(module).__name__ == "Conv1D"
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) features of a linear layer, also one that PEFT or a quantiser stands in for."""
+    """Return (in, out) features of a linear layer, including layers of PEFT or a quantizer."""
     inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None
 
 
 class Watched(StandIn):
-    """The model's forward with the saved-tensor hooks around it."""
+    """Replaces the model's forward and runs it inside the saved-tensor hooks."""
 
     def __init__(self, module: nn.Module, notes_kept: bool) -> None:
         super().__init__(module)
@@ -173,11 +173,11 @@ class Watched(StandIn):
 
 
 def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[nn.Module] = ()) -> Installed:
-    """Discard the outputs of the cheap calls in `modules`, which lie inside of `model`, in every forward of `model`.
+    """Discard the outputs of the cheap calls in `modules`, which are submodules of `model`, in every forward pass.
 
-    `skip` names modules, with all that is in them, to leave alone: those that are re-run as a whole. Raises UserError
-    when there is no such call. Under torch.compile the model runs as it is: the compiler's own partitioner
-    recomputes such outputs already.
+    The modules in `skip` and their submodules are left unchanged, because they are re-run as a whole. Raises UserError
+    if there is no such call. Under torch.compile this does nothing, because the compiler's partitioner already
+    recomputes such outputs.
     """
     skipped = {id(inner) for module in skip for inner in modules_in(module)}
     chosen = {id(m): m for top in modules.values() for m in modules_in(top) if id(m) not in skipped}
@@ -213,7 +213,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
 def _say_compiled() -> None:
     from torch._dynamo.comptime import comptime
 
-    comptime(_warn_compiled)  # runs while the compiler traces, and takes no closure
+    comptime(_warn_compiled)  # runs at trace time and accepts no closure
 
 
 def _warn_compiled(context: Any) -> None:
