@@ -1,7 +1,7 @@
-"""ckpt_ft: fit fine-tuning into memory, with activation checkpointing that is predicted, chosen and proved.
+"""ckpt_ft: fit fine-tuning into memory, with activation checkpointing that is predicted, chosen and verified.
 
-The names below are what can be relied on; everything else may move. Each is imported when it is first asked for (PEP
-562), so that `import ckpt_ft` costs nothing.
+The names below are the stable API; everything else may change. Each name is imported on first access (PEP 562), so
+that `import ckpt_ft` is fast.
 """
 
 from __future__ import annotations

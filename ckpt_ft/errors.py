@@ -1,6 +1,6 @@
-"""How a failure is reported: one line and an exit code.
+"""Reports a failure as one line and an exit code.
 
-0 done, 1 the work failed (out of memory, parity broken), 2 the input is wrong, 128 + N for signal N.
+0: success. 1: the work failed (out of memory, parity broken). 2: invalid input. 128 + N: stopped by signal N.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 
-_LONGEST = 580  # characters of a line that is read: what was given may be a book, and is cut in its middle
+_LONGEST = 580  # characters of an error line; longer messages, which quote long input, are cut in the middle
 
 
 class UserError(ValueError):
-    """What the user gave cannot work. The message is the line they see: what was given, what is allowed, the fix.
+    """Invalid user input. The message is the line that the user sees: what was given, what is allowed, the fix.
 
-    Characters that a terminal would act on, a line break among what was given for example, are shown as escapes.
+    Non-printable characters in the message, such as line breaks and escape codes, are shown as escapes.
     """
 
     def __init__(self, message: str) -> None:
@@ -30,19 +30,19 @@ class UserError(ValueError):
 
 
 class WorkFailed(RuntimeError):
-    """The input was good and the work still failed. The message is what they see, advice included."""
+    """The work failed although the input was valid. The message is what the user sees, advice included."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the work. The message says what was saved and how to go on."""
+    """A signal stopped the work. The message says what was saved and how to continue."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.number = number
 
 
-_SIGPIPE = 13  # which Windows does not have
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full, over the quota, read-only
+_SIGPIPE = 13  # Windows does not define SIGPIPE
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # disk full, quota exceeded, read-only
 
 
 def one_line(error: object, limit: int | None = None) -> str:
@@ -57,7 +57,7 @@ def meant(given: str, known: Iterable[str], form: str = "{}") -> str:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error` means that memory ran out, on a device or on the host."""
+    """Whether `error` is an out-of-memory error of a device or of the host."""
     import torch
     from accelerate.utils.memory import should_reduce_batch_size
 
@@ -69,21 +69,21 @@ def is_oom(error: BaseException) -> bool:
 def run(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit with the project's codes; `CKPT_FT_TRACEBACK=1` shows tracebacks instead."""
     if not sys.warnoptions:
-        warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
+        warnings.simplefilter("ignore", FutureWarning)  # libraries emit them about each other
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a stream in ASCII must not cost what was trained
+            stream.reconfigure(errors="replace")  # an ASCII stream must not make a run fail
     try:
         code = main() or 0
-    except BrokenPipeError:  # who read the output has gone, as `| head -1` does: no fault, and nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed at exit
+    except BrokenPipeError:  # the reader has exited, as in `| head -1`: not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for data that is flushed at exit
         code = 128 + _SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if not _is_foreseen(error) or os.environ.get("CKPT_FT_TRACEBACK") == "1":
             raise
         ours = isinstance(error, (UserError, WorkFailed, KeyboardInterrupt))
         said = str(error) if ours else one_line(error, _LONGEST)
-        if said or not isinstance(error, Interrupted):  # of several ranks one says it
+        if said or not isinstance(error, Interrupted):  # only one of several ranks prints it
             _end_progress_bars()
             print(f"error: {said or 'interrupted'}", file=sys.stderr, flush=True)
         code = _exit_code(error)

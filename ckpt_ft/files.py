@@ -1,7 +1,7 @@
-"""Files and directories that are whole or not there, and the one place for what is made once and kept.
+"""Writes files and directories atomically, and names the cache directory.
 
-What is written goes beside its target under a hidden name, is flushed to the disk and then renamed; renaming within a
-directory is atomic on POSIX. So a killed run, a full disk or another process at the same time never leaves half.
+Content is written next to its target under a hidden name, flushed to the disk and then renamed; renaming within a
+directory is atomic on POSIX. So a killed run, a full disk or a concurrent process never leaves a partial file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from ckpt_ft.errors import UserError
 
-_PARTIAL = re.compile(r"^\..*\.[0-9a-f]{12}(\.\w+)?$")  # what `_beside` makes
+_PARTIAL = re.compile(r"^\..*\.[0-9a-f]{12}(\.\w+)?$")  # names that `_beside` returns
 
 
 def cache_root() -> Path:
-    """Where samples, latents and plans are kept: `$CKPT_FT_CACHE`, or `ckpt_ft` in `$XDG_CACHE_HOME` (`~/.cache`)."""
+    """Cache directory: `$CKPT_FT_CACHE`, or `ckpt_ft` in `$XDG_CACHE_HOME` (default `~/.cache`)."""
     own = os.environ.get("CKPT_FT_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt_ft"
 
 
 def make_parents(path: Path) -> None:
-    """Make the directory that `path` is to lie in. The cache is made for its owner alone (0700)."""
+    """Create the parent directory of `path`. Only the owner can access the cache (0700)."""
     root = cache_root()
     if root in path.parents and not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -36,12 +36,12 @@ def make_parents(path: Path) -> None:
 
 
 def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
-    """Write `path` whole or not at all, in a directory that is made where it is missing.
+    """Write `path` atomically; creates its directory if it does not exist.
 
-    content: the text, or what writes a file to the path that it is given, which ends as `path` does.
+    content: the text, or a function that writes a file to a given path, which has the suffix of `path`.
 
     Raises:
-        OSError: it cannot be written; what stood there before stands there still.
+        OSError: `path` cannot be written; an existing file is unchanged.
     """
     path = _target(path)
     make_parents(path)
@@ -58,7 +58,7 @@ def write(path: str | Path, content: str | Callable[[Path], object]) -> Path:
 
 
 def check_writable(path: str | Path, flag: str) -> None:
-    """Raises UserError where `flag` asks for a file that `write` could not write: said before long work, not after."""
+    """Raises UserError if `write` cannot write the file that `flag` names. Call this before long work."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a directory; give a file")
@@ -72,7 +72,7 @@ def check_writable(path: str | Path, flag: str) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Delete what killed processes left beside their targets in `directory` more than a day ago."""
+    """Delete temporary files in `directory` that killed processes left more than a day ago."""
     for path in directory.glob(".*"):
         if _PARTIAL.search(path.name) and path.lstat().st_mtime < time.time() - 24 * 3600:
             if path.is_dir() and not path.is_symlink():
@@ -82,7 +82,7 @@ def sweep(directory: Path) -> None:
 
 
 def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
-    """The directory `path`, filled by `fill(directory)` the first time; of several that make it at once one wins.
+    """Returns the directory `path`, filled by `fill(directory)` the first time; safe for concurrent processes.
 
     Raises:
         OSError: it cannot be written.
@@ -98,7 +98,7 @@ def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
         flush_tree(partial)
         partial.rename(path)
     except OSError:
-        if not path.is_dir():  # otherwise another process was first, and made the same
+        if not path.is_dir():  # otherwise another process has created the same directory
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -106,13 +106,13 @@ def make_directory(path: Path, fill: Callable[[Path], object]) -> Path:
 
 
 def flush_tree(directory: Path) -> None:
-    """Have everything in `directory` on the disk, not only in the page cache, before a name calls it whole."""
+    """Flush all files in `directory` from the page cache to the disk."""
     for path in [*directory.rglob("*"), directory]:
         flush(path)
 
 
 def flush(path: Path) -> None:
-    """Have a file's bytes, or a directory's names, on the disk."""
+    """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,10 +121,10 @@ def flush(path: Path) -> None:
 
 
 def _target(path: str | Path) -> Path:
-    """Where a file goes that is asked for at `path`: a link stays, and what it names is written.
+    """Returns the path to write to: a link is kept, and its target is written.
 
     Raises:
-        OSError: it is a device or a pipe, which a file must not take the place of.
+        OSError: `path` is a device or a pipe, which must not be replaced by a file.
     """
     path = Path(path)
     if path.is_symlink():

@@ -38,7 +38,7 @@ MEMBERS = ("attention", "mlp")
 TOWERS = ("language", "vision", "audio")
 ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
 _FLAGS = ("pointwise", "offload", "head", "auto")
-_WHOLE = ("offload", "head", "auto", "budget")  # fields of the whole model, whatever its towers have
+_WHOLE = ("offload", "head", "auto", "budget")  # fields that apply to the whole model, not to a tower
 _TERMS = (*SCOPES, "save", *_FLAGS, "budget", *ALIASES)
 _FORMS = (
     "none, full, every:N, first:N, segments:N, sqrt, stages, stages:3+4, modules:attention+mlp, "
@@ -79,15 +79,15 @@ class Policy:
         object.__setattr__(self, "members", tuple(sorted(members, key=_member_order)))
         object.__setattr__(self, "save", tuple(sorted(set(self.save), key=_canonical_order)))
         own = sorted(self.towers, key=lambda tower: TOWERS.index(tower[0]))
-        everywhere = self.parts[""] != Policy() if own else False  # else a tower that keeps everything is no other
+        everywhere = self.parts[""] != Policy() if own else False  # without other terms, a tower's `none` is redundant
         object.__setattr__(self, "towers", tuple(tower for tower in own if everywhere or tower[1] != Policy()))
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | Policy) -> Policy:
-        """The policy written as `value`: a string, the dict of `to_dict` (or of a JSON file), or a Policy as it is.
+        """Parse a policy from a string or from the dict of `to_dict` (also from JSON); a Policy is returned unchanged.
 
         Raises:
-            UserError: a term is unknown or contradicts another one; the message names it and what was likely meant.
+            UserError: a term is unknown or contradicts another one; the message names it and the likely intended term.
         """
         if isinstance(value, Policy):
             return value
@@ -98,7 +98,7 @@ class Policy:
         return _from_string(cls, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields that differ from `none`, as JSON holds them; `Policy.parse` takes it back."""
+        """Returns the fields that differ from `none`, in JSON types; `Policy.parse` reads them back."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = {f.name: fields[f.name] for f in dataclasses.fields(self) if fields[f.name] != f.default}
         own = {"towers": {name: policy.to_dict() for name, policy in self.towers}} if self.towers else {}
@@ -106,7 +106,7 @@ class Policy:
 
     @property
     def parts(self) -> dict[str, Policy]:
-        """What stands where: the policy of each tower that has its own, and under "" that of all else."""
+        """The policy of each tower that has its own, and under "" the policy of everything else."""
         return {"": Policy(self.scope, self.n, self.members, self.save, self.pointwise), **dict(self.towers)}
 
     @property
@@ -116,7 +116,7 @@ class Policy:
 
     @property
     def discards(self) -> bool:
-        """Whether anything is under `pointwise`."""
+        """Whether `pointwise` applies to any part of the model."""
         return self.pointwise or any(policy.pointwise for _, policy in self.towers)
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ def _from_dict(cls: type[Policy], value: dict[str, Any]) -> Policy:
 def _from_string(cls: type[Policy], text: str) -> Policy:
     by_tower: dict[str, dict[str, Any]] = {"": {}}
     text = text.strip()
-    if not text.isprintable():  # a line break would end the message, an escape code would act in a terminal
+    if not text.isprintable():  # a line break would end the message, a terminal would execute an escape code
         raise UserError(f"policy {text!r}: a policy is one line of printable characters ({_FORMS})")
     for term in (part.strip() for part in text.split(",")):
         term, at, tower = term.partition("@")
@@ -186,7 +186,7 @@ def _from_string(cls: type[Policy], text: str) -> Policy:
 
 
 def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
-    """The fields that one term sets."""
+    """Returns the fields that one term sets."""
     if name in ("every", "first", "segments"):
         return {"scope": name, "n": _number(name, detail, text)}
     if name in ("stages", "modules"):
@@ -204,7 +204,7 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
 
 
 def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
-    """Unite one more field with those before it: lists grow, equal values agree, all else contradicts."""
+    """Merge one more field into `fields`: lists are joined, equal values agree, all others raise UserError."""
     old = fields.get(key, new)
     if key in ("members", "save") and bool(old) == bool(new):
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))

@@ -1,4 +1,4 @@
-"""Files that may have been edited, cut, or be someone else's: JSON that we wrote, YAML, what libraries read for us."""
+"""Reads files that may be edited, truncated or foreign: our own JSON, YAML, and files that libraries read for us."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST = 2**62  # bytes or counts: larger numbers are no figures
+_MOST = 2**62  # bytes or counts: larger numbers are invalid
 Count = Annotated[int, Ge(1), Le(_MOST)]
 Bytes = Annotated[int, Ge(0), Le(_MOST)]
 Seconds = Annotated[float, Gt(0), Lt(float("inf"))]
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def read_json(kind: type[T], text: str | bytes, source: str, meant: str) -> T:
-    """A `kind`, a dataclass, from what `json.dumps(asdict(it))` made, each field of its type; others are passed over.
+    """Parse JSON of `json.dumps(asdict(it))` into the dataclass `kind`: strict types, unknown fields are ignored.
 
-    meant: what `source` should have been, for the error.
+    meant: what `source` should contain, for the error.
 
     Raises:
-        UserError: it is not; says which field and why.
+        UserError: the JSON does not match; the message names the field and the reason.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -43,7 +43,7 @@ def read_json(kind: type[T], text: str | bytes, source: str, meant: str) -> T:
 
 
 def load_yaml(path: str | Path, source: str) -> Any:
-    """What a YAML file holds; `source` names it in the error.
+    """Returns the content of a YAML file; `source` names it in the error.
 
     Raises:
         UserError: it cannot be read, or it is not YAML.
@@ -52,19 +52,19 @@ def load_yaml(path: str | Path, source: str) -> Any:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{source}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of encodings, dates and numbers: ValueErrors
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueErrors of encodings, dates and numbers
         raise UserError(f"{source} is not valid YAML: {one_line(error, 300)}") from error
 
 
 @contextmanager
 def library_reads(what: str) -> Iterator[None]:
-    """Inside, a library reads what someone gave: files, flags. Whatever it raises is one line: `what`, and why.
+    """Context manager for library calls on user input (files, flags): turns any exception into a one-line error.
 
-    What is damaged makes a library raise anything (KeyError, RecursionError, one of its own). Memory that runs out
-    says nothing of it, so that error passes.
+    Damaged input can make a library raise anything (KeyError, RecursionError, an exception of its own). Out-of-memory
+    errors are not caused by the input and pass unchanged.
 
     Raises:
-        UserError: in place of what was raised inside.
+        UserError: `what` and the reason, for any other exception raised inside.
     """
     try:
         yield
@@ -77,14 +77,14 @@ def library_reads(what: str) -> Iterator[None]:
 
 
 def require_package(package: str, flag: str) -> None:
-    """Raises UserError where `package`, which `flag` needs, is not installed."""
+    """Raises UserError if `package`, which `flag` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         name = package.replace("_", "-")
         raise UserError(f"{flag} needs {package}, which is not installed: pip install {name}")
 
 
 def require_weights(model: nn.Module) -> None:
-    """Raises ValueError for a parameter that is still on the meta device: diffusers passes over what a file lacks."""
+    """Raises ValueError for a parameter on the meta device: diffusers ignores weights that a file lacks."""
     lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lacking:
         raise ValueError(f"its weights lack {lacking[0]} and {len(lacking) - 1} others")

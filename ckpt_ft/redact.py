@@ -1,4 +1,4 @@
-"""Removes secrets (tokens, keys, passwords) and the home directory from what is written about a run."""
+"""Removes secrets (tokens, keys, passwords) and the home directory from text written about a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HIDDEN = "***"
-# Names of secrets: --hub_token, WANDB_API_KEY, client-secret, db_password. A tokenizer's own tokens are no secrets.
+# Names of secrets: --hub_token, WANDB_API_KEY, client-secret, db_password. Tokens of a tokenizer are not secrets.
 _NAME = (
     r"(?![.-]|(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|begin)_?-?token\b)"
     r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|credentials?|api-?key|access-?key|(?<![A-Za-z0-9])key|[_-]pwd"
@@ -15,14 +15,14 @@ _NAME = (
 )
 _NAMED = re.compile(rf"-{{0,2}}{_NAME}", re.IGNORECASE)
 _QUOTED = r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'"
-# name=value, name: value and --name value; a value may be quoted or a list. true, false, null are no secrets.
+# name=value, name: value and --name value; a value may be quoted or a list. true, false, null are not secrets.
 _PAIR = re.compile(
     rf"(?P<quote>\\?[\"']?)(?<![\w.-])(?P<name>--{_NAME}|{_NAME})(?P=quote)"
     rf"(?P<equals>\s*[=:]\s*|\s+(?!--)(?=\S))"
     rf"(?!(?:true|false|null|none)\b)(?P<value>\[[^\]]*\]|\\\".*?\\\"|{_QUOTED}|[^\s,;&#}})\]\"'`]+)",
     re.IGNORECASE,
 )
-# Tokens of Hugging Face, GitHub, OpenAI and AWS by their looks, and user names and passwords in addresses.
+# Patterns of tokens of Hugging Face, GitHub, OpenAI and AWS, and of user names and passwords in URLs.
 _LOOKS = re.compile(
     r"\bhf_[A-Za-z0-9]{6,}|\bgh[pousr]_[A-Za-z0-9]{6,}|\bgithub_pat_\w{6,}|\bsk-[\w-]{8,}|\bAKIA[0-9A-Z]{12,}"
     r"|(?<=://)[^/\s\"'<>?#]+(?=@)"
@@ -30,7 +30,7 @@ _LOOKS = re.compile(
 
 
 def redacted(command: Sequence[str]) -> list[str]:
-    """The words of a command, with `***` for the values of flags that name a secret and for what looks like one."""
+    """Returns the words of a command, with `***` for values of flags that name a secret and for token-like text."""
     words: list[str] = []
     hide = False
     for word in command:
@@ -46,10 +46,10 @@ def redacted(command: Sequence[str]) -> list[str]:
 
 
 def redacted_text(text: str) -> str:
-    """`text` without secrets, and with `~` for the home directory.
+    """Returns `text` without secrets, and with `~` for the home directory.
 
-    Hides what looks like a token, user names and passwords in addresses, and the values of `name=value`,
-    `"name": value` (JSON) and `--name value` where the name is a secret's.
+    Hides text that looks like a token, user names and passwords in URLs, and the values of `name=value`,
+    `"name": value` (JSON) and `--name value` if the name is a secret's.
     """
     home = str(Path.home())
     text = _LOOKS.sub(HIDDEN, text)

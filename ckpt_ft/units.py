@@ -1,4 +1,4 @@
-"""Bytes and figures as people write them. GiB is 2**30 bytes everywhere in this project; the unit is always said."""
+"""Parses and formats bytes and numbers. GiB is 2**30 bytes everywhere in this project; the unit is always shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import UserError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TIB = 2**40
-BARE = 10_000  # a number without a unit below this is GiB where memory of a card is meant: no card has so few bytes
+BARE = 10_000  # a smaller number without a unit means GiB of a card's memory: no card has so few bytes
 _FACTORS = {
     "b": 1,
     "kib": KIB,
@@ -28,7 +28,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def whole_number(text: str) -> int | None:
-    """The count that `text` writes in digits; None where it is none, or has more digits than any count."""
+    """Returns the number that `text` writes in decimal digits; None if it is not one, or has too many digits."""
     return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
@@ -48,10 +48,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_budget(text: str | int) -> int:
-    """Bytes of a share of a card's memory: as `parse_bytes`, and a bare number below 10,000 is GiB.
+    """Bytes of a memory budget: as `parse_bytes`, and a number below 10,000 without a unit means GiB.
 
     Raises:
-        UserError: as `parse_bytes`, and for fewer bytes than that number.
+        UserError: as `parse_bytes`, and for fewer than 10,000 bytes.
     """
     nbytes = parse_bytes(f"{text}GiB" if is_bare(text) else text)
     if nbytes < BARE:
@@ -60,13 +60,13 @@ def parse_budget(text: str | int) -> int:
 
 
 def is_bare(text: str | int) -> bool:
-    """Whether `text` is a number that `parse_budget` takes for GiB."""
+    """Whether `parse_budget` reads `text` as GiB because it has no unit."""
     match = _QUANTITY.fullmatch(str(text))
     return match is not None and not match[2] and float(match[1]) < BARE
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` for people: GiB with two decimals, MiB with one below 1 GiB, KiB below 1 MiB, B below 1 KiB."""
+    """Formats bytes: GiB with two decimals, MiB with one below 1 GiB, KiB below 1 MiB, B below 1 KiB."""
     size = abs(nbytes)
     if size >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
@@ -76,7 +76,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_at_least(nbytes: int) -> str:
-    """`nbytes` for people, rounded up: `parse_bytes` makes no less of it."""
+    """Formats bytes, rounded up: `parse_bytes` never returns less than `nbytes`."""
     shown = nbytes
     while parse_bytes(text := format_bytes(shown)) < nbytes:
         shown += -(-nbytes // 10_000)
@@ -84,5 +84,5 @@ def format_at_least(nbytes: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """`value` to three significant digits, without an exponent where a person would write none: 1,730; 0.046."""
+    """Formats `value` to three significant digits, without an exponent for common magnitudes: 1,730; 0.046."""
     return f"{float(f'{value:.3g}'):,g}"

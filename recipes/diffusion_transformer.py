@@ -89,11 +89,11 @@ def train(
         with accelerator.main_process_first():
             model_args = replace(model_args, pretrained_model_name_or_path=tiny_transformer_dir())
 
-    # 1. Images and captions are encoded once; then the VAE and the text encoders leave the device.
+    # 1. Encode images and captions once; then the VAE and the text encoders leave the device.
     data = load_transformer_data(model_args, image_args, attempt.args, accelerator)
     clear_device_cache(garbage_collection=True)
 
-    # 2. The transformer under the policy, after --ac_policy auto and --find_max_batch_size are settled
+    # 2. Load the transformer and apply the policy, after resolving --ac_policy auto and --find_max_batch_size
     transformer = load_transformer(model_args, data.part, data.dtype)
     transformer = prepare(transformer, model_args, data.dtype, model_args.lora_target_modules)
     transformer.to(accelerator.device)
@@ -101,11 +101,11 @@ def train(
     memory = Session(fitted, accelerator)
     memory.apply(transformer)
 
-    # 3. Optimizer, schedule and moving average, from the checkpoint on
+    # 3. Create or resume the optimizer, schedule and moving average
     state = TrainingState(transformer, len(data.samples), data.part, model_args, fitted.args, accelerator)
     resume(state, attempt, fitted, memory, directory, model_args, image_args)
 
-    # 4. The loop, and then adapters or a pipeline, a sheet of samples, and the memory report
+    # 4. Run the loop; save adapters or a pipeline, a sheet of samples, and the memory report
     signal = run_steps(state, data, fitted, memory, directory)
     leave_behind(state, data, fitted, memory, directory, signal)
 

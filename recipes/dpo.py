@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_preferences(train_rows, str(data_args.dataset_name))
     model = load_pretrained(model_args, AutoModelForCausalLM)
 
-    # 2. TRL's trainer tokenizes, and makes the reference: a copy of the model, or the model without its adapters
+    # 2. TRL's trainer tokenizes, and creates the reference: a copy of the model, or the model without its adapters
     with library_reads("TRL cannot train with these flags and preferences"):
         trainer = DPOTrainer(
             model=model,
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             peft_config=adapter_config(model_args, task_type="CAUSAL_LM") if model_args.adapts else None,
         )
 
-    # 3. Training: the policy, what --ac_policy auto and --find_max_batch_size leave open, and the memory report
+    # 3. Training: apply the policy, plan what --ac_policy auto and --find_max_batch_size leave open, report memory
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)
     if eval_rows is not None:

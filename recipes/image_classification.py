@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory.open()
     set_seed(training_args.seed)
 
-    # 1. Data: rows, and the names of the classes
+    # 1. Data: rows and class names
     with training_args.main_process_first(desc="reading images"):
         train_rows, eval_rows, names = load_images(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     processor = load_processor(model_args)
     model = load_classifier(model_args, names)
 
-    # 3. What the model is shown: random crops in training, its own framing in evaluation
+    # 3. Image transforms: random crops in training, the processor's own resizing in evaluation
     train_dataset = ImageRows(
         train_rows,
         processor,
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             callbacks=[new_crops_each_epoch(train_dataset)],
         )
     memory = ACCallback(ac_args).attach(trainer)
-    trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the batch that was found
+    trainer.args = check_batch_norm(model, trainer.args, len(train_rows))  # for the chosen batch size
     train(trainer, memory, directory)
     if eval_dataset is not None:
         evaluate(trainer)

@@ -1,4 +1,4 @@
-"""find_max_batch_size: the largest batch that fits, predicted from traces and then proved by real steps.
+"""find_max_batch_size: the largest batch that fits, predicted from traces and then confirmed by real steps.
 
 Two real steps run at the predicted batch: the first allocates the optimizer's state, the second is like all later
 ones. Its peak corrects the prediction, and a larger batch is tried only if the corrected prediction allows one. On a
@@ -98,7 +98,7 @@ def find_max_batch_size(
     if device is None:
         raise UserError(f"{type(model).__name__} has no parameters: nothing of it is trained")
     gpu = current_gpu(device.index) if device.type == "cuda" else None
-    workload = replace(workload, device=gpu or "cpu")  # the device that the model is on
+    workload = replace(workload, device=gpu or "cpu")  # the model's device
     standing = applied_policy(model)
     policy = str(standing.policy) if standing is not None else "none"
     room = memory_budget(budget, gpu, margin, workload.launch)

@@ -24,7 +24,7 @@ from .results import Plan
 from .search import search
 from .tracing import Report, Traced
 
-OTHERS = 8  # at most so many budgets besides the one that was asked for
+OTHERS = 8  # maximum number of budgets besides the requested one
 _ROUND = (1, 2, 5, 10, 20, 25, 50)
 
 
@@ -42,11 +42,11 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class BudgetSweep:
-    """The plan that was asked for, and the candidates at rising budgets.
+    """The requested plan, and the candidates at rising budgets.
 
     Attributes:
-        plan: the plan for the budget that was asked for.
-        points: one for each budget, in rising order; the budget that was asked for is among them.
+        plan: the plan for the requested budget.
+        points: one for each budget, in rising order, with the requested budget.
         traces: the trace of each candidate of a point.
     """
 

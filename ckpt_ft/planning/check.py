@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # accelerate asks for it, too
+import psutil  # type: ignore[import-untyped]  # also required by accelerate
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -24,7 +24,7 @@ from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import hub_answers, hub_id
 from ckpt_ft.workloads.workload import Batch, Workload
 
-_CARD = "a100-80gb"  # a step on it stands for a step on a CPU
+_CARD = "a100-80gb"  # used to trace steps of a CPU
 _TOPS = {
     "timestep": 1000,
     "class_labels": 1000,
@@ -50,7 +50,7 @@ def check_model(spec: TrainingSpec, seed: int) -> Parity:
     model, saved = _with_weights(name, workload.model)
     model = model.to(device)
     batch = tree_map_only(torch.Tensor, lambda x: x.to(device), _random(workload, spec, batch_size))
-    if _of_diffusers(without_adapters(workload.model)):  # a trace needs no noise, only its size
+    if _of_diffusers(without_adapters(workload.model)):  # a trace needs only the size of the noise
         batch["target"] = torch.randn_like(_noise_like(model, batch))
     parity = check_parity(model, batch, spec.policy, loss=workload.loss_of, seed=seed)
     weights = "the saved weights" if saved else "random weights: none are saved there, or the Hub cannot be reached"
@@ -70,7 +70,7 @@ def _check_room(name: str, model: nn.Module, device: torch.device) -> None:
 
 
 def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.device) -> list[str]:
-    """Raises UserError if a step does not fit; returns a note if that cannot be told.
+    """Raises UserError if a step does not fit; returns a note if that is unknown.
 
     The step is traced for a GPU, because a CPU's step would really run. It has no optimizer, but a second copy of the
     gradients.
@@ -80,7 +80,7 @@ def _check_batch(name: str, workload: Workload, batch_size: int, device: torch.d
         trace = step.trace(batch_size)
     except UserError:
         raise
-    except Exception as error:  # any library's: a check can run what a trace cannot
+    except Exception as error:  # errors of any library: a check can run steps that a trace cannot
         return [f"note: a step cannot be traced, so whether it fits is not known: {one_line(error, 200)}"]
     gradients = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
     needed, free = trace.peak_allocated + gradients, _free(device)

@@ -1,4 +1,4 @@
-"""Proves a predicted batch size by real steps within a memory limit; each measured peak corrects the prediction."""
+"""Confirms a predicted batch size by real steps within a memory limit; each measured peak corrects the prediction."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, mos
         peak = runner.attempt(batch)
         known[batch] = (
             limit + 1 if peak is None else min(peak, limit)
-        )  # a step that ran fits, whatever the counters say
+        )  # a step that ran fits, regardless of the counters
         if peak is None:
             aim *= _SHRINK
         else:
@@ -62,7 +62,7 @@ def prove(runner: Runner, predicted_bytes: Callable[[int], int], first: int, mos
         guess = largest_fitting(lambda n, scale=scale: round(predicted_bytes(n) * scale), limit, most, known)  # type: ignore[misc]
         guess = agreed(guess)
         if guess == 0 and 1 not in known:
-            guess = 1  # nothing is predicted to fit any more: try a single sample
+            guess = 1  # nothing is predicted to fit: try a single sample
         if guess in known or guess == 0:
             return guess
         batch = guess
@@ -124,7 +124,7 @@ class Runner:
             )  # such a retry would stall every step
 
     def clean(self) -> None:
-        """Free what steps left: gradients, optimizer state, the graph of an interrupted step."""
+        """Free memory left by steps: gradients, optimizer state, the graph of an interrupted step."""
         self.model.zero_grad(set_to_none=True)
         self.optimizer, self.warm = None, False
         torch.clear_autocast_cache()

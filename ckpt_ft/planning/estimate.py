@@ -1,4 +1,4 @@
-"""The estimate of one training step: its memory and time, and what would fit if it does not. Read without torch."""
+"""Estimates memory and time of a training step, and suggests changes if it does not fit. Loading needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace
     from ckpt_ft.workloads.workload import Workload
 
-_HOLDERS = 8  # that are listed, the largest
+_HOLDERS = 8  # number of largest holders to list
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Estimate:
     """The predicted memory and time of one training step.
 
     Attributes:
-        model, policy, device, launch: as they were asked for; `launch` is "" for one process.
+        model, policy, device, launch: as requested; `launch` is "" for one process.
         batch_size: samples of a micro-batch.
         accumulation: micro-batches of the step.
         shape: sizes of a sample, `{"seq_length": 1024}`.
         peak_allocated, peak_reserved: bytes on each device.
         peaks: bytes allocated at the peak of each phase.
         at_peak: bytes at the step's peak by category.
-        holders: what holds the peak, the largest first.
-        seconds: of the step; None for a CPU, whose speed is not modelled.
-        seconds_parts: what they are spent on.
+        holders: the largest holders of the peak, in descending order.
+        seconds: time of the step; None for a CPU, whose speed is not modelled.
+        seconds_parts: the step's time by part.
         bound: what limits the step's speed.
-        capacity: bytes that the process may take, None if nothing limits it.
+        capacity: bytes that the process may use, None without a limit.
         context: bytes of the CUDA context, with NCCL's buffers.
-        notes: what the estimate assumes, one sentence each.
-        answer: what would fit, where the step does not.
+        notes: assumptions of the estimate, one sentence each.
+        answer: suggestions if the step does not fit.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Estimate:
 
     @classmethod
     def from_json(cls, text: bytes, source: str) -> Estimate:
-        """The estimate that was kept as JSON; raises UserError for other text."""
+        """Reads an estimate saved as JSON; raises UserError for other text."""
         return read_json(cls, text, source, "an estimate")
 
 
@@ -85,13 +85,13 @@ def estimate(spec: TrainingSpec) -> Estimate:
         estimate(TrainingSpec.of("Qwen/Qwen2.5-0.5B", dtype="bfloat16", lora_r=16, device="t4")).peak_reserved
 
     Raises:
-        UserError: a model that is not known, or settings that do not fit it.
+        UserError: an unknown model, or settings that do not match it.
     """
     return traced_estimate(spec, lambda line: None)[0]
 
 
 def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[Estimate, StepTrace]:
-    """The estimate of `spec` and the trace that it was read off; `report` is told what runs, in a line each."""
+    """Returns the estimate of `spec` and the trace behind it; `report` is called with a line per action."""
     from ckpt_ft.checkpointing.apply import apply_policy
     from ckpt_ft.workloads.load import load
 

@@ -12,7 +12,7 @@ from .candidate import Candidate, better
 from .scaling import Growth
 from .tracing import Tracer
 
-_SHOWN = 4  # candidates that do not fit
+_SHOWN = 4  # number of listed candidates that do not fit
 LOW, HIGH = 5, 7  # batch sizes of the traces that growth is learned from; odd, so that sizes rarely coincide
 
 
@@ -79,7 +79,7 @@ class Estimates:
         return [policy for kind, policy in plainest.items() if kind not in kinds]
 
     def _learn(self, policies: list[str]) -> None:
-        for policy in policies:  # in order: what one teaches need not be traced for the next
+        for policy in policies:  # in order, because a trace may make later ones unnecessary
             if not self.growth.knows(self.anchors[policy]):
                 self._learn_from(policy)
 

@@ -77,7 +77,7 @@ class Launched(Estimates):
         return gathered is not None and sum(n for n, alike in sizes if alike) < sum(n for n, _ in sizes) / 2
 
     def _likely(self) -> Candidate:
-        """The best candidate of one process, if it had the bytes that other ranks hold under the launch."""
+        """Returns the best candidate of one process if it had the bytes that other ranks hold under the launch."""
         trace = next(iter(self.alone.anchors.values()))
         held = sum(trace.at_peak[category] for category in _SHARDED)
         away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes

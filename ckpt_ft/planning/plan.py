@@ -34,7 +34,7 @@ from .tracing import Report, Tracer
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for; the arguments of `plan` that are no part of the workload.
+    """The request for a plan: the arguments of `plan` that are not part of the workload.
 
     Raises:
         UserError: an unknown target, a malformed policy or less than one sample.

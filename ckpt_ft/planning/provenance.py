@@ -1,4 +1,4 @@
-"""What ties a result to what it was made for: versions, the model's fingerprint, the path in the cache."""
+"""Identifies the inputs of a result: versions, the model's fingerprint, the path in the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PACKAGES = ("torch", "transformers", "diffusers", "peft", "ckpt_ft")
-_ADAPTED = frozenset({"base_layer", "original_module"})  # the layer that one of PEFT's layers wraps
+_ADAPTED = frozenset({"base_layer", "original_module"})  # attributes with the layer that a PEFT layer wraps
 _WRAPPERS = re.compile(r"(^|\.)(base_model\.model|base_layer|original_module|module|_orig_mod)(?=\.)")
 
 
@@ -61,7 +61,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """The model inside of DDP, torch.compile and PEFT."""
+    """Returns the model inside DDP, torch.compile and PEFT."""
     while True:
         if hasattr(model, "get_base_model"):  # PEFT's
             model = model.get_base_model()

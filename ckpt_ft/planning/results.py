@@ -1,4 +1,4 @@
-"""Results of the planner: a Plan, and Suggestions for a step that does not fit. Reading them needs no torch."""
+"""Results of the planner: a Plan, and Suggestions for a step that does not fit. Loading them needs no torch."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ class Suggestions:
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits, best first.
+    """The candidates that fit, best first.
 
     Attributes:
         candidates: traced policies at their best batch sizes, ranked by the target.
         room: budget, context and margin in bytes.
-        model, device, target: what the plan was made for; `fingerprint` is the model's.
+        model, device, target: the inputs of the plan; `fingerprint` is the model's.
         fixes: changes other than a policy that lower the peak of `best`, each with its predicted saving.
         holders: the largest holders of the peak of `best`.
         rejected: policies and launches that do not suit this model, each with the reason.
         data: the lengths of the dataset's rows in words; "" if all batches are alike.
-        notes: what the traces assume, one sentence each.
+        notes: assumptions of the traces, one sentence each.
         fewest: with several launches, the candidate on the fewest GPUs, if that is fewer than the launches have.
         beyond: if few candidates fit, those that were traced over budget, the smallest first.
         versions: the versions of the packages that made it.

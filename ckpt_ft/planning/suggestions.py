@@ -1,14 +1,12 @@
-"""What lowers the memory of a step: suggestions for a step that does not fit, fixes for a plan's pick.
+"""Suggests how to lower the memory of a step: changes for a step that does not fit, fixes for a plan's pick.
 
 `suggest` looks for changes under which a step fits, the ones that cost least first, and traces each of them:
-
 1. Another policy at the same batch size.
 2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
 3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
    of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
-
 `advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
 """
 
@@ -300,7 +298,7 @@ _CHANGES: dict[str, Callable[[Workload, StepTrace], Any]] = {
 
 
 def without_kept(trace: StepTrace) -> StepTrace | None:
-    """`trace` as if the loop had dropped at the end of forward what it now keeps until after backward.
+    """Returns `trace` as if the loop freed at the end of forward the tensors that it now keeps until after backward.
 
     None if it keeps nothing.
     """

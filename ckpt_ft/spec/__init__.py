@@ -1,1 +1,1 @@
-"""What is trained and how: `TrainingSpec`, its readers and its edits."""
+"""`TrainingSpec`, the description of a training run, with its readers and its edits."""

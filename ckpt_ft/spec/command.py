@@ -1,4 +1,4 @@
-"""The commands that run a spec: `accelerate launch` with its launch, and a recipe with its flags."""
+"""Builds the commands that run a spec: `accelerate launch` with its launch, and a recipe with its flags."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .launch import Launch
 from .launch_file import sharing_options
 from .training_spec import TrainingSpec, declared
 
-_KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # the others are DeepSpeed's
-_OTHERS = "YOUR_SCRIPT.py"  # for a step that no recipe trains
+_KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # all others use DeepSpeed
+_OTHERS = "YOUR_SCRIPT.py"  # placeholder if no recipe trains the step
 # Fields of a spec -> the flags of a recipe that trains with `TrainingArguments`.
 _TRAINER = {
     "batch_size": "per_device_train_batch_size",
@@ -42,7 +42,7 @@ _FLAGS: dict[str, dict[str, str]] = {
 RECIPES = {"language model": "llm", "image classifier": "image_classification"}  # kind of workload -> recipe
 # Flags that are always printed, so that the command does not depend on a recipe's defaults.
 _ALWAYS = ("batch_size", "dtype", "optimizer")
-# Fields that are no flags of a recipe: the model and the policy, which every recipe has, and what is outside of it.
+# Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
 _OUTSIDE = (
     "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "alloc_conf",
     "default_seq_length",
@@ -50,13 +50,12 @@ _OUTSIDE = (
 
 
 def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_file: str = "") -> str:
-    """The command that trains as `spec` says, as one line for a shell.
+    """The shell command that trains as `spec` describes, on one line.
 
     Args:
-        recipe: the name of the recipe that trains the model; "" for none, so that a script of the user's own is left
-            open.
-        dataset: a Hub id or a local file; "" leaves it open.
-        config_file: an accelerate configuration that has the launch; "" for the options that say the same.
+        recipe: the name of the recipe that trains the model; "" for a placeholder of the user's own script.
+        dataset: a Hub id or a local file; "" for a placeholder.
+        config_file: an accelerate configuration file with the launch; "" to pass the launch as options.
     """
     launch = spec.launch.launch
     setting = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(spec.host.alloc_conf)} " if spec.host.alloc_conf else ""
@@ -75,9 +74,9 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
 
 
 def command_for(spec: TrainingSpec, kind: str) -> str:
-    """The command that trains as `spec` says if a recipe does, else the one that estimates it.
+    """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it.
 
-    kind: of workload, "language model" for example.
+    kind: the kind of workload, such as "language model".
     """
     recipe = RECIPES.get(kind, "")
     if recipe and can_train(recipe, spec):
@@ -86,7 +85,7 @@ def command_for(spec: TrainingSpec, kind: str) -> str:
 
 
 def launch_words(launch: Launch) -> list[str]:
-    """The options of `accelerate launch` that say what its configuration file would."""
+    """Options of `accelerate launch` that are equivalent to its configuration file."""
     values: dict[str, Any] = {
         "num_processes": launch.processes,
         "num_machines": launch.machines,
@@ -100,12 +99,12 @@ def launch_words(launch: Launch) -> list[str]:
 
 
 def can_train(recipe: str, spec: TrainingSpec) -> bool:
-    """Whether the recipe has flags for everything in `spec` that is not at its default."""
+    """Whether the recipe has flags for every field of `spec` that is not at its default."""
     if spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
         return False
     known = {*_FLAGS.get(recipe, ()), *_OUTSIDE}
     if spec.adapter.peft_config:
-        known.add("peft")  # which that file has
+        known.add("peft")  # set by that file
     return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())
 
 

@@ -1,11 +1,11 @@
-"""Defaults of settings that flags show before torch is imported."""
+"""Default settings that `--help` shows before torch is imported."""
 
 from __future__ import annotations
 
 SEQ_LENGTH = 1024  # tokens
 IMAGE_SIZE = (1024, 1024)  # width and height in pixels
-LORA_R = 16  # where LoRA is asked for without a rank
-LORA_DROPOUT = 0.05  # in the recipes that train transformers models; 0 in diffusion models
-DEFAULT_GPU = "a100-80gb"  # where no GPU is named and none is at hand
-# Towers of a vision-language model that `--train_towers` names.
+LORA_R = 16  # if LoRA is requested without a rank
+LORA_DROPOUT = 0.05  # for transformers models, as in the recipes; 0 for diffusion models
+DEFAULT_GPU = "a100-80gb"  # if no GPU is named and none is available
+# Values of `--train_towers`: the towers of a vision-language model.
 TRAINED_TOWERS = {"language": ("language",), "vision": ("vision",), "both": ("language", "vision")}

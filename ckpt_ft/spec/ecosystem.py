@@ -1,9 +1,9 @@
-"""Other libraries' settings: which of our flags each of them is, why it has no effect, or why it is refused.
+"""Maps other libraries' settings to our flags, or says why a setting has no effect or is refused.
 
-One table, from a library and the name of its setting to an entry. A flag of the command line, an entry of a YAML file
-and a field of a live Trainer are all looked up here. An entry is the name of our flag where the setting is modelled
-as it is, `Modelled` where its values have other names, `NoEffect` where neither memory nor time depends on it, and
-`Refused` where an answer would be that of another run.
+One table maps a library and the name of its setting to an entry. Flags of the command line, entries of a YAML file and
+fields of a live Trainer are all looked up here. An entry is the name of our flag if the setting has the same meaning,
+`Modelled` if its values have other names, `NoEffect` if neither memory nor time depends on it, and `Refused` if an
+answer would be for a different run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_ft.errors import UserError
 
 @dataclass(frozen=True)
 class Modelled:
-    """A setting that is our flag `flag` under other names of its values."""
+    """A setting that equals our flag `flag`, with other names for its values."""
 
     flag: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -26,14 +26,14 @@ class Modelled:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A setting on which neither memory nor time depends, and why."""
+    """A setting that affects neither memory nor time, and why."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A setting for which there is no answer, and why."""
+    """A setting that is not supported, and why."""
 
     why: str
 
@@ -56,7 +56,7 @@ OPTIMIZERS = {
     "prodigy": "prodigy",
 }
 PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
-# Our optimizers by the names that `TrainingArguments.optim` takes; those without one are not a Trainer's.
+# Our optimizers and their names in `TrainingArguments.optim`; a Trainer does not have the others.
 OPTIM_OF_TRAINER = {
     "adamw": "adamw_torch",
     "adamw_fused": "adamw_torch_fused",
@@ -64,7 +64,7 @@ OPTIM_OF_TRAINER = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: the dtype of most checkpoints
 _LEARNING = NoEffect("it changes what is learned, not what is computed")
 _RUN = NoEffect("it says where results go or how often they are written")
 _ORDER = NoEffect("it changes which rows come when, not how large they are")
@@ -162,15 +162,15 @@ TABLE: dict[str, dict[str, Entry]] = {
 
 
 def entry_of(library: str, name: str) -> Entry | None:
-    """What the table says of the setting `name` of `library`; None for one that it does not know."""
+    """Returns the table's entry for the setting `name` of `library`; None if it is unknown."""
     return TABLE[library].get(name)
 
 
 def value_of(entry: Entry, value: Any) -> tuple[str, Any]:
-    """(our flag, its value) of a setting that is modelled.
+    """Returns (our flag, its value) for a modelled setting.
 
     Raises:
-        UserError: the entry is no modelled one, or it has no name for that value.
+        UserError: the entry is not modelled, or the value is not.
     """
     if isinstance(entry, str):
         return entry, value
@@ -183,10 +183,10 @@ def value_of(entry: Entry, value: Any) -> tuple[str, Any]:
 
 @lru_cache(maxsize=1)
 def _names() -> dict[str, tuple[str, ...]]:
-    """Our flags, each with all names that stand for it with the same values; its own is first."""
+    """Maps every name of a flag to all its names with the same values; our own name is first."""
     found: dict[str, list[str]] = {}
     for library, names in TABLE.items():
-        for name, entry in names.items() if library != "peft" else ():  # its fields are not flags
+        for name, entry in names.items() if library != "peft" else ():  # PEFT's fields are not flags
             plain = entry if isinstance(entry, str) else entry.flag if isinstance(entry, Modelled) else ""
             if plain and not (isinstance(entry, Modelled) and "True" in entry.values):
                 found.setdefault(plain, [plain]).append(name)
@@ -195,17 +195,17 @@ def _names() -> dict[str, tuple[str, ...]]:
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """All names of the flag `name`, ours first; dashes are read as underscores."""
+    """Returns all names of the flag `name`, ours first; dashes are read as underscores."""
     plain = name.replace("-", "_")
     return _names().get(plain, (plain,))
 
 
 def known_as(name: str, known: Collection[str]) -> str:
-    """What the flag `name` is called among `known`; `name` if it is there, or if none of its names is."""
+    """Returns the name in `known` of the flag `name`; `name` itself if it is in `known` or no name matches."""
     plain = name.replace("-", "_")
     return plain if plain in known else next((other for other in names_of(plain) if other in known), name)
 
 
 def typed_as(name: str) -> str:
-    """What our command line calls the flag `name`, with dashes."""
+    """Returns the command-line name of the flag `name`, with dashes."""
     return names_of(name)[0].replace("_", "-")

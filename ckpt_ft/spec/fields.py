@@ -1,7 +1,7 @@
-"""How a field of a `TrainingSpec` is declared: its default, its help, its range and the flags that set it.
+"""Declares the fields of a `TrainingSpec`: default, help, range and the flags that set a field.
 
 A part of the spec is a frozen dataclass whose fields are declared by `setting`. Annotations carry the ranges
-(`annotated_types`) and the choices (`Literal`); pydantic checks them whenever a part is made, and is imported only
+(`annotated_types`) and the choices (`Literal`). pydantic checks them whenever a part is created. It is imported only
 then, so that `ckpt-ft --help` can read the declarations without it.
 """
 
@@ -28,8 +28,8 @@ class Switch:
     """A flag without a value that sets a field: `--bf16` sets `mixed_precision` to "bf16".
 
     Attributes:
-        name: of the flag, with underscores.
-        value: of the field.
+        name: the flag, with underscores.
+        value: the field's value.
         help: one line for `--help`.
         weak: another flag for the same field wins; otherwise two values for one field are an error.
     """
@@ -42,7 +42,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field declares beside its type and default.
+    """The declaration of a field, in addition to its type and default.
 
     Attributes:
         help: one line for `--help`.
@@ -50,14 +50,14 @@ class Setting:
         rule: what is allowed, for error messages about numbers.
         key: the name of the field in `TrainingSpec.of` and `edit`; the attribute's name if empty.
         flag: the name of its flag on the command line, with underscores; None for a field without one.
-        typed: what our command line calls that flag, if not by its name.
+        typed: the flag's name on our command line, if it differs.
         also: other names of that flag on our command line.
-        read: makes the value of a flag's text; None where the type does it.
-        write: makes the flag's text of the value, the opposite of `read`.
-        flag_type: of the flag's value, if it differs from the field's.
+        read: converts the flag's text to the value; None if the type does it.
+        write: converts the value to the flag's text, the inverse of `read`.
+        flag_type: type of the flag's value, if it differs from the field's.
         default_text: the default as `--help` shows it.
-        switches: flags without a value that set this field, too.
-        implies: other fields that the flag sets where they are not given.
+        switches: flags without a value that also set this field.
+        implies: other fields that the flag sets if they are not given.
     """
 
     help: str
@@ -76,13 +76,13 @@ class Setting:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with its `Setting`; `more` are that class's other attributes."""
+    """A dataclass field with its `Setting`; `more` are other attributes of that class."""
     return dataclass_field(default=default, metadata={_META: Setting(help, **more)})
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A field of a part of the spec as it was declared."""
+    """A field of a part of the spec, as declared."""
 
     key: str  # unique among all parts
     part: str  # the attribute of TrainingSpec
@@ -98,17 +98,17 @@ class Declared:
 
     @property
     def flag_type(self) -> Any:
-        """The type of the flag's value: a builtin one."""
+        """The builtin type of the flag's value."""
         return self.setting.flag_type or _plain(self.type)
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values that are allowed, if they are named; () otherwise."""
+        """The allowed values of a `Literal` field; () for others."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
 
 def declared_in(part: type, attribute: str) -> list[Declared]:
-    """The fields of `part`, the dataclass that a spec has as `attribute`."""
+    """The fields of `part`, the dataclass of a spec's attribute `attribute`."""
     types = typing.get_type_hints(part, include_extras=True)
     return [_declared(own, types[own.name], attribute) for own in fields(part)]
 
@@ -120,7 +120,7 @@ def _declared(own: Field[Any], kind: Any, part: str) -> Declared:
 
 
 def _plain(kind: Any) -> Any:
-    """`int` of `Annotated[int, Ge(1)] | None`; `str` of a Literal of strings."""
+    """Returns `int` for `Annotated[int, Ge(1)] | None`; `str` for a Literal of strings."""
     origin = typing.get_origin(kind)
     if origin is typing.Annotated:
         return _plain(typing.get_args(kind)[0])
@@ -130,10 +130,10 @@ def _plain(kind: Any) -> Any:
 
 
 class Part:
-    """Base of the spec's parts: checks its fields by pydantic when it is made, and holds the values in their types.
+    """Base class of the spec's parts: pydantic checks the fields on creation and converts them to their types.
 
     Raises:
-        UserError: a value that its field does not take; one line with what was given and what is allowed.
+        UserError: a field has an invalid value; one line with the given value and the allowed ones.
     """
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ def _refusal(stated: Declared, given: Any, error: Any) -> str:
 
 
 def names_of_text(flag: str) -> Callable[[str], tuple[str, ...]]:
-    """A reader of comma-separated names, for the flag `flag`; it raises UserError for text that names nothing."""
+    """Returns a reader of comma-separated names for `flag`; it raises UserError for text without any name."""
 
     def read(text: str) -> tuple[str, ...]:
         names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -184,15 +184,15 @@ def names_of_text(flag: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def text_of_names(names: tuple[str, ...]) -> str:
-    """The opposite of `names_of_text`."""
+    """The inverse of `names_of_text`."""
     return ",".join(names)
 
 
 def size_of_text(text: str) -> tuple[int, int]:
-    """(width, height) of "640x480" or, for a square, "640".
+    """Returns (width, height) of "640x480" or, for a square, "640".
 
     Raises:
-        UserError: other text.
+        UserError: the text has another form.
     """
     sides = text.lower().split("x")
     if not (len(sides) in (1, 2) and all(side.strip().isdecimal() for side in sides)):
@@ -201,14 +201,14 @@ def size_of_text(text: str) -> tuple[int, int]:
 
 
 def bytes_of_text(flag: str) -> Callable[[str], int]:
-    """A reader of an amount of memory, for the flag `flag`. A bare number is GiB, which a note on stderr says."""
+    """Returns a reader of amounts of memory for `flag`. It reads a bare number as GiB, with a note on stderr."""
 
     as_text = memory_text(flag)
     return lambda text: parse_budget(as_text(text))
 
 
 def memory_text(flag: str) -> Callable[[str], str]:
-    """A reader that leaves an amount of memory as text, with a note where it is a bare number."""
+    """Returns a reader that keeps an amount of memory as text, with a note if it is a bare number."""
 
     def read(text: str) -> str:
         if is_bare(text):
@@ -219,11 +219,11 @@ def memory_text(flag: str) -> Callable[[str], str]:
 
 
 def text_of_bytes(nbytes: int) -> str:
-    """An amount of memory in the largest unit of which it is a whole number: 24GiB, 150MiB."""
+    """Formats bytes in the largest unit that gives a whole number: 24GiB, 150MiB."""
     unit, size = next((unit, size) for unit, size in _UNITS.items() if nbytes % size == 0)
     return f"{nbytes // size}{unit}"
 
 
 def text_of_size(size: tuple[int, int]) -> str:
-    """The opposite of `size_of_text`."""
+    """The inverse of `size_of_text`."""
     return "x".join(map(str, size))

@@ -1,7 +1,7 @@
-"""The flags of the command line, made from the fields of a spec: their options, their values, and the words again.
+"""Command-line flags generated from the fields of a spec: options, parsing, and the way back to a command line.
 
-`FLAGS` has every flag of every command that takes a spec. `fields_of` makes a spec's fields of the flags that were
-given, on the command line or in a file. `words_of` is the opposite: the shortest command line that says a spec.
+`flags` returns every flag of every command that takes a spec. `fields_of` converts flags from the command line or a
+file into fields of a spec. `words_of` does the inverse: it returns the shortest command line for a spec.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Flag:
 
     Attributes:
         name: with underscores.
-        type: of its value: str, int, float or bool.
+        type: type of its value: str, int, float or bool.
         help: one line.
-        options: as they are typed, "--lora" and "--lora-r".
-        default: as `--help` shows it; "" for none worth a word.
+        options: spellings on the command line: "--lora" and "--lora-r".
+        default: as `--help` shows it; "" to show none.
     """
 
     name: str
@@ -53,7 +53,7 @@ _POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"
 
 @lru_cache(maxsize=1)
 def flags() -> dict[str, Flag]:
-    """Every flag by its name, in the order in which `--help` shows them."""
+    """Returns every flag by its name, in the order of `--help`."""
     found = [Flag("policy", str, _POLICY, ("--policy",))]
     for own in declared().values():
         if own.flag is not None:
@@ -66,7 +66,7 @@ def flags() -> dict[str, Flag]:
 
 
 def option_of(name: str) -> str:
-    """What is typed for the flag `name`."""
+    """Returns the command-line option of the flag `name`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -77,13 +77,13 @@ def _default(own: Declared) -> str:
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec that flags set, for `TrainingSpec.of` and `edit`.
+    """Returns the fields of a spec that flags set, for `TrainingSpec.of` and `edit`.
 
     Args:
-        given: values by the flags' names; None and "" stand for a flag that is not given.
+        given: values by the flags' names; None and "" mean that a flag is not given.
 
     Raises:
-        UserError: text that a flag does not take, two flags for one field, or launch options that do not go together.
+        UserError: an invalid value, two flags for one field, or incompatible launch options.
     """
     given = {name: value for name, value in given.items() if value is not None and value != ""}
     found: dict[str, Any] = {"policy": str(given["policy"])} if "policy" in given else {}
@@ -99,7 +99,7 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
-    """{the field: its value} where flags set it."""
+    """Returns {field: value} if flags set the field, else {}."""
     said: list[tuple[str, Any]] = []
     if own.flag in given:
         value = given[str(own.flag)]
@@ -141,7 +141,7 @@ def _launch_fields(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[s
 
 
 def _launch(named: str, processes: int, machines: int, link: str, precision: str) -> Launch | None:
-    """What `--launch` and the options beside it ask for; None for one process."""
+    """Returns the launch from `--launch` and its options; None for one process."""
     if not named:
         for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
             if value:
@@ -161,7 +161,7 @@ def _launch(named: str, processes: int, machines: int, link: str, precision: str
 
 
 def _rate(link: str) -> float | None:
-    """Bytes a second, of `--link`."""
+    """Returns `--link` in bytes a second."""
     try:
         rate = parse_bytes(link.removesuffix("/s")) if link else None
     except UserError:
@@ -172,10 +172,10 @@ def _rate(link: str) -> float | None:
 
 
 def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
-    """The shortest command line that says `spec`: its model, and the flags whose values are not the defaults.
+    """Returns the shortest command line for `spec`: its model, and flags whose values differ from the defaults.
 
     Args:
-        without: names of fields that are left out.
+        without: names of fields to leave out.
     """
     words = [spec.model.name] if spec.model.name else []
     if spec.policy != "none" and "policy" not in without:
@@ -187,7 +187,7 @@ def words_of(spec: TrainingSpec, without: tuple[str, ...] = ()) -> list[str]:
 
 
 def _words(own: Declared, value: Any) -> list[str]:
-    """What is typed for a field's value; [] if nothing can be typed for it, as for a switch that is off."""
+    """Returns the words for a field's value; [] if it cannot be typed, such as a switch that is off."""
     switch = next((one for one in own.setting.switches if one.value == value and not one.weak), None)
     if switch is not None:
         return [option_of(switch.name)]
@@ -200,24 +200,24 @@ def _words(own: Declared, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of some fields of a spec: what a suggestion proposes.
+    """A change of some fields of a spec, as suggestions propose it.
 
-    `Edit({"lora_r": 16, "dtype": "bfloat16"}).of(spec)` is the changed spec; a value that is not allowed raises there,
-    so that no suggestion is offered that cannot be typed.
+    `Edit({"lora_r": 16, "dtype": "bfloat16"}).of(spec)` is the changed spec. It raises for invalid values, so that
+    every suggestion can be typed on the command line.
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, spec: TrainingSpec) -> TrainingSpec:
-        """`spec` with the changes.
+        """Returns `spec` with the changes.
 
         Raises:
-            UserError: a field that does not exist, a value that it does not take, or fields that do not go together.
+            UserError: an unknown field, an invalid value, or incompatible fields.
         """
         return spec.edit(**self.changes)
 
     def words(self, spec: TrainingSpec) -> list[str]:
-        """What is typed behind a command for `spec`: the flags of the fields that change, in the edit's order."""
+        """Returns the flags to append to a command for `spec`: those of the changed fields, in the edit's order."""
         changed, words = self.of(spec), []
         for key in self.changes:
             if changed.get(key) == spec.get(key):
@@ -226,7 +226,7 @@ class Edit:
         return words
 
     def text(self, spec: TrainingSpec) -> str:
-        """The change of `spec` in a line: the flags to add, and those to leave out."""
+        """Describes the change of `spec` in one line: the flags to add, and those to leave out."""
         changed = self.of(spec)
         dropped = [
             option_of(own.setting.typed or str(own.flag))

@@ -1,4 +1,4 @@
-"""Launch: on how many processes a step runs, and how they share the model.
+"""Launch: the number of processes of a step, and how they share the model.
 
 Names and defaults of `ZeroOptions` are those of deepspeed/runtime/zero/config.py (0.19.8). accelerate computes "auto"
 from the model's hidden size (accelerator.py: _prepare_deepspeed), and so does `ZeroOptions.filled`.
@@ -13,14 +13,14 @@ from typing import Any
 from ckpt_ft.errors import UserError, meant
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-# What a plan considers unasked. DeepSpeed's strategies hold the model in half precision, which is another training.
+# Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
 WORTH_A_LOOK = ("ddp", "fsdp2")
-_ON_A_MACHINE = 8  # GPUs of a DGX and of most machines in a cloud
+_ON_A_MACHINE = 8  # GPUs of a DGX and of most cloud machines
 PRECISIONS = ("no", "bf16", "fp16")
 _MOST = 2**20  # processes
 _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
-_ALONE = {  # options that are modelled at this value only, DeepSpeed's default
+_ALONE = {  # options that are modelled only at this value, DeepSpeed's default
     "contiguous_gradients": True,
     "reduce_scatter": True,
     "allgather_partitions": True,
@@ -36,8 +36,8 @@ _ALONE = {  # options that are modelled at this value only, DeepSpeed's default
     "allgather_sequential": False,
     "module_granularity_threshold": 0,
 }
-# Options that change no step: what is checked, logged and saved. With round robin every rank needs as much as the last
-# one, which is modelled; parameters are gathered in one piece whatever the bucket (runtime/utils.py).
+# Options that do not change a step: checks, logging and saving. With round robin every rank needs as much as the last
+# one, which is modelled; parameters are gathered in one piece for any bucket size (runtime/utils.py).
 _FREE = {
     "stage", "allgather_bucket_size", "round_robin_gradients", "gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "load_from_fp32_weights", "ignore_unused_parameters",
@@ -214,7 +214,7 @@ def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_
 
 def _count(value: Any, key: str, source: str) -> int:
     try:
-        count = int(float(value))  # 5e8 is a text in YAML
+        count = int(float(value))  # 5e8 is a string in YAML
     except (TypeError, ValueError, OverflowError):
         count = -1
     if count < 0:

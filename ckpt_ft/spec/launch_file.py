@@ -14,7 +14,8 @@ from ckpt_ft.units import whole_number
 
 from .launch import Launch, ZeroOptions
 
-# Keys that accelerate refuses beside a DeepSpeed file (accelerate/utils/dataclasses.py: _deepspeed_config_checks).
+# Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
+# _deepspeed_config_checks).
 _IN_THE_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
@@ -198,7 +199,7 @@ def accelerate_config(launch: Launch) -> str:
 
 
 def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:
-    """Returns the part of accelerate's configuration that says how the model is shared."""
+    """Returns the part of accelerate's configuration that describes how the model is shared."""
     if launch.strategy == "fsdp2":
         wrapped = {"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.wrap)} if launch.wrap else {}
         return {

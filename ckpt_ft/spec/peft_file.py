@@ -1,4 +1,4 @@
-"""`adapter_config.json`, a PEFT configuration in a file: the kind of adapter, its size, and its modules."""
+"""Reads `adapter_config.json`, a PEFT configuration: the adapter's type, size and modules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 NAME = "adapter_config.json"
-# Keys of a saved configuration that say nothing about training.
+# Keys of a saved configuration that do not affect training.
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
 
 def read_peft(given: str, asked: str) -> dict[str, Any]:
-    """Returns the content of the file `given`, or of that file in the directory `given`; `asked` names it in errors.
+    """Returns the content of the file `given`, or of `adapter_config.json` in the directory `given`.
+
+    asked: names the file in errors.
 
     Raises:
-        UserError: the file cannot be read, or is no PEFT configuration.
+        UserError: the file cannot be read, or is not a PEFT configuration.
     """
     path = Path(given) / NAME if Path(given).is_dir() else Path(given)
     try:
@@ -42,10 +44,10 @@ def _refuse(constant: str) -> float:
 
 
 def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:
-    """Returns the PEFT configuration with this content, for a new training, even if the content is a checkpoint's.
+    """Returns a PEFT configuration with this content for a new training run, also if the content is a checkpoint's.
 
     Raises:
-        UserError: PEFT does not know the kind, or the kind does not take an option.
+        UserError: PEFT does not know the type, or the type does not have an option.
     """
     from peft import get_peft_config
 
@@ -55,7 +57,7 @@ def configuration(content: Mapping[str, Any], asked: str) -> PeftConfig:
 
 
 def takes(content: Mapping[str, Any], name: str, asked: str) -> bool:
-    """Whether configurations of this kind have a field `name`."""
+    """Whether configurations of this PEFT type have a field `name`."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     return name in {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[_kind(content, asked)])}

@@ -1,8 +1,8 @@
-"""The training that a YAML file describes: a recipe's own, TRL's, axolotl's, or one of diffusers' scripts.
+"""Reads the training that a YAML file describes: a recipe's own, TRL's, axolotl's, or one of diffusers' scripts.
 
-The file becomes values of our flags, as if they had been typed; flags of the command line win over them. Which of our
-flags an entry is stands in `ecosystem.TABLE`. What has no effect on memory and time, or is unknown, is passed over and
-listed in `unread`.
+The file is converted to values of our flags, as if they had been typed; flags of the command line win over them.
+`ecosystem.TABLE` maps its entries to our flags. Entries that are unknown, or affect neither memory nor time, are
+ignored and listed in `unread`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .defaults import LORA_R
 from .ecosystem import OPTIMIZERS, PAGED, TABLE, Modelled, names_of
 
 RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
-MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # the entries that name the model
+MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # entries that name the model
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = {
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
     "use_8bit_adam", "flash_attention", "flex_attention", "sdp_attention", "eager_attention",
 }  # fmt: skip
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: as most checkpoints are saved
-# What each kind of file means by an entry that it leaves out.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: the dtype of most checkpoints
+# Defaults of each kind of file, for entries that it leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
     "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
 }
-# Flags that every kind of file sets by an entry of that name, or one of its other names.
+# Flags that every kind of file sets by the same name, or by one of the flag's other names.
 _PLAIN = (
     "accumulation", "seq_length", "packing", "resolution", "aspect_ratio_buckets", "image_size", "max_pixels",
     "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "mixed_precision",
@@ -49,13 +49,13 @@ _BOOLEANS: dict[Any, bool | None] = {
 
 @dataclass(frozen=True)
 class TrainingFile:
-    """What a file says.
+    """The content of a training file.
 
     Attributes:
-        model: that it names.
+        model: the model it names.
         flags: values by the names of our flags.
-        unread: its entries that set nothing.
-        notes: how an entry was understood that may be understood otherwise, one sentence each.
+        unread: entries that set nothing.
+        notes: how ambiguous entries were interpreted, one sentence each.
     """
 
     model: str
@@ -65,14 +65,14 @@ class TrainingFile:
 
 
 def read_training_file(path: str, recipe: str = "", rows_have_images: bool = False) -> TrainingFile:
-    """The training that the YAML file `path` describes.
+    """Read the training that the YAML file `path` describes.
 
     Args:
-        recipe: the kind of file, one of `RECIPES`; "" to tell it by its entries.
-        rows_have_images: a dataset says what images there are, so the file's number of them is not taken.
+        recipe: the kind of file, one of `RECIPES`; "" to detect it from the entries.
+        rows_have_images: the dataset determines the images, so the file's number of images is ignored.
 
     Raises:
-        UserError: the file cannot be read, names no model, or asks for what is not modelled.
+        UserError: the file cannot be read, names no model, or has settings that are not modelled.
     """
     content = read_yaml(path)
     kind = recipe or _kind(content)
@@ -95,7 +95,7 @@ def read_training_file(path: str, recipe: str = "", rows_have_images: bool = Fal
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The entries of a `--config` file.
+    """Returns the entries of a `--config` file.
 
     Raises:
         UserError: it cannot be read, or has no 'flag: value' lines.
@@ -108,7 +108,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 @dataclass
 class _Entries:
-    """The entries of a file; those that were asked for count as read."""
+    """The entries of a file; records which ones are read."""
 
     content: dict[str, Any]
     kind: str
@@ -125,7 +125,7 @@ class _Entries:
         return [key for key, value in self.content.items() if key not in self.read and _says(value)]
 
     def get(self, name: str) -> Any:
-        """The entry under any name of the flag `name`, else the kind's default; None if there is neither."""
+        """Returns the entry under any name of the flag `name`, else the default of this kind of file, else None."""
         for other in names_of(name):
             if other in self.content:
                 self.read.add(other)
@@ -133,7 +133,7 @@ class _Entries:
         return _DEFAULTS[self.kind].get(name)
 
     def flags(self) -> dict[str, Any]:
-        """Values of our flags."""
+        """Returns the values of our flags."""
         policy, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
         return {
             "batch_size": self._batch_size(),
@@ -148,7 +148,7 @@ class _Entries:
         }
 
     def _batch_size(self) -> Any:
-        """Images of a batch: with prior preservation each of DreamBooth's comes with one of its class."""
+        """Images per batch; prior preservation doubles it, because each image comes with one of its class."""
         samples = self.get("batch_size")
         if not (self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int)):
             return samples
@@ -156,7 +156,7 @@ class _Entries:
         return 2 * samples
 
     def _encodes_each_step(self) -> bool:
-        """Whether images and prompts are encoded in each step: as asked for, or because each is drawn anew."""
+        """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
         said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
         return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
 
@@ -164,7 +164,7 @@ class _Entries:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
         adapters = self.diffusion and (self.get("lora_r") or self.get("peft_config"))
         if adapters and self.get("mixed_precision") in _DTYPES:
-            dtype = self.get("mixed_precision")  # the recipes hold frozen weights in it
+            dtype = self.get("mixed_precision")  # the dtype of frozen weights in the recipes
         if self.kind == "axolotl":
             dtype = "bfloat16" if bf16 else "float16" if fp16 else None
         return {
@@ -210,7 +210,7 @@ class _Entries:
         }
 
     def _attention(self) -> str:
-        """The implementation that one of axolotl's switches turns on; "" without one."""
+        """Returns the implementation that one of axolotl's switches selects; "" if none does."""
         on = [
             str(entry.values["True"])
             for name, entry in TABLE["axolotl"].items()
@@ -226,7 +226,7 @@ def _boolean(name: str, value: Any) -> bool | None:
 
 
 def _says(value: Any) -> bool:
-    """Whether an entry says something; 0 does: no clipping, no dropout."""
+    """Whether an entry sets something; 0 does: no clipping, no dropout."""
     return not (value is None or value is False or value == "")
 
 

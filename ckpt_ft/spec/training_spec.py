@@ -1,7 +1,7 @@
-"""TrainingSpec: what is trained and how, as one value.
+"""TrainingSpec: the description of a training run as one value.
 
-Everything that a user can set, on the command line, in a YAML file, in a recipe or in a live Trainer, is read into it
-once. Estimates, plans and the commands that are printed are made from it.
+All user settings are read into it once, from the command line, a YAML file, a recipe or a live Trainer. Estimates,
+plans and printed commands are made from it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .fields import (
 )
 from .launch import Launch
 
-MOST = 2**24  # tokens, pixels, ...: larger numbers are slips of the hand, and overflow what counts bytes
-MOST_SIDE = 2**13  # pixels: a blank image of that size is really made
+MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
+MOST_SIDE = 2**13  # pixels: a blank image of that size is created
 MOST_SAMPLES = 2**40
 Count = Annotated[int, Interval(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
@@ -45,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelSpec(Part):
-    """Which model is trained, and which of its parts."""
+    """The model to train, and which of its parts."""
 
     name: str = setting("", "Hub id, local directory or config file", key="model", flag=None)
     frozen: tuple[str, ...] = setting(
@@ -63,7 +63,7 @@ class ModelSpec(Part):
 
 @dataclass(frozen=True)
 class DataSpec(Part):
-    """The shapes of a micro-batch, and how many of them make a step."""
+    """The shapes of a micro-batch, and the number of micro-batches per step."""
 
     batch_size: Annotated[int, Interval(ge=1, le=MOST_SAMPLES)] = setting(
         1, "samples on the device at once", rule="a batch has at least 1 sample, and no more than memory has bytes"
@@ -136,12 +136,12 @@ class DataSpec(Part):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sequence: those asked for, or the default."""
+        """Tokens of a sequence: as requested, or the default."""
         return self.default_seq_length if self.seq_length is None else self.seq_length
 
     @property
     def length_is_open(self) -> bool:
-        """Whether no length was asked for, so that a model with fewer positions gets as many as it has."""
+        """Whether no length was requested, so that it can shrink to the model's number of positions."""
         return self.tokens == SEQ_LENGTH and self.seq_length is None
 
 
@@ -162,7 +162,7 @@ class PrecisionSpec(Part):
 
 @dataclass(frozen=True)
 class AdapterSpec(Part):
-    """Adapters that are trained in place of the weights."""
+    """Adapters that are trained instead of the weights."""
 
     lora_r: CountOrNone = setting(
         0,
@@ -205,13 +205,13 @@ class AdapterSpec(Part):
 
     @property
     def trains(self) -> bool:
-        """Whether adapters are trained in place of the weights."""
+        """Whether adapters are trained instead of the weights."""
         return bool(self.lora_r) or self.peft is not None
 
 
 @dataclass(frozen=True)
 class QuantisationSpec(Part):
-    """Frozen weights in 4 or 8 bits, as bitsandbytes holds them."""
+    """Frozen weights in 4 or 8 bits, as in bitsandbytes."""
 
     load_in_4bit: bool = setting(False, "frozen weights in 4 bits (NF4)")
     double_quant: bool = setting(False, "with 4 bits: the scales of the weights in 8 bits")
@@ -241,13 +241,13 @@ class QuantisationSpec(Part):
 
     @property
     def bits(self) -> int:
-        """Of a frozen weight: 4 or 8; 0 if they are not quantised."""
+        """Bits of a frozen weight: 4 or 8; 0 without quantisation."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
 
 
 @dataclass(frozen=True)
 class OptimizerSpec(Part):
-    """What updates the weights."""
+    """The optimizer and its options."""
 
     name: Literal["adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none"] = setting(
         "adamw_fused", "adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none", key="optimizer"
@@ -264,7 +264,7 @@ class OptimizerSpec(Part):
 
 @dataclass(frozen=True)
 class KernelSpec(Part):
-    """Which implementations run the model."""
+    """The kernels that run the model."""
 
     attn_implementation: Literal["", "sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
         "",
@@ -275,7 +275,7 @@ class KernelSpec(Part):
 
 @dataclass(frozen=True)
 class LaunchSpec(Part):
-    """The processes that train together."""
+    """The distributed launch of the training processes."""
 
     launch: Launch | None = setting(None, "several processes; None for one", flag=None)
     launches: tuple[Launch, ...] = setting((), "launches that a plan chooses from", flag=None)
@@ -286,8 +286,8 @@ class LaunchSpec(Part):
 class HostSpec(Part):
     """The device, its memory and its allocator.
 
-    `device` is a GPU's name in `memory/gpus.py` or "cpu", "" for the GPU at hand. A GPU that is in no table is
-    `gpu_memory` bytes beside `gpu_like`, a GPU of the same speed.
+    `device` is a GPU's name in `memory/gpus.py` or "cpu", "" for the GPU at hand. For a GPU that is not in the table,
+    `gpu_memory` gives its memory and `gpu_like` names a GPU of the same speed.
     """
 
     device: str = setting("", "a GPU by name, or cpu; default: the GPU at hand, or a100-80gb")
@@ -308,13 +308,13 @@ class HostSpec(Part):
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What is trained and how.
+    """The description of a training run.
 
-    The parts are checked when they are made, and what belongs together when the spec is. `TrainingSpec.of` makes one
-    from the fields' names, `edit` another one with some fields changed.
+    The parts are checked when they are created, and their combination when the spec is created. `TrainingSpec.of`
+    creates a spec from field names, `edit` returns a copy with some fields changed.
 
     Raises:
-        UserError: values that no field takes, or that do not go together.
+        UserError: invalid or incompatible values.
     """
 
     policy: str = "none"
@@ -337,18 +337,18 @@ class TrainingSpec:
 
     @classmethod
     def of(cls, model: str = "", **fields: Any) -> TrainingSpec:
-        """A spec of fields by their names, the others at their defaults: `TrainingSpec.of("gpt2", lora_r=16)`.
+        """A spec with the given fields and defaults for all others: `TrainingSpec.of("gpt2", lora_r=16)`.
 
         Raises:
-            UserError: a field that does not exist, or a value that it does not take.
+            UserError: an unknown field, or an invalid value.
         """
         return cls._made({}, {"model": model, **fields})
 
     def edit(self, **changes: Any) -> TrainingSpec:
-        """This spec with some fields changed, by their names: `spec.edit(optimizer="adamw_8bit", lora_r=16)`.
+        """Returns this spec with some fields changed: `spec.edit(optimizer="adamw_8bit", lora_r=16)`.
 
         Raises:
-            UserError: a field that does not exist, a value that it does not take, or fields that do not go together.
+            UserError: an unknown field, an invalid value, or incompatible fields.
         """
         return self._made({name: getattr(self, name) for name in PARTS}, changes, self.policy)
 
@@ -385,7 +385,7 @@ class TrainingSpec:
         return asdict(self)
 
     def fingerprint(self) -> str:
-        """A digest of every field: the same for specs that are equal."""
+        """A digest of every field; equal specs have equal digests."""
         text = json.dumps(self.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -405,5 +405,5 @@ PARTS: dict[str, Any] = {
 
 @lru_cache(maxsize=1)
 def declared() -> dict[str, Declared]:
-    """Every field of a spec by its name, but for `policy`."""
+    """Every field of a spec by its name, except `policy`."""
     return {own.key: own for attribute, part in PARTS.items() for own in declared_in(part, attribute)}

@@ -179,8 +179,7 @@ class ACCallback(TrainerCallback):
         self.session.profiler = None
 
     def peak_holders(self, n: int = 5) -> list[str]:
-        """The largest holders of this process's highest peak so far, in descending order; empty before a measured
-        step."""
+        """The largest holders of this process's highest peak so far, largest first; empty before a measured step."""
         return self.session.peak_holders(n)
 
     def _plan(self, trainer: Trainer) -> None:

@@ -172,8 +172,7 @@ def _merged_pipeline(source: Path, base: str, dtype: str) -> list[Any]:
 
 def _check_loaded(pipeline: Any, source: Path, base: str) -> None:
     """Raises UserError if the file has more or fewer tensors than the adapters loaded from it: diffusers leaves
-    missing tensors at their initial values and ignores unexpected ones. Files with other naming schemes are not
-    checked."""
+    missing tensors at their initial values and ignores unexpected ones. Other naming schemes are not checked."""
     from peft.utils import get_peft_model_state_dict
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Adapters, quantised weights and frozen parts of a model, which may be on the meta device."""
+"""Adds adapters, quantised weights and frozen parts to a model, which may be on the meta device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Valueless(TorchDispatchMode):
-    """Lets adapters initialise on the meta device although they read values.
+    """Lets adapters that read values initialise on the meta device.
 
     Some adapters decompose the weight that they adapt, draw masks, or compare two tensors. Their shapes do not depend
     on the values, so under this mode every number reads as one, every comparison as true, and a mask has as many
@@ -79,7 +79,7 @@ class Valueless(TorchDispatchMode):
 
 
 class TrainedTowers:
-    """The towers of a vision-language model that are trained: those that `choice`, a key of `TRAINED_TOWERS`, names.
+    """The trained towers of a vision-language model, selected by `choice`, a key of `TRAINED_TOWERS`.
 
     Raises:
         UserError: the model has no such tower.
@@ -97,7 +97,7 @@ class TrainedTowers:
         self.towers = [self._all[name] for name in TRAINED_TOWERS[choice]]
 
     def freeze_others(self) -> None:
-        """Freeze all other towers; the weights between towers are trained."""
+        """Freeze all other towers; the weights between towers stay trainable."""
         for tower in self._all.values():
             if tower not in self.towers:
                 ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
@@ -106,11 +106,11 @@ class TrainedTowers:
                     module.requires_grad_(False)
 
     def adapted_layers(self, asked: Sequence[str] | str | None, by: str = "LoRA targets") -> str:
-        """A pattern for PEFT that matches the layers of these towers that get an adapter.
+        """Returns a pattern for PEFT that matches the layers of these towers that get an adapter.
 
         Args:
             asked: names of layers; None or "all-linear" for every linear layer except the head. A pattern is returned
-                as it is, whatever towers it matches.
+                unchanged, whatever towers it matches.
             by: the setting that `asked` comes from, for error messages.
 
         Raises:
@@ -157,16 +157,16 @@ def _pattern(tower: Tower, names: set[str]) -> str:
     return rf"(?:{roots})(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(names)))})"
 
 
-_FROM_DATA = ("corda", "loftq")  # ways to initialise LoRA that need data or other packages; the sizes are LoRA's
+_FROM_DATA = ("corda", "loftq")  # LoRA initialisations that need data or other packages; sizes are the same
 
 
 def without_adapters(model: Any) -> Any:
-    """The base model inside of PEFT's wrapper; `model` itself without one."""
+    """Returns the base model inside PEFT's wrapper, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapt(model: Any, spec: TrainingSpec) -> Any:
-    """`model` with the quantised weights, frozen parts and adapters of `spec`, as transformers and PEFT make them."""
+    """Applies the quantised weights, frozen parts and adapters of `spec` to `model`, as transformers and PEFT do."""
     if spec.quantisation.bits:
         _quantise(model, spec)
     for part in spec.model.frozen:
@@ -223,10 +223,10 @@ def by_task(spec: TrainingSpec) -> bool:
 
 
 def refusals(spec: TrainingSpec) -> dict[type[Exception], str]:
-    """Errors with which a forward refuses its input, each with what to tell the user; "" if the batch is the cause.
+    """Exceptions that a forward raises for unsupported input, with a message for each; "" if the batch is the cause.
 
-    A kind of adapter that computes with the weight itself fails on packed bits. Other kinds fail on what they were not
-    given (X-LoRA without adapters to mix).
+    Adapters that compute with the weight itself fail on packed bits. Others fail on missing input (X-LoRA without
+    adapters to mix).
     """
     refused = dict.fromkeys((AttributeError, TypeError, ValueError), "")
     if spec.adapter.peft is not None:
@@ -253,7 +253,7 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
 
 
 def _show_weights(adapted: Any) -> None:
-    """Tell PEFT's layers that compute with the weight itself how to unpack a stand-in's weight."""
+    """Set how PEFT's layers that compute with the weight itself unpack a stand-in's weight."""
     from ckpt_ft.standins.quantised_layers import NF4Linear
 
     for layer in adapted.modules():
@@ -266,7 +266,7 @@ def _show_weights(adapted: Any) -> None:
 
 
 def _train_rank_numbers(adapted: Any) -> None:
-    """Train AdaLoRA's rank numbers over half precision, as PEFT since 0.21 does when it casts them; not on meta."""
+    """Make AdaLoRA's rank numbers trainable for half-precision weights, as PEFT 0.21 and later do except on meta."""
     for layer in adapted.modules():
         ranks = getattr(layer, "ranknum", None)
         if ranks is not None and layer.get_base_layer().weight.dtype in (torch.bfloat16, torch.float16):
@@ -275,7 +275,7 @@ def _train_rank_numbers(adapted: Any) -> None:
 
 @cache
 def _rank_numbers_train() -> bool:
-    """Whether the installed PEFT trains them."""
+    """Whether the installed PEFT makes them trainable."""
     from peft import AdaLoraConfig, get_peft_model
 
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
-"""Batches and losses of transformers models: what a class is trained on, by transformers' own tables of auto classes.
+"""Batches and losses of transformers models, chosen by transformers' own tables of auto classes.
 
-A batch is described by the `Field`s of one row. A class that is in no table of `TASKS` has no known training step.
-Packed rows of vision-language models are at the end: which models keep packed rows apart, and by which positions.
+The `Field`s of one row describe a batch. A class that is in no table of `TASKS` has no known training step. The end of
+the file handles packed rows of vision-language models: which models keep them apart, and by which positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .workload import DTYPES, Batch, Forward, Loss
 
-POSITIVES = "positives"  # the ids of the text that belongs to each row's text
+POSITIVES = "positives"  # input ids of the text that is paired with each row's text
 _SCALE = 20.0  # default of sentence-transformers' MultipleNegativesRankingLoss
 
 
@@ -32,7 +32,7 @@ def own_loss(model: Forward, batch: Batch) -> torch.Tensor:
 
 
 def of_pairs_by_itself(model: Forward, batch: Batch) -> torch.Tensor:
-    """The contrastive loss of CLIP and similar models, which compute it on request."""
+    """The contrastive loss of CLIP and similar models, which compute it if `return_loss` is set."""
     return own_loss(model, {**batch, "return_loss": True})
 
 
@@ -58,7 +58,7 @@ def _embedded(model: Forward, inputs: Batch) -> torch.Tensor:
 _RATE = 16_000  # samples per second of every model that takes a waveform
 _FRAMES = 100  # frames per second of a spectrogram
 _LETTERS = 15  # spoken per second
-_OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # inputs of models that take more than text
+_OTHER_SENSES = {"pixel_values", "input_features", "input_values"}  # inputs of multimodal models
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ Fields = dict[str, Field]
 
 @dataclass(frozen=True)
 class Task:
-    """What the classes of a table of transformers' auto classes are trained on.
+    """The training task of the classes in a table of transformers' auto classes.
 
     Attributes:
-        kind: for messages, "language model" for example.
+        kind: the name in messages, for example "language model".
         table: X of transformers' MODEL_XMAPPING_NAMES.
         fields: (model, spec) -> the inputs.
         sized: the fields of the spec that set the size of a sample.
@@ -112,7 +112,7 @@ def _speech(model: Any, spec: TrainingSpec) -> Fields:
 
 
 def _log_mel(model: Any) -> Field:
-    """A log-mel window of 30 seconds, the only length that Whisper takes."""
+    """A log-mel window of 30 seconds, the only length that Whisper accepts."""
     config = model.config
     if not (hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")):
         raise UserError(f"no batch is known for {type(model).__name__}: of speech, Whisper's log-mel windows are")
@@ -120,7 +120,7 @@ def _log_mel(model: Any) -> Field:
 
 
 def _sound(model: Any, spec: TrainingSpec) -> Fields:
-    """The waveform, or the features that the model takes in its place."""
+    """The waveform, or the features that the model takes instead."""
     config, taken = model.config, inspect.signature(model.forward).parameters
     if (
         hasattr(config, "feature_projection_input_dim") and "input_features" in taken
@@ -227,7 +227,7 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
 
 
 def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
-    """What a batch of the task leaves out or assumes, one sentence each."""
+    """What a batch of the task omits or assumes, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
     if task.fields is not _text or spec.data.images:
@@ -249,12 +249,12 @@ def zeros(fields: Fields, samples: int, spec: TrainingSpec) -> Batch:
 
 
 # Types of vision-language models, and of the language models in them, that keep packed rows apart. transformers'
-# attention, given neither a mask nor a KV cache, starts a new row where the positions start again (masking_utils.py,
+# attention, given neither a mask nor a KV cache, starts a new row where the positions restart (masking_utils.py,
 # find_packed_sequence_indices); flash attention does so only in a batch of one sequence
 # (modeling_flash_attention_utils.py, _is_packed_sequence). A test compares packed rows of each type with single rows.
-# Left out are types whose mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding
-# window), whose text attends to images in layers of their own (Llama 3.2 Vision, IDEFICS), or that carry a state along
-# the sequence (Qwen3.5, LFM2-VL).
+# Types are excluded if their mask does not follow the positions (PaliGemma's prefixes, images under Gemma 3's sliding
+# window), if their text attends to images in separate layers (Llama 3.2 Vision, IDEFICS), or if they carry a state
+# along the sequence (Qwen3.5, LFM2-VL).
 SEEING = {
     "aya_vision", "glm4v", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qwen2_5_vl",
     "qwen2_vl", "qwen3_vl", "smolvlm",
@@ -297,7 +297,8 @@ class ImagePositions:
         return None if knows is None else cls(type(knows), knows.config)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Positions (4, sequences, tokens): the `position_ids` of `batch`, which start at 0 in each row, and these."""
+        """Returns positions (4, sequences, tokens): `position_ids` of `batch`, which restart at 0 in each row, then
+        these three."""
         along = batch["position_ids"]
         lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
         lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()

@@ -82,13 +82,13 @@ class Latents:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a class is called.
+    """How to call the forward of a model class.
 
     Attributes:
         inputs: makes the inputs of its forward; the first of them are the latents.
         scale: pixels of an image's side per latent.
         frames: frames of a video per latent frame; 0 for images.
-        own_side: latents of a side for configurations that name none.
+        own_side: latents per side if the configuration does not state it.
     """
 
     inputs: Callable[[Latents], Batch]

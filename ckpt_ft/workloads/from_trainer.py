@@ -1,7 +1,7 @@
-"""Workloads of a live transformers Trainer, TRL's trainers included.
+"""Creates workloads from a live transformers Trainer, TRL's trainers included.
 
-`planned_step` describes the step that a trainer is going to make, for a plan; `measured_step` describes the step
-that was measured, for the predicted column of a report. The trainer is only read.
+`planned_step` describes the step that a trainer will make, for a plan; `measured_step` describes the step that was
+measured, for the predicted column of a report. The trainer is not modified.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _IGNORED = -100  # the label that a loss leaves out
 
 
 def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
-    """The fields of a Workload for the step that `trainer` is going to make on its training data, on its device.
+    """Returns the fields of a Workload for the step that `trainer` will make on its training data, on its device.
 
-    The loss is the trainer's own: label smoothing, `compute_loss_func` and a subclass's `compute_loss` are in it. The
-    trainer's other models are on the device. Rows with "input_ids" or TRL's preferences have lengths, of which the
-    longest decides the peak. Random state, and with it the order of the data, stays as it is.
+    The loss is the trainer's own, with label smoothing, `compute_loss_func` and a subclass's `compute_loss`. The
+    trainer's other models are on the device. Rows with "input_ids" or TRL's preferences have lengths; the longest row
+    decides the peak. Random state, and with it the order of the data, does not change.
 
     Args:
-        flag: what needs the workload, for errors.
+        flag: the flag that needs the workload, for errors.
 
     Raises:
         UserError: the trainer makes its batches while it trains, or its rows are streamed.
@@ -89,11 +89,11 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
 def measured_step(
     model: nn.Module, profiler: MemoryProfiler, args: TrainingArguments, loss: TrainerLoss | None = None
 ) -> dict[str, Any]:
-    """The fields of a Workload for the step that a trainer made on the largest batch that `profiler` saw.
+    """Returns the fields of a Workload for a trainer's step on the largest batch that `profiler` saw.
 
     Args:
-        model: as it was trained; it applies its own autocast by then.
-        loss: the trainer's; None stands for the loss that the model returns.
+        model: the model after training; it applies its own autocast by then.
+        loss: the trainer's loss; None for the loss that the model returns.
 
     Raises:
         UserError: no step was measured.
@@ -126,11 +126,11 @@ def measured_step(
 
 
 def loss_of(trainer: Trainer) -> TrainerLoss:
-    """The loss that `trainer` computes; calling it changes nothing of the trainer, such as TRL's collected metrics."""
+    """Returns the trainer's loss; calling it does not modify the trainer, for example TRL's collected metrics."""
 
     def compute_loss(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         twin: Any = copy.copy(trainer)
-        if hasattr(trainer, "_metrics"):  # TRL's trainers collect figures there
+        if hasattr(trainer, "_metrics"):  # TRL's trainers collect metrics there
             twin._metrics = copy.deepcopy(trainer._metrics)
         if not isinstance(model, nn.Module):  # under autocast it is a function; a Trainer asks for the model's name
             twin.accelerator = copy.copy(trainer.accelerator)
@@ -142,10 +142,10 @@ def loss_of(trainer: Trainer) -> TrainerLoss:
 
 
 def rows_of(loader: Any, flag: str) -> Any:
-    """The rows of a data loader.
+    """Returns the rows of a data loader.
 
     Args:
-        flag: what needs them, for the error.
+        flag: the flag that needs them, for the error.
 
     Raises:
         UserError: the rows are streamed.
@@ -171,9 +171,9 @@ def require_batches(trainer: Trainer, flag: str) -> None:
 
 
 def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
-    """The models that `trainer` has on its device beside the trained one: TRL's reference and reward models.
+    """Returns other models on the trainer's device: TRL's reference and reward models.
 
-    Models that are sharded over the processes are left out.
+    Models that are sharded over the processes are excluded.
     """
     trained = {id(p) for p in trainer.model.parameters()}
     found: dict[nn.Module, None] = {}
@@ -187,9 +187,9 @@ def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
 
 
 def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """A maker of optimizers with the class and the groups of `optimizer`, which has the parameters of `model`."""
+    """Returns a function that creates an optimizer with the same class and groups as `optimizer` of `model`."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    shard_again(model)  # after an evaluation FSDP2's root is gathered, and no optimizer knows its parameters
+    shard_again(model)  # after an evaluation, FSDP2's root is gathered, and its parameters are not the optimizer's
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     kind: Any = type(optimizer)
@@ -205,10 +205,10 @@ def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], to
 
 
 def precision_of(args: TrainingArguments) -> str:
-    """The mixed precision of a Trainer with `args`: its own flags, otherwise that of `accelerate launch`.
+    """Returns the mixed precision of a Trainer with `args`: its own flags, otherwise that of `accelerate launch`.
 
     Raises:
-        UserError: the launch's precision is none of no, bf16 and fp16.
+        UserError: the launch's precision is not one of no, bf16 and fp16.
     """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"

@@ -30,15 +30,15 @@ def load(
     lengths: Lengths | None = None,
     batches: Callable[[nn.Module], MakeBatch] | None = None,
 ) -> Workload:
-    """The workload of the model that `spec` names: a Hub id, a local directory or a config file.
+    """Returns the workload of the model that `spec` names: a Hub id, a local directory or a config file.
 
     Args:
         device: the device to predict for; None for the spec's.
         lengths: lengths of a dataset's rows; without them every row has the spec's number of tokens.
-        batches: makes, for the model, batches of the dataset's own rows; without it, rows are text of those lengths.
+        batches: returns a maker of batches from the dataset's own rows; without it, rows are text of those lengths.
 
     Raises:
-        UserError: an unknown model or kind of model, or a spec that does not fit the model.
+        UserError: an unknown model or kind of model, or a spec that does not match the model.
     """
     name = spec.model.name
     AllocatorSettings.parse(spec.host.alloc_conf)
@@ -75,7 +75,7 @@ def load(
 
 
 def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:
-    """Raises UserError if `spec` has settings of samples that the samples of `workload` do not have.
+    """Raises UserError if `spec` sets sizes that the samples of `workload` do not have.
 
     own_rows: whether the batches are rows of a dataset.
     """

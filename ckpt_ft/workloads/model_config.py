@@ -161,7 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached. One short request: the Hub's own client retries for half a minute."""
+    """Whether the Hub can be reached. Sends one request, because the Hub's client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -169,7 +169,7 @@ def hub_answers() -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
     except HTTPError:
-        return True  # it answers, if only to refuse
+        return True  # it answers, even if it refuses
     except OSError:
         return False
     return True
@@ -193,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(source: str, value: Any, key: str = "") -> None:
-    """Raises UserError for a number that no model has: building a billion layers would never end."""
+    """Raises UserError for absurdly large numbers: building a billion layers would never end."""
     if isinstance(value, dict):
         for name, part in value.items():
             check_sizes(source, part, str(name))

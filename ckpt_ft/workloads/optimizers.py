@@ -1,4 +1,4 @@
-"""The optimizers of a spec, by name."""
+"""Creates the optimizer of a spec by its name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from ckpt_ft.reading import require_package
 
-_EMA_DECAY = 0.9999  # EMAModel's own
+_EMA_DECAY = 0.9999  # default of EMAModel
 
 
 def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None) -> Callable[[nn.Module], Any] | None:
-    """A function that makes the optimizer called `name` over a model's trainable parameters; None for "none".
+    """Returns a function that creates the optimizer `name` for a model's trainable parameters; None for "none".
 
     Args:
-        ema: whether a moving average of the weights follows each step.
-        model: the model with its weights, for Prodigy, which keeps no copy of parameters that start as zeros.
+        ema: whether a moving average of the weights is updated after each step.
+        model: the model with its weights, for Prodigy, which keeps no copy of parameters that are initially zero.
 
     Raises:
         UserError: its package is not installed.
@@ -34,7 +34,7 @@ def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None
 
 
 def make_optimizer(model: nn.Module, name: str) -> Any:
-    """The optimizer called `name` over the trainable parameters of `model`."""
+    """Creates the optimizer `name` for the trainable parameters of `model`."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trainable, lr=1e-2)
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, name: str) -> Any:
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:
-    """Names of trainable parameters that are all zeros; on the meta device LoRA's B matrices, which start so."""
+    """Names of trainable parameters that are all zeros; on the meta device LoRA's B matrices, which start as zeros."""
     return frozenset(
         name
         for name, p in model.named_parameters()
@@ -60,7 +60,7 @@ def _zeros(model: nn.Module) -> frozenset[str]:
 
 
 def _prodigy(model: nn.Module, zeros: frozenset[str]) -> Any:
-    """prodigyopt's optimizer. It looks for parameters that are all zeros; in a trace `zeros` names them."""
+    """prodigyopt's optimizer. It checks which parameters are all zeros; in a trace `zeros` names them."""
     from prodigyopt import Prodigy
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

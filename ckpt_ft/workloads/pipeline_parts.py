@@ -1,7 +1,7 @@
 """The other parts of a diffusion pipeline, VAE and text encoders, and a U-Net that is trained with its text encoders.
 
-Parts are built on the meta device from the pipeline's own configurations. If these are not at hand, they are those of
-the published pipelines whose model has the same class and takes prompts of the same width.
+Parts are built on the meta device from the pipeline's own configurations. If these are not available, they are those
+of the published pipelines whose model has the same class and takes prompts of the same width.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def encoded_text(text_encoders: Sequence[Any], ids: dict[str, Tensor]) -> dict[s
 
 
 def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
-    """A U-Net's arguments for prompts and, for SDXL, sizes; prompts that are not encoded yet stay tokens."""
+    """Returns a U-Net's arguments for prompts and, for SDXL, sizes; unencoded prompts remain tokens."""
     if "prompt_embeds" not in encoded:
         return {name: value for name, value in encoded.items() if name == "time_ids" or name.startswith("input_ids")}
     given: dict[str, Any] = {"encoder_hidden_states": encoded["prompt_embeds"]}
@@ -79,7 +79,7 @@ def conditions(encoded: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def text_inputs(inputs: dict[str, Any], text_encoders: Sequence[Any]) -> dict[str, Any]:
-    """The inputs of `TextAndUNet`: a U-Net's `inputs` with tokens of full prompts in place of encoded ones."""
+    """Returns the inputs of `TextAndUNet`: a U-Net's `inputs` with tokens of full prompts, not encoded ones."""
     given = {name: inputs[name] for name in ("sample", "timestep")}
     if "added_cond_kwargs" in inputs:
         given["time_ids"] = inputs["added_cond_kwargs"]["time_ids"]
@@ -166,7 +166,7 @@ def inpaints(config: Any) -> bool:
 def unet_sizes(name: str) -> tuple[int, int] | None:
     """(pixels of an image's side per latent, tokens of a prompt) of the U-Net pipeline `name`.
 
-    Read from the pipeline's VAE and text encoder; None if their configurations are not at hand, as for known models.
+    Read from the pipeline's VAE and text encoder; None if their configurations are not available, as for known models.
     """
     parts = read_parts(name)
     vae, text = (parts.get(part, {}) for part in ("vae", NAMES[0]))
@@ -180,7 +180,7 @@ def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, An
     """The configurations of the VAE and text encoders of pipeline `name`, by their names in the pipeline.
 
     Raises:
-        UserError: they are not known.
+        UserError: they are unknown.
     """
     found = read_parts(name)
     if "vae" in found and len(found) > 1:
@@ -195,10 +195,10 @@ def part_configs(name: str, config: Mapping[str, Any]) -> dict[str, dict[str, An
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A frozen text encoder.
+    """Build a frozen text encoder.
 
     Raises:
-        UserError: the configuration makes none.
+        UserError: the configuration is invalid.
     """
     import transformers
 
@@ -212,10 +212,10 @@ def build_text_encoder(name: str, config: Mapping[str, Any], dtype: torch.dtype)
 
 
 def build_vae(name: str, config: Mapping[str, Any]) -> Any:
-    """A frozen VAE in float32, as the recipes use it.
+    """Build a frozen VAE in float32, as the recipes use it.
 
     Raises:
-        UserError: the configuration makes none.
+        UserError: the configuration is invalid.
     """
     import diffusers
 

@@ -1,4 +1,4 @@
-"""Which recipe trains a model."""
+"""Finds the recipe that trains a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .model_config import read_config
 
 
 def recipe_for(spec: TrainingSpec, dataset: str = "") -> str:
-    """The name of the recipe that trains the spec's model on text, or to classify images; "" for other models.
+    """Returns the recipe that trains the spec's model on text, or to classify images; "" for other models.
 
-    dataset: that it is trained on; a model that sees may find images there, which recipes/llm.py does not read.
+    dataset: the training data; a vision-language model may find images in it, which recipes/llm.py does not read.
     """
     config = read_config(spec.model.name)
     named = (config.get("architectures") or [""])[0] or class_for(config.get("model_type", ""))

@@ -71,16 +71,16 @@ class Lengths:
 
 Size = tuple[int, int]  # height, width
 AUTO = "auto"
-_STEPS, _MOST_STEP = 16, 64  # a step is this fraction of the square's side, and at most so many pixels
+_STEPS, _MOST_STEP = 16, 64  # a step is this fraction of the square's side, and at most this many pixels
 _LONGEST = 2.0  # ratio of the long side to the short one
 _LEAST, _MOST = 8, 2**14  # pixels per side
 
 
 def read_buckets(text: str) -> list[Size]:
-    """The sizes in the text 'height,width;height,width'.
+    """Parse the sizes in the text 'height,width;height,width'.
 
     Raises:
-        UserError: text of another form, or sides out of range.
+        UserError: the text has another form, or sides are out of range.
     """
     sizes = []
     for part in text.split(";"):
@@ -96,12 +96,12 @@ def read_buckets(text: str) -> list[Size]:
 
 
 def sizes_of(text: str | None, resolution: int, token: int) -> list[Size]:
-    """The sizes of training images: those in `text`, or the square of `resolution` if `text` is empty.
+    """Returns the sizes of training images: those in `text`, or the square of `resolution` if `text` is empty.
 
-    token: each side must be a multiple of so many pixels.
+    token: each side must be a multiple of this many pixels.
 
     Raises:
-        UserError: a side is no such multiple.
+        UserError: a side is not a multiple of `token`.
     """
     if not text:
         return [(resolution, resolution)]
@@ -130,7 +130,7 @@ def _around(resolution: int, token: int) -> list[Size]:
 
 
 def nearest(image: Size, sizes: Sequence[Size]) -> int:
-    """The index of the size with the aspect ratio closest to the image's; of several, the one closest in pixels."""
+    """Returns the index of the size with the closest aspect ratio; among equal ones, the one closest in pixels."""
     height, width = image
 
     def apart(size: Size) -> tuple[float, float]:
@@ -143,9 +143,9 @@ def nearest(image: Size, sizes: Sequence[Size]) -> int:
 def rows_by_length(rows: Any, grouped: bool = False) -> tuple[Callable[[int, int | None], list[Any]], Lengths | None]:
     """Returns (samples, length) -> rows whose longest has that length, and the histogram of lengths.
 
-    Rows without lengths are taken as alike: the first one is repeated, and there is no histogram. In most batches the
-    other rows are padded, so they are taken from the middle of the shorter ones. Of rows with images, those with more
-    `pixels` count as longer, and the row with the most pixels stands beside the longest row.
+    Rows without lengths are treated as identical: the first one is repeated, and there is no histogram. In most
+    batches the other rows are padded, so they are chosen from the middle of the shorter ones. Among rows with images,
+    those with more `pixels` count as longer, and the longest row is batched with the row that has the most pixels.
 
     Args:
         grouped: whether batches are made of rows of similar length.
@@ -189,7 +189,7 @@ def row_lengths(rows: Any) -> list[int]:
 
 
 def _list_lengths(rows: Any, column: str) -> list[int]:
-    """Reads the lengths of Arrow's lists, not their values."""
+    """Reads only the lengths of Arrow's lists, not their values."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

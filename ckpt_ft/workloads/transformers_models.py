@@ -1,4 +1,4 @@
-"""Transformers models as workloads: the class that a config names on the meta device, its batches and its loss."""
+"""Builds workloads of transformers models: the class of a config on the meta device, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         check_packing(built)
     spec, said = _lengthened(name, text, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
-        text.pad_token_id = 0  # training code sets it: the model looks for the last token before the padding
+        text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     fields = task.fields(built, spec)
     batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
@@ -64,7 +64,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
             return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
         if length is not None or spec.data.rows == "padded":
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # of the longest row; the others are padded
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed" and seen is None:
             batch["position_ids"] = _packed_positions(batch["input_ids"])
@@ -85,19 +85,19 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
 def _lengthened(
     name: str, text: Any, spec: TrainingSpec, seen: Pictured | None
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
-    """The spec with the length of a sequence, and notes about it.
+    """Returns the spec with the length of a sequence, and notes about it.
 
-    A default length counts the text after the images, and is at most the number of the model's positions.
+    A default length counts the text after the images, and is clamped to the model's number of positions.
 
     Raises:
-        UserError: the model has fewer positions than were asked for, or the images take more.
+        UserError: the requested length exceeds the model's positions, or the images do not fit in it.
     """
     limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
-    rows = 2 if spec.data.rows == "packed" else 1  # per sequence, each with its images
+    rows = 2 if spec.data.rows == "packed" else 1  # rows per sequence, each with its images
     images = seen.length * rows if seen else 0
     length = spec.data.tokens + (images if spec.data.length_is_open else 0)
     said: tuple[str, ...] = ()
-    if 0 < limit < length:  # XLNet's -1 stands for no limit
+    if 0 < limit < length:  # XLNet's -1 means no limit
         if not spec.data.length_is_open:
             raise UserError(f"sequence length {length}: {name} has {limit} positions")
         length, said = limit, (f"sequences of {limit} tokens: {name} has no more positions",)
@@ -111,7 +111,7 @@ def _lengthened(
 
 
 def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
-    """`config` for images of `side` x `side` pixels."""
+    """Returns `config` for images of `side` x `side` pixels."""
     if isinstance(config.get("vision_config"), Mapping):
         return {**config, "vision_config": _of_size(config["vision_config"], side)}
     return {**config, "image_size": side} if "image_size" in config else config
@@ -125,7 +125,7 @@ def _packed_positions(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, batch: Batch) -> torch.Tensor:
-    """`loss` of a model that was never called before; an input that its forward misses is a UserError."""
+    """Computes `loss` of a model that was never called before; turns errors about missing input into a UserError."""
     try:
         lost = loss(model, batch)
         if torch.is_grad_enabled() and not lost.requires_grad:
@@ -134,7 +134,7 @@ def _loss(loss: Loss, refused: Mapping[type[Exception], str], model: Forward, ba
     except UserError:
         raise
     except tuple(refused) as error:
-        if is_oom(error) or "overflow" in str(error):  # the batch is too large for memory, which the trace says
+        if is_oom(error) or "overflow" in str(error):  # the batch is too large for memory, which the trace reports
             raise
         said = next(said for kind, said in refused.items() if isinstance(error, kind))
         said = said or f"its forward refuses a batch of {', '.join(batch)}"
@@ -185,7 +185,7 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
 
 
 def _keep_in_float32(model: Any, dtype: str) -> None:
-    """Cast to float32 what transformers loads in float32 although half precision is asked for (T5's `wo` in float16).
+    """Cast to float32 the weights that transformers keeps so even in half precision (T5's `wo` in float16).
 
     [transformers/modeling_utils.py, _get_dtype_plan; core_model_loading.py, build_glob_alternation]
     """
@@ -197,7 +197,7 @@ def _keep_in_float32(model: Any, dtype: str) -> None:
 
 
 def _untie(model: Any) -> None:
-    """Give the head its own weight: a checkpoint with two weights is loaded so, even if the class ties them (T5)."""
+    """Give the head its own weight. A checkpoint with two weights loads this way, even if the class ties them (T5)."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embeddings.weight:
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))

@@ -1,7 +1,7 @@
-"""Workload: what is trained and how, as one value, and the training step that everything runs.
+"""Workload: the description of a training step as one value, and the step that everything runs.
 
 Estimates, plans, the search for the largest batch, the predictions in reports and our own training loops all run
-`optimizer_step`. A user with another training loop passes that loop (`Workload.of_loop`) and gets the same answers.
+`optimizer_step`. For another training loop, `Workload.of_loop` gives the same results.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def optimizer_step(
     """One optimizer step in Trainer's order: forward and backward of each micro-batch, clipping, update, zero_grad.
 
     Args:
-        compute_loss: (model, micro-batch) -> scalar; everything else that it makes is freed before backward.
+        compute_loss: (model, micro-batch) -> scalar; its other tensors are freed before backward.
         parameters: the parameters to clip; the model's by default.
         engine: an Accelerator; by default a single process.
     """
@@ -122,15 +122,15 @@ Loss = Callable[[Forward, Batch], torch.Tensor]
 # (samples, tokens of the longest row) -> one micro-batch; None tokens if all rows have one length
 MakeBatch = Callable[[int, int | None], Batch]
 Answer = TypeVar("Answer")
-# Micro-batches of a step that a trace runs. The second one adds to gradients, as all later ones do. With several
-# processes a third one runs, because only the last one synchronises.
+# Micro-batches of a step that a trace runs. The second one accumulates into existing gradients, as all later ones do.
+# With several processes a third one runs, because only the last one synchronises.
 RECORDED, RECORDED_LAUNCHED = 2, 3
 _MOST = 2**40  # samples
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained and how.
+    """The model, data and settings of a training step.
 
     Attributes:
         model: the model with its adapters, on any device, "meta" included.
@@ -145,11 +145,11 @@ class Workload:
         max_grad_norm: the norm that gradients are clipped to; 0 for no clipping.
         auxiliary_models: models on the device that are not trained, such as the encoders of images and prompts.
         lengths: lengths of the rows if they differ: the longest sets the peak, typical batches the speed.
-        loop: (samples, length) -> a whole optimizer step, in place of loss, precision, accumulation and clipping.
-        launch: the processes that train; None for one. All other attributes describe one process.
+        loop: (samples, length) -> a whole optimizer step, which replaces loss, precision, accumulation and clipping.
+        launch: the distributed launch; None for one process. All other attributes describe one process.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
-        name, kind, shape: for messages: the model's name, "language model" and the like, the sizes of a sample.
+        name, kind, shape: for messages: the model's name, its kind ("language model"), the sizes of a sample.
     """
 
     model: nn.Module
@@ -181,7 +181,7 @@ class Workload:
         name: str = "",
         lengths: Lengths | None = None,
     ) -> Workload:
-        """The workload of a training loop of your own.
+        """Creates the workload of your own training loop.
 
         Args:
             step: `step(samples)` returns one optimizer step on the largest batch of that many samples. With `lengths`,
@@ -200,10 +200,10 @@ class Workload:
 
     @classmethod
     def from_trainer(cls, trainer: Trainer, flag: str = "policy 'auto'") -> Workload:
-        """The step that a transformers Trainer is going to make, with its own loss, data and auxiliary models.
+        """Creates the workload of the step of a transformers Trainer, with its own loss, data and auxiliary models.
 
         Args:
-            flag: what needs the workload, for errors.
+            flag: the flag that needs the workload, for errors.
 
         Raises:
             UserError: the trainer makes its batches while it trains, or its rows are streamed.
@@ -213,7 +213,7 @@ class Workload:
         return cls(**planned_step(trainer, flag))
 
     def step(self, samples: int, length: int | None = None) -> Step:
-        """One optimizer step on micro-batches of `samples`, the longest of them `length` tokens.
+        """Returns one optimizer step on micro-batches of `samples`, the longest of them `length` tokens.
 
         length: None for the longest row.
 
@@ -303,7 +303,7 @@ class Workload:
 
 
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Lets `function(workload, budget, ...)` also be called with the parts of a training loop of your own:
+    """Lets `function(workload, budget, ...)` also be called with the parts of your own training loop:
 
     function(model, step_for_batch, budget, device, make_optimizer=..., name=..., ...), see `Workload.of_loop`.
     """

@@ -21,7 +21,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 
 
 def outputs_copied(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as DDP runs it with `find_unused_parameters`: it copies each output that needs a gradient.
+    """Returns `forward` as DDP runs it with `find_unused_parameters`: it copies each output that needs a gradient.
 
     So the logits exist twice at the end of the forward (torch/nn/parallel/distributed.py: _DDPSink).
     """

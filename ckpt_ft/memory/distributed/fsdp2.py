@@ -1,8 +1,8 @@
-"""FSDP2 in a trace: a model that `fully_shard` has sharded already, and work that FSDP2 does for every rank.
+"""FSDP2 in a trace: a model that `fully_shard` has already sharded, and work that FSDP2 does for every rank.
 
-A sharded model is traced by wrapping it again in the same way, on fake tensors and in a process group of their own,
-whoever wrapped it: accelerate when training began, or a user's own loop. How FSDP2 was configured is read from its
-states (torch/distributed/fsdp/_fully_shard: FSDPState, FSDPParamGroup).
+A sharded model is traced by sharding it again in the same way, on fake tensors and in a separate process group. It
+does not matter who sharded it: accelerate when training began, or a user's own loop. The configuration of FSDP2 is
+read from its states (torch/distributed/fsdp/_fully_shard: FSDPState, FSDPParamGroup).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ckpt_ft.spec.launch import Launch
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How `model` is sharded; None if it is not."""
+    """Returns how `model` is sharded; None if it is not."""
     return Sharding(model) if any(isinstance(module, FSDPModule) for module in model.modules()) else None
 
 
 def shard_again(model: nn.Module) -> None:
-    """Release weights that FSDP2 has gathered and kept, as after an evaluation."""
+    """Release weights that FSDP2 has gathered and not released, as after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class Sharding:
-    """How `fully_shard` has sharded `model`, children before parents. Gathered weights are released first.
+    """Records how `fully_shard` has sharded `model`, children before parents. Releases gathered weights first.
 
     Raises:
         UserError: the model is sharded in a way that is not modelled.
@@ -57,7 +57,7 @@ class Sharding:
         self.shape, self.names = meshes.pop()  # type: ignore[misc]
 
     def within(self, launch: Launch | None) -> Launch:
-        """`launch`, or if None, the launch that the model's mesh is of.
+        """Returns `launch`, or if None, the launch that matches the model's mesh.
 
         Raises:
             UserError: `launch` has another number of processes, or another strategy.
@@ -69,17 +69,17 @@ class Sharding:
         return launch
 
     def take_off(self) -> None:
-        """Undo `fully_shard` on the modules, which keep the parameters that they have now."""
+        """Undo `fully_shard` on the modules; their current parameters stay."""
         for unit in self.units:
             for handle in unit.hooks:
                 handle.remove()
             for module in unit.modules:
-                module.__class__ = type(module).__mro__[2]  # FSDP's class of its own, FSDPModule, the module's
+                module.__class__ = type(module).__mro__[2]  # removes FSDP's generated class and FSDPModule
                 _module_state_mapping.pop(module)
                 del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
 
     def put_on(self, mesh: DeviceMesh) -> list[Tensor]:
-        """Shard the modules' present parameters over `mesh`, which has the shape of the earlier one.
+        """Shard the modules' current parameters over `mesh`, which has the shape of the original one.
 
         Returns the tensors that communication holds from then on: none.
         """
@@ -114,9 +114,9 @@ class _Unit:
         ]
         self.options: dict[str, Any] = {"mp_policy": state._mp_policy, "reshard_after_forward": None}
         self.mesh: tuple[tuple[int, ...], tuple[str, ...] | None] | None = None
-        self.parameters: list[tuple[nn.Module, str, Any]] = []  # the module, the name in it, the placement
+        self.parameters: list[tuple[nn.Module, str, Any]] = []  # module, name in it, placement
         group = state._fsdp_param_group
-        if group is None:  # its children have sharded all of its parameters
+        if group is None:  # its children have sharded all its parameters
             return
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise UserError("FSDP2 with parameters on the host is not modelled")
@@ -141,9 +141,9 @@ def _resharding(group: Any) -> bool | int:
 
 
 class Chunks:
-    """The chunks of `tensor` along `dim`, one for each of `ranks`, each made when it is asked for.
+    """The chunks of `tensor` along `dim`, one for each of `ranks`, each created on access.
 
-    Like FSDP2's `_chunk_with_empty`: those of the last ranks are smaller, or empty.
+    Like FSDP2's `_chunk_with_empty`: the last ranks' chunks are smaller, or empty.
     """
 
     def __init__(self, tensor: Tensor, ranks: int, dim: int) -> None:
@@ -165,14 +165,14 @@ class Chunks:
 
 @contextmanager
 def done_once() -> Iterator[None]:
-    """Patches FSDP2 and DTensor not to do for every rank, or every pair of parameters, what a trace needs once.
+    """Patches FSDP2 and DTensor to skip work that they repeat for every rank or pair of parameters.
 
-    It is quick on real tensors and few ranks. On fakes, 64 views of each of a thousand parameters took a third of a
-    trace, and the sharding of their foreach ops a quarter. What is left out allocates nothing: only this rank's chunk
-    of a parameter is made, and whether an op's arguments are strided shards is asked once.
+    That work is fast on real tensors and few ranks. On fake tensors, 64 views of each of a thousand parameters took a
+    third of a trace, and the sharding of their foreach ops a quarter. The skipped work allocates nothing: only this
+    rank's chunk of a parameter is created, and whether an op's arguments are strided shards is computed once.
     """
-    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)  # not before torch 2.13
-    asked: list[Any] = [None, False]  # the op last asked about, the answer
+    flag = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)  # new in torch 2.13
+    asked: list[Any] = [None, False]  # the last queried op, its answer
 
     def flagged(strategy: Any, schema: Any) -> None:
         if asked[0] is not schema:

@@ -1,4 +1,4 @@
-"""A process group of one rank without the other processes, in which its real code runs (FakeProcessGroup)."""
+"""A process group of one rank without the other processes, which runs the rank's real code (FakeProcessGroup)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import _set_global_rank, _unregister_process_gro
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Tables of process groups in distributed_c10d: a trace within a distributed run gets tables of its own.
+# Tables of process groups in distributed_c10d: a trace in a distributed run uses separate tables.
 _REGISTRIES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
-_UNUSED = count(1_000_000, 1_000_000)  # numbers that name groups: C++ keeps its own list of names
+_UNUSED = count(1_000_000, 1_000_000)  # numbers for names of groups: C++ has its own list of names
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
 
     Args:
         processes: number of processes along each dimension of the mesh.
-        rank: of unevenly sharded tensors, rank 0 holds the most.
-        names: of the dimensions.
+        rank: this process's rank; with uneven shards, rank 0 holds the most.
+        names: names of the dimensions.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,9 +1,9 @@
 """CUDA streams on fake tensors: the stream of each allocation and kernel, and which stream waits for which.
 
-FSDP2 gathers and reduces on streams of its own, which it gets from `torch.<device type>`; on "cpu" they do nothing.
-Here it gets streams that tell the recorder. So the caching allocator's pools per stream, and the overlap of
-communication with computation, are those of FSDP2's own code. An asynchronous collective (of DDP's buckets) runs on
-the process group's stream; waiting for it makes the current stream wait.
+FSDP2 gathers and reduces on its own streams, which it gets from `torch.<device type>`; on "cpu" they do nothing. Here
+it gets streams that report to the recorder. So the caching allocator's pools per stream, and the overlap of
+communication with computation, follow from FSDP2's own code. An asynchronous collective (of DDP's buckets) runs on the
+process group's stream; waiting for it makes the current stream wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ASKS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state", "_fsdp_init")
 
 
 class Listener(Protocol):
-    """The part of a Recorder (record/recorder.py) that is told about streams.
+    """The part of a Recorder (record/recorder.py) that receives stream events.
 
     stream: name of the stream that kernels and allocations belong to from now on.
     """
@@ -37,7 +37,7 @@ class Listener(Protocol):
 
 
 class _Stream:
-    """One stream, called `name` in the record; "" for the default one."""
+    """One stream, with its `name` in the record; "" for the default one."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
@@ -77,12 +77,12 @@ class _Event:
         """See `_Stream.synchronize`."""
 
     def query(self) -> bool:
-        """Whether it has passed; not asked in a step."""
+        """Whether the event has passed; never called in a step."""
         return True
 
 
 class Streams:
-    """Stands in for `torch.cuda` in FSDP2's code; the names are torch's."""
+    """Replaces `torch.cuda` in FSDP2's code; the names are torch's."""
 
     def __init__(self) -> None:
         self.recorder: Listener | None = None  # set once the model is wrapped
@@ -135,7 +135,7 @@ class Streams:
 
 @contextmanager
 def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
-    """DTensor works out shapes of whole tensors by running ops on fakes of its own, which are not recorded."""
+    """DTensor computes shapes of whole tensors by running ops on its own fake tensors, which are not recorded."""
     ask = propagator._propagate_tensor_meta_non_cached
 
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 @contextmanager
 def _waits_are_followed(streams: Streams) -> Iterator[None]:
-    """Waiting for an asynchronous collective of a fake process group is told to `streams`."""
+    """Reports waits for asynchronous collectives of a fake process group to `streams`."""
     kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "FakeWork", None)
     if kind is None:
         yield
@@ -165,7 +165,7 @@ def _waits_are_followed(streams: Streams) -> Iterator[None]:
 
 @contextmanager
 def streams_are_followed() -> Iterator[Streams]:
-    """Gives FSDP2 streams that tell a recorder, which is to be set on the `Streams`."""
+    """Gives FSDP2 streams that report to a recorder, which the caller sets on the `Streams`."""
     streams = Streams()
     with ExitStack() as stack:
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)

@@ -27,9 +27,9 @@ from .streams import Streams
 from .zero import Label, Zero
 from .zero3 import Zero3, linear_saves_parameters
 
-_SHARED = "_ckpt_ft_shared"  # attribute of the model: what models DDP's reducer or DeepSpeed's engine
+_SHARED = "_ckpt_ft_shared"  # attribute of the model with our model of DDP's reducer or DeepSpeed's engine
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_CONTAINERS = (dict, OrderedDict, set)  # types of the containers in which a module keeps its parts
+_CONTAINERS = (dict, OrderedDict, set)  # types of the containers of a module's parameters, buffers and hooks
 
 
 def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def library_patches(launch: Launch | None) -> Iterator[None]:
 
 @contextmanager
 def whole_again(model: nn.Module) -> Iterator[None]:
-    """Afterwards `model` is wrapped as it was before: its modules have the same classes, hooks and attributes."""
+    """Restores the wrapping of `model` on exit: its modules get back their classes, hooks and attributes."""
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
     states = [_module_state_mapping.get(module) for module, *_ in before]
     try:
@@ -111,7 +111,7 @@ def whole_again(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
-    """No gradients are synchronised in a backward inside (DDP's and FSDP2's `no_sync`)."""
+    """Disables gradient synchronisation inside (DDP's and FSDP2's `no_sync`)."""
     shared = getattr(model, _SHARED, None)
     if shared is not None:
         shared.synchronises = False
@@ -131,12 +131,12 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the containers in which `module` keeps its parts, except empty ones: a module has ten of them."""
+    """Copies of the non-empty containers of `module`, which has ten of them."""
     return {name: value.copy() for name, value in vars(module).items() if type(value) in _CONTAINERS and value}
 
 
 def _is_packed(layer: nn.Linear) -> bool:
-    """Whether one element of its weight holds several, as in 4 bits."""
+    """Whether one element of its weight packs several weights, as in 4 bits."""
     return layer.weight.numel() < layer.in_features * layer.out_features
 
 
@@ -155,7 +155,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
             cpu_ram_efficient_loading=False,
         )
     packed: list[nn.Linear] = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_packed(m)]
-    # bitsandbytes packs into uint8 by default, which accelerate leaves whole
+    # bitsandbytes packs into uint8 by default, which accelerate does not shard
     plugin.ignored_modules = [m for m in packed if not m.weight.is_floating_point()] or None
     plugin.cpu_offload = OffloadPolicy()
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
@@ -164,7 +164,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
         torch_device_mesh=mesh,
         parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard",)),
         device=torch.device("cpu"),
-        mixed_precision="no" if packed else launch.mixed_precision,  # else what is trained is made fp32
+        mixed_precision="no" if packed else launch.mixed_precision,  # otherwise trained parameters are cast to fp32
         is_main_process=False,
     )
     try:

@@ -64,7 +64,7 @@ class Flat:
         self.mine: list[tuple[nn.Parameter, int]] = []
         self.pieces: dict[int, list[tuple[int, int]]] = {}
         self.gradients: list[Tensor] = []
-        self._sums: list[Tensor] = []  # gradients of `mine`, whole
+        self._sums: list[Tensor] = []  # whole gradients of `mine`
         at = 0
         for parameter in parameters:
             end = at + parameter.numel()
@@ -93,18 +93,18 @@ class Flat:
 
 
 class ZeroOptimizer:
-    """Takes an optimizer's place under ZeRO: it collects the gradients, and has a step of its own."""
+    """Replaces the optimizer under ZeRO: collects the gradients, and has its own step."""
 
     optimizer: Any
-    _waiting = False  # `_finish` is queued for the end of this backward
+    _waiting = False  # whether `_finish` is queued for the end of this backward
 
     @property
     def param_groups(self) -> Any:
-        """Those of the optimizer, with master weights as parameters."""
+        """The optimizer's groups, with master weights as parameters."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients are gone already."""
+        """Does nothing: gradients are already gone."""
 
     def _finish(self) -> None:
         """Called once when backward ends."""
@@ -125,7 +125,7 @@ class Zero(ZeroOptimizer):
         self.optimizer, self.group, self.label = optimizer, group, label
         self.bucket: int = launch.zero.reduce_bucket_size or 0
         self.ranks, self.drops = group.size(), launch.strategy == "zero2"
-        self.synchronises = True  # False in each micro-batch of a step but the last
+        self.synchronises = True  # False in all micro-batches of a step but the last
         self._streams = streams
         self._stream = streams.Stream() if launch.zero.overlap_comm else None
         self._buckets: list[Tensor] = []  # the first is being filled, the other may be under reduction

@@ -45,7 +45,7 @@ from .zero import Label, ZeroOptimizer
 
 
 class Watcher(Protocol):
-    """Is told what a module does."""
+    """Is called before and after a module's forward and backward."""
 
     def before_forward(self) -> None: ...
     def after_forward(self) -> None: ...
@@ -54,7 +54,7 @@ class Watcher(Protocol):
 
 
 def _deepspeeds(hook: Any) -> Any:
-    """Mark a hook as DeepSpeed's, for code that asks whose hooks a module has."""
+    """Mark a hook as DeepSpeed's, for code that checks which library a hook belongs to."""
     hook.stands_for = "deepspeed"
     return hook
 
@@ -116,7 +116,7 @@ class _Input(torch.autograd.Function):
 
 
 class Watched(dict[str, Any]):
-    """A module's own parameters; `look` is called with each that is read by name."""
+    """A module's own parameters; `look` is called for each parameter read by name."""
 
     def __init__(self, parameters: dict[str, Any], look: Callable[[Any], None]) -> None:
         super().__init__(parameters)
@@ -129,7 +129,7 @@ class Watched(dict[str, Any]):
 
 
 def _on_tensors(function: Any, value: Any) -> Any:
-    """`value` with `function` applied to each tensor in it (apply_to_tensors_only)."""
+    """Returns `value` with `function` applied to each tensor in it (apply_to_tensors_only)."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -148,12 +148,12 @@ class Shard:
     """A partitioned parameter.
 
     Attributes:
-        number: its place in the model.
-        part: what this rank has of it.
-        persistent: it is too small to be released.
-        flight: the gathering that is under way, if any.
-        here: it is gathered.
-        users: modules that are running on it.
+        number: its index in the model.
+        part: this rank's part.
+        persistent: whether it is too small to be released.
+        flight: the gather in progress, if any.
+        here: whether it is gathered.
+        users: modules that currently run with it.
     """
 
     parameter: nn.Parameter
@@ -191,7 +191,7 @@ class Flight:
         group._allgather_base(self.buffer, part)
 
     def land(self) -> None:
-        """The gathering is complete: copy the parameters out of the buffer, unless there is only one."""
+        """Complete the gather: copy the parameters out of the buffer, unless there is only one."""
         if self.over:
             return
         self.over, at = True, 0
@@ -209,7 +209,7 @@ _NEVER = -(10**10)
 
 @dataclass(eq=False)
 class _Module:
-    """A module and the parameters that it runs on.
+    """A module and the parameters that it runs with.
 
     recomputed: frozen parameters that were gathered for a forward that a checkpoint re-ran within its backward.
     """
@@ -240,7 +240,7 @@ def _in_backward() -> bool:
 
 
 class Fetcher:
-    """Gathers `shards` for the modules of a model, by hooks on them."""
+    """Gathers `shards` for the modules of a model through hooks."""
 
     def __init__(
         self, model: nn.Module, shards: dict[int, Shard], options: ZeroOptions, group: dist.ProcessGroup,
@@ -248,13 +248,13 @@ class Fetcher:
     ) -> None:  # fmt: skip
         self.shards, self.options, self.group, self._streams = list(shards.values()), options, group, streams
         self._stream = streams.Stream() if options.overlap_comm else streams.current_stream()
-        self._order: list[_Module] = []  # in which modules gathered
-        self._records = self._knows = False  # it records the order in this step; it knows the order
-        self._queue: deque[tuple[Shard, int]] = deque()  # still to be gathered in this step, and for which module
-        self._step = self._live = 0  # modules so far, elements that are gathered
-        self._last: defaultdict[Shard, int] = defaultdict(lambda: _NEVER)  # the last step that it was gathered for
+        self._order: list[_Module] = []  # modules in the order in which they gather
+        self._records = self._knows = False  # whether this step records the order; whether the order is known
+        self._queue: deque[tuple[Shard, int]] = deque()  # shards left to gather in this step, each with its module
+        self._step = self._live = 0  # number of modules so far, number of gathered elements
+        self._last: defaultdict[Shard, int] = defaultdict(lambda: _NEVER)  # the last step in which it was gathered
         self._in_backward: dict[_Module, None] = {}
-        self.running: list[_Module] = []  # modules whose forward runs, while the whole model's does
+        self.running: list[_Module] = []  # modules whose forward is running
         model.register_forward_pre_hook(lambda module, args: self._begin())
         for module in model.modules():
             own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}

@@ -1,9 +1,9 @@
 """torch.autocast("cuda") on fake CPU tensors.
 
 CPU autocast casts the traced tensors, and its lists of ops differ from CUDA's: CUDA computes softmax, norms, exp, pow
-and sums in float32, which CPU autocast leaves alone. While a step is traced, kernels for the AutocastCPU key do what
-CUDA's lists say (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Ops that both
-treat alike keep their C++ kernels, and with them the cache of cast weights.
+and sums in float32, which CPU autocast leaves alone. While a step is traced, kernels for the AutocastCPU key follow
+CUDA's lists (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Ops that both treat
+alike keep their C++ kernels, and with them the cache of cast weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _widest(given: Iterable[Any]) -> torch.dtype:
 
 
 def _casting(choose: Callable[[Iterable[Any]], torch.dtype], op: Any) -> Callable[..., Any]:
-    """A kernel that runs `op` on arguments cast to the dtype `choose(arguments)`."""
+    """Returns a kernel that runs `op` on arguments cast to the dtype `choose(arguments)`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose((*args, *kwargs.values()))
@@ -120,7 +120,7 @@ _TREATMENTS = (
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(op, kernel for the AutocastCPU key) for every op that CUDA's autocast treats differently."""
+    """Yields (op, kernel for the AutocastCPU key) for every op that CUDA's autocast treats differently."""
     for names, treatment in _TREATMENTS:
         for name in names:
             yield name, treatment(_overload(name))
@@ -147,6 +147,6 @@ def cuda_means_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(autocast, "__init__", as_cuda))
         stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
         stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
-        # GradScaler("cuda") switches itself off where there is no CUDA. [torch/amp/grad_scaler.py]
+        # GradScaler("cuda") disables itself if CUDA is not available. [torch/amp/grad_scaler.py]
         stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         yield

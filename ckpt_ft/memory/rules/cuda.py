@@ -3,7 +3,7 @@
 Three tables, each row with its source (paths are PyTorch's):
 - composite: ops that choose their kernel, and so what autograd saves, by device; replaced above autograd.
 - rules: ops whose results differ on CUDA; replaced below autograd.
-- after: memory that an op allocates besides its results: scratch that it frees, and workspaces that stay.
+- after: memory that an op allocates besides its results: temporary scratch, and persistent workspaces.
 
 Autocast's lists are in autocast.py, attention kernels in sdpa.py, workspaces of convolutions in cudnn.py, save_on_cpu
 in save_on_cpu.py. The allocator rounds to blocks of 512 bytes.
@@ -32,21 +32,21 @@ from . import autocast, cudnn, save_on_cpu, sdpa
 from .fake_kernels import as_dtype
 
 aten = torch.ops.aten
-_CAPTURABLE = "_get_capturable_supported_devices"  # in each optimizer's own file
+_CAPTURABLE = "_get_capturable_supported_devices"  # defined in each optimizer's file
 
 
 # -- composite: above autograd ----------------------------------------------------------------------------------------
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """CUDA has a fused kernel that keeps a bool mask; the CPU uses a mask of input's dtype. [native/Dropout.cpp]"""
+    """CUDA has a fused kernel that saves a bool mask; the CPU saves a mask of input's dtype. [native/Dropout.cpp]"""
     if not train or p == 0 or not input.numel():
         return input
     return aten.native_dropout(input, p, train)[0] if p < 1 else input * torch.zeros_like(input)
 
 
 def softmax(op: Any, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """From float16 to float32 is one kernel, without a float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
+    """One kernel converts float16 to float32, without a float32 copy of the input. [native/SoftMax.cpp, softmax()]"""
     if input.dtype == torch.float16 and dtype == torch.float32:
         return op(input, dim, True)
     return op(input if dtype is None else input.to(dtype), dim, False)
@@ -62,7 +62,7 @@ def to(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Copies only for another dtype or memory format: the device is the same. [native/TensorConversions.cpp]"""
+    """Copies only if dtype or memory format changes: the device is the same. [native/TensorConversions.cpp]"""
     same = dtype in (None, input.dtype) and memory_format in (None, torch.preserve_format)
     return input if same and not copy else aten._to_copy(input, dtype=dtype, memory_format=memory_format)
 
@@ -88,7 +88,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def fused_rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One kernel that saves rstd in float32; the CPU composes it of five. [native/cuda/layer_norm_kernel.cu]"""
+    """CUDA has one kernel, which saves rstd in float32; the CPU runs five ops. [native/cuda/layer_norm_kernel.cu]"""
     input, shape = args[:2]
     statistics = list(input.shape[: input.dim() - len(shape)]) + [1] * len(shape)
     return torch.empty_like(input), torch.empty(statistics, dtype=torch.float32, device=input.device)
@@ -107,7 +107,7 @@ RESERVE = (
 
 
 def lstm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN keeps a reserve for backward; its layout is not published, so RESERVE says what is assumed."""
+    """cuDNN keeps a reserve for backward; its layout is not published, and RESERVE states the assumption."""
     output, *states, workspace = func(*args, **kwargs)
     return output, *states, workspace.new_empty(5 * output.nbytes)
 
@@ -121,12 +121,12 @@ RULES: dict[Any, Rule] = {
 
 
 def seeds(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Without dropout its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
+    """Without dropout, its seed and offset are CPU tensors. [native/transformers/cuda/attention.cu]"""
     dropout = args[5] if len(args) > 5 else 0.0
     return () if dropout else (2, 3)
 
 
-# By op: which of its results are on the host.
+# For each op, the indices of results on the host.
 ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
     aten._scaled_dot_product_efficient_attention.default: seeds,
 }
@@ -139,14 +139,14 @@ CUBLASLT_WORKSPACE = 2**20  # parseCUDABlasLtWorkspaceSize in cuda/CublasHandleP
 
 
 def cublas_workspace(arch: int) -> int:
-    """Bytes that each thread's cuBLAS handle is given, 32 MiB on Hopper. [cuda/CublasHandlePool.cpp]"""
+    """Bytes of the workspace of each thread's cuBLAS handle, 32 MiB on Hopper. [cuda/CublasHandlePool.cpp]"""
     return 32 * 2**20 if arch == 90 else 2 * 4096 * 2**10 + 8 * 16 * 2**10
 
 
 def matmul(arch: int) -> After:
-    """A thread's first matmul allocates its cuBLAS workspace, which stays; autograd has a thread of its own.
+    """The first matmul of each thread allocates a persistent cuBLAS workspace; autograd runs in its own thread.
 
-    A matmul with a bias goes through cuBLASLt, which has a workspace of 1 MiB of its own.
+    A matmul with a bias uses cuBLASLt, which has its own workspace of 1 MiB.
     [cuda/CublasHandlePool.cpp; native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt]
     """
     given: set[tuple[bool, bool]] = set()
@@ -165,14 +165,14 @@ def matmul(arch: int) -> After:
 def softmax_backward(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> None:
-    """It allocates grad * output, of the gradient's size and dtype. [native/cuda/SoftMax.cu]"""
+    """The kernel allocates grad * output, of the gradient's size and dtype. [native/cuda/SoftMax.cu]"""
     recorder.scratch(args[0].numel() * args[0].itemsize, str(func))
 
 
 def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Delta per row, and a float32 accumulator of the query's gradient where that is half.
+    """Scratch: delta per row, and a float32 accumulator of the query's gradient if that is in half precision.
 
-    In float32 delta is not computed by the kernel but as (grad_out * out).sum(-1).
+    In float32, delta is not computed by the kernel but as (grad_out * out).sum(-1).
     [native/transformers/cuda/attention_backward.cu; mem_eff_attention/kernel_backward.h]
     """
     grad, query = args[0], args[1]
@@ -186,7 +186,7 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
 
 
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """float32 query gradient and row sums, rows in 128s; a key and value gradient per query head if they share.
+    """Scratch: float32 query gradient and row sums, in multiples of 128 rows; with GQA also key and value gradients.
 
     [native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd]
     """
@@ -198,9 +198,9 @@ def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
 
 
 def fft(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-    """cuFFT's work area: the complex data once more, the least that its guide names; measured in 2 and 3 dimensions.
+    """cuFFT's work area: one copy of the complex data, the minimum in its guide; measured in 2 and 3 dimensions.
 
-    Complex to real also transforms a copy, because cuFFT may write into its input.
+    Complex-to-real also transforms a copy, because cuFFT may write into its input.
     [docs.nvidia.com/cuda/cufft: cufftEstimate; JuliaGPU/CUDA.jl issue 894; native/cuda/SpectralOps.cpp]
     """
     data = out if out.is_complex() else args[0]
@@ -209,7 +209,7 @@ def fft(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Sparse values of a wider dtype than what they are added to: it is converted, the sum is another copy.
+    """Adding sparse values of a wider dtype converts the dense tensor, and the sum is another copy.
 
     [native/sparse/cuda/SparseCUDATensorMath.cu, add_out_dense_sparse_cuda]
     """
@@ -219,7 +219,7 @@ def sparse_added(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def lstm_reserve(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Note what `lstm` assumes."""
+    """Add the note about the assumption of `lstm`."""
     recorder.note(RESERVE)
 
 
@@ -228,7 +228,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def after(arch: int) -> dict[Any, After]:
-    """What to call once an op's results are recorded, by op."""
+    """For each op, the function to call after its results are recorded."""
     workspace = matmul(arch)
     matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
     convolution = cudnn.workspace(arch)
@@ -261,7 +261,7 @@ def behave_like(arch: int) -> Iterator[None]:
         # A backend kernel makes autograd treat it as one op, as on CUDA; below, RULES answers for it.
         library.impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm, "CPU")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden is the point
+            warnings.simplefilter("ignore")  # overriding kernels is intended
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
         stack.enter_context(autocast.cuda_means_cpu())

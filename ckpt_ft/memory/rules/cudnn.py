@@ -1,7 +1,7 @@
 """Scratch of cuDNN's convolutions, derived from its algorithms; nothing here is fitted to a model.
 
-cuDNN's choice of algorithm is not documented. These are the two algorithms that need memory, each where it is the fast
-one. Depthwise and grouped convolutions, and those on channels-last tensors, are assumed to need none.
+cuDNN's choice of algorithm is not documented. These are the two algorithms that need memory, each used where it is the
+fast one. Depthwise, grouped and channels-last convolutions are assumed to need none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def winograd(batch: int, channels_in: int, channels_out: int, size: torch.Size) 
 
 
 def workspace(arch: int) -> After:
-    """What records the scratch of a convolution, or of its backward, whose two halves run one after the other."""
+    """Records the scratch of a convolution, or of its backward, whose two halves run one after the other."""
 
     def record(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         input, weight, stride, groups = (args[at] for at in _ARGUMENTS[func])

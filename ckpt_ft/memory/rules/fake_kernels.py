@@ -1,4 +1,4 @@
-"""Corrections of PyTorch's fake kernels that differ from the real ones, or are slow; they hold on any device."""
+"""Corrects PyTorch's fake kernels that are slow or differ from the real ones; applies to any device."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _CPU = torch.device("cpu")
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, or one like it in `dtype`."""
+    """Returns `tensor`, or a new one like it in `dtype`."""
     return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
 
 
 def mixed_norm(at_weight: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and rstd are of the weight's dtype where that is the wider. [ATen/native/cpu/mixed_data_type.h]"""
+    """Mean and rstd have the weight's dtype if that is wider. [ATen/native/cpu/mixed_data_type.h]"""
     out, mean, rstd = func(*args, **kwargs)
     dtype = args[0].dtype if args[at_weight] is None else args[at_weight].dtype
     return out, as_dtype(mean, dtype), as_dtype(rstd, dtype)
 
 
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Contiguous or channels last, whatever the input's strides, like the gradient. [native/Normalization.cpp]"""
+    """Output and gradient are contiguous or channels last for any input strides. [native/Normalization.cpp]"""
     out, mean, rstd = mixed_norm(1, func, args, kwargs)
     return _laid_out(out), mean, rstd
 
 
 def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same."""
+    """The gradient's layout, as in `batch_norm`."""
     grad, *others = func(*args, **kwargs)
     return (grad if grad is None else _laid_out(grad), *others)
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """`tensor`, or one like it in the memory format that its strides are nearest to."""
+    """Returns `tensor`, or a new one like it in the memory format closest to its strides."""
     asked = suggest_memory_format(tensor)
     dense = tensor.is_contiguous(memory_format=asked)
     return tensor if dense else torch.empty_like(tensor, memory_format=asked)
@@ -54,13 +54,13 @@ def layer_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input's gradient is of the input's dtype, whatever the weight's. [aten/src/ATen/native/group_norm.cpp]"""
+    """The input's gradient has the input's dtype, whatever the weight's. [aten/src/ATen/native/group_norm.cpp]"""
     grad, *others = func(*args, **kwargs)
     return (grad if grad is None else as_dtype(grad, args[1].dtype), *others)
 
 
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The fake kernel knows bfloat16 only, the real ones the others too. [ATen/native/GroupedMMUtils.h]"""
+    """The fake kernel supports only bfloat16, the real ones other dtypes too. [ATen/native/GroupedMMUtils.h]"""
     a, b = args[:2]
     groups = args[2].numel() if len(args) > 2 and args[2] is not None else 0
     if a.dim() == 3 and b.dim() == 2:
@@ -71,13 +71,13 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def sparse_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The fake kernel forgets how many elements the mask has. [ATen/native/sparse/SparseTensor.cpp]"""
+    """The fake kernel loses the number of elements of the mask. [ATen/native/sparse/SparseTensor.cpp]"""
     dense, mask = args[:2]
     return _sparse_like(mask, mask._indices().clone(), torch.empty_like(mask._values(), dtype=dense.dtype))
 
 
 def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The fake kernel keeps no elements, the real one room for all. [ATen/native/sparse/SparseTensor.cpp]"""
+    """The fake kernel returns no elements, the real one has room for all. [ATen/native/sparse/SparseTensor.cpp]"""
     tensor = args[0]
     if tensor._nnz() > 1:
         tensor = _sparse_like(tensor, torch.empty_like(tensor._indices()), torch.empty_like(tensor._values()))
@@ -99,7 +99,7 @@ def _sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fake kernel decomposes it into twenty ops, a tenth of a second when first met. [ATen/native/LossNLL.cpp]"""
+    """The fake kernel decomposes it into twenty ops, which takes 0.1 s on first use. [ATen/native/LossNLL.cpp]"""
     scores, reduction = args[0], args[3]
     if kwargs or scores.dim() != 2:
         return func(*args, **kwargs)
@@ -108,7 +108,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def nll_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same."""
+    """Avoids the decomposition, as in `nll_loss`."""
     scores = args[1]
     if kwargs or scores.dim() != 2 or not scores.is_contiguous():
         return func(*args, **kwargs)
@@ -116,7 +116,7 @@ def nll_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def reduced_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What is summed up keeps the storage of all its elements: it is resized to none. [ATen/native/Loss.cpp]"""
+    """A reduced loss keeps the storage of all elements, because it is resized to a scalar. [ATen/native/Loss.cpp]"""
     out: Tensor = func(*args, **kwargs)
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     if out.dim() or not elements:

@@ -1,4 +1,4 @@
-"""`torch.autograd.graph.save_on_cpu` in a trace for a GPU, whose tensors are on the CPU already."""
+"""Models `torch.autograd.graph.save_on_cpu` in a GPU trace, whose tensors are already on the CPU."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> Non
 
 @contextmanager
 def leaves_the_device() -> Iterator[None]:
-    """Saved tensors go to pinned host memory, which a trace leaves out; unpinned copies are timed like pinned ones."""
+    """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
     with patch.object(save_on_cpu, "__init__", _init):
         yield

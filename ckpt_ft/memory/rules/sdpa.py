@@ -1,7 +1,8 @@
 """Chooses the kernel of F.scaled_dot_product_attention as a GPU would, and calls the op that saves the same tensors.
 
-Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (who may run) and .../attention.cpp (what is prepared),
-and honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags read here.
+Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which kernels can run) and .../attention.cpp (how inputs
+are prepared), and honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags
+read here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Call:
         self.regular = query.dim() == 4 and last_dims_dense and (same_heads or self.grouped) and 0 not in query.shape
 
     def fits_flash(self, arch: int) -> bool:
-        """check_flash_attention_hardware_support and its neighbours: sm80 up, half, no mask, heads to 256."""
+        """check_flash_attention_hardware_support and related checks: sm80+, half, no mask, head size up to 256."""
         small_smem = arch in (86, 89, 120, 121)
         heads = self.head == self.value_head and self.head <= 256
         if small_smem and self.trains and self.head > 192:
@@ -40,14 +41,14 @@ class Call:
         return self.regular and arch >= 80 and self.query.dtype in HALF and self.mask is None and heads and square
 
     def fits_cudnn(self, arch: int) -> bool:
-        """check_cudnn_*: sm80 up, half precision, heads in eights to 128 (256 on Hopper, B200)."""
+        """check_cudnn_*: sm80+, half precision, head size a multiple of 8 up to 128 (256 on Hopper, B200)."""
         limit = 256 if arch in (90, 100) else 128
         heads = max(self.head, self.value_head) <= limit and self.head % 8 == 0 and self.value_head % 8 == 0
         long = self.query.size(-2) > 1 and self.key.size(-2) > 1
         return self.regular and arch >= 80 and self.query.dtype in HALF and heads and long
 
     def fits_efficient(self, arch: int) -> bool:
-        """check_mem_efficient_*: bfloat16 from sm80, no grouped heads, heads aligned for the matrix units."""
+        """check_mem_efficient_*: bfloat16 from sm80, no grouped heads, head size aligned for the matrix units."""
         dtypes = (*HALF, torch.float32) if arch >= 80 else (torch.float16, torch.float32)
         dtype = self.query.dtype
         alignment = (
@@ -65,7 +66,7 @@ def choose(call: Call, arch: int) -> str:
     """
     flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
     cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
-    if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15 up
+    if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15+
         return "cudnn"
     if flash:
         return "flash"
@@ -94,10 +95,10 @@ def attention(
     enable_gqa: bool = False,
     arch: int,
 ) -> Tensor:
-    """scaled_dot_product_attention as compute capability `arch` runs it."""
+    """scaled_dot_product_attention as it runs on compute capability `arch`."""
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = choose(call, arch)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask: an additive one is made
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask creates an additive mask
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     if kernel == "math":
         math = aten._scaled_dot_product_attention_math
@@ -119,7 +120,7 @@ def attention(
 
 
 def _expanded(mask: Tensor, query: Tensor, key: Tensor, aligned: bool) -> Tensor:
-    """The mask for all heads, its rows padded to 16 elements where the kernel loads them so. [preprocess_mask]"""
+    """Returns the mask for all heads; if the kernel needs it, rows are padded to multiples of 16. [preprocess_mask]"""
     if aligned and mask.size(-1) % 16:
         length = mask.size(-1)
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
