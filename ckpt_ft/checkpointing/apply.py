@@ -187,12 +187,16 @@ def _modules(parts: Iterable[Part]) -> dict[str, nn.Module]:
 
 
 def _tied_by_cache(model: nn.Module) -> str:
-    """Two names of one module that stores keys and values in a KV cache under its own number; "" if there is none."""
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        index = module.__dict__.get("layer_idx")
-        if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:
-            return f"{names[module]} and {name}"
+    """Two places in one list of layers of a module that has one place in a KV cache; "" if there is none."""
+    for path, layers in model.named_modules():
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        names: dict[nn.Module, str] = {}
+        for key, layer in layers._modules.items():
+            for name, module in () if layer is None else layer.named_modules(prefix=f"{path}.{key}".lstrip(".")):
+                index = module.__dict__.get("layer_idx")
+                if isinstance(index, int) and index >= 0 and names.setdefault(module, name) != name:
+                    return f"{names[module]} and {name}"
     return ""
 
 

@@ -109,6 +109,21 @@ def test_tied_blocks_are_equal_without_a_cache_and_refused_with_one(policy: str)
     assert not differing(step(model), expected)
 
 
+def test_layers_that_are_known_under_two_names_are_not_refused() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm: Any = make("llama")
+            self.decoder = self.lm.model
+
+        def forward(self, **batch: Any) -> Any:
+            return self.lm(**batch)
+
+    plain, model = Wrapper(), Wrapper()
+    apply_policy(model, "full", verify="always")
+    assert not differing(step(model), step(plain))
+
+
 @pytest.mark.parametrize("policy", ["full", "pointwise", "offload", "save:attention"])
 @pytest.mark.filterwarnings("ignore:policy .* no (block|operator):UserWarning")
 def test_tied_blocks_in_eval_mode_keep_their_cache(policy: str) -> None:
