@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DASH = "-"  # an empty cell
 WIDTH = 80  # columns without a terminal: tables are the same in a pipe, a log and a test
-WIDEST = 120  # columns that are used of a terminal
+WIDEST = 120  # maximum columns used of a terminal
 _SHORT, _SHORTEST = 20, 8  # columns that a name keeps while other cells can shrink, and in any case
 _BREAKS = re.compile(r"(?<=[ ,+])")  # positions where words and policies may break
 
@@ -50,7 +50,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def as_text(tables: Iterable[Table]) -> str:
-    """The tables as they are printed without a terminal."""
+    """Returns the tables as printed without a terminal."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
@@ -60,7 +60,7 @@ def as_text(tables: Iterable[Table]) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """`table` without its title."""
+    """Returns `table` as Markdown, without its title."""
     rule = tuple("---" if i in table.text else "---:" for i in range(len(table.header)))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (table.header, rule, *table.rows)]
     return "\n".join(f"| {line} |" for line in lines)

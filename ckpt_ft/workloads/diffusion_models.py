@@ -1,7 +1,7 @@
 """Diffusion models of diffusers as workloads: U-Nets and transformers on the meta device, their inputs and loss.
 
 The inputs of each class have the shapes of diffusers' own training scripts and pipelines: how many tokens a prompt is
-padded to, and how many pixels and frames one latent stands for. No prompt has padding.
+padded to, and how many pixels and frames one latent represents. No prompt has padding.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
     """The latents per side of images of `resolution` pixels, `scale` pixels each; 0 pixels for the model's own side.
 
     Raises:
-        UserError: the resolution is no whole number of latents, or it is 0 and the model's own images are no squares.
+        UserError: the resolution is not a whole number of latents, or is 0 and the model's own images are not square.
     """
     if resolution % max(scale, _LEAST):
         raise UserError(
