@@ -60,6 +60,10 @@ class VerificationError(WorkFailed):
         super().__init__(message)
         self.region, self.operator, self.differs = region, operator, differs
 
+    def add(self, line: str) -> None:
+        """Append a line to the message."""
+        self.args = (f"{self}\n  {line}",)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -315,7 +319,7 @@ class Verification:
             "  usual causes: a value that the block reads from outside was changed between forward and backward (a "
             "scale set around forward, an attribute, a global); an argument or a saved tensor was written in place; "
             "random numbers came from a generator of the model's own",
-            "  what to do: make the block depend on its arguments, parameters and buffers alone; or take 'offload' or "
+            "  what to do: make the block depend on its arguments, parameters and buffers alone; or try 'offload' or "
             "'pointwise', which re-run no block; `ckpt-ft check` proves a policy before a run",
         ]
         return VerificationError("\n".join(lines), recorder.name, operator, differs)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
+from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 from ckpt_ft.workloads.from_trainer import (
@@ -77,6 +78,7 @@ class ACCallback(TrainerCallback):
             raise UserError("ACCallback(verify=...) is for a policy; settings have theirs in ac_verify")
         self.session = Session(policy)
         self._loss: Callable[..., torch.Tensor] | None = None  # the trainer's
+        self._micro_batch: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last one, and the loss's options
         self._scalars: dict[str, float] = {}
 
     @property
@@ -149,6 +151,7 @@ class ACCallback(TrainerCallback):
         self.session.begin_step()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._micro_batch = None
         self._scalars = self.session.step() or self._scalars
 
     def on_log(self, *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -213,18 +216,30 @@ class ACCallback(TrainerCallback):
         def watched(*args: Any, **kwargs: Any) -> Any:
             try:
                 return train(*args, **kwargs)
-            except BaseException:
-                self.session.stop(failed=True)
-                self.session.close()
+            except BaseException as error:
+                try:
+                    self.session.stop(failed=True)
+                    self._try_others(error)
+                finally:
+                    self.session.close()
                 raise
 
         return watched
 
+    def _try_others(self, error: BaseException) -> None:
+        """Adds to a VerificationError which policies pass on the micro-batch that raised it."""
+        loss, self._micro_batch, micro_batch = self._loss, None, self._micro_batch
+        if isinstance(error, VerificationError) and micro_batch is not None and loss is not None:
+            inputs, options = micro_batch
+            self.session.try_others(error, inputs, lambda model, batch: loss(model, dict(batch), **options))
+
     def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `compute_loss` to record its training batches in the profiler."""
+        """Wraps `compute_loss` to record its training batches in the profiler, and to keep the last one here."""
 
         @functools.wraps(compute_loss)
         def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training and len(args) == 1 and isinstance(args[0], Mapping):
+                self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out
             if model.training and self.session.profiler is not None:
                 self.session.profiler.note_loss(args, kwargs)
             return compute_loss(model, *args, **kwargs)

@@ -27,6 +27,7 @@ from torch import nn
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.checkpointing.standing import suspended
+from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -117,6 +118,25 @@ class Session:
         self.accelerator.print(parity)
         if not parity.ok:
             raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
+
+    def try_others(
+        self, error: VerificationError, batch: Any, loss: Callable[..., torch.Tensor] | None = None
+    ) -> None:
+        """Adds to `error` which other policies pass on the step's batch.
+
+        In one process only: the others would wait for what this one computes.
+
+        Args:
+            batch: what the step was made of, for `loss`.
+            loss: (model, batch) -> scalar; the model's own loss by default.
+        """
+        from ckpt_ft.checkpointing.alternatives import tried
+
+        state = self.accelerator.state
+        if self.model is None or self.applied is None or state.num_processes > 1 or state.deepspeed_plugin is not None:
+            return
+        with never_fatal("trying other policies"):
+            error.add(tried(self.model, batch, str(self.policy), loss))
 
     def start(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, total_steps: int, output_dir: str

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
+from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.policy import Policy
@@ -124,6 +125,56 @@ def test_the_parity_check_comes_first_and_leaves_training_as_it_was(tmp_path: Pa
     trainer.train()
     assert losses(trainer) == losses(plain)
     assert "parity of policy full" in capsys.readouterr().out
+
+
+class Scaled(torch.nn.Module):
+    """Reads a scale that a trainer sets around forward, where no policy can see it."""
+
+    scale = 1.0
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * Scaled.scale)
+
+
+@pytest.mark.parametrize("around_loss", [True, False])
+def test_a_mismatch_tells_which_policies_pass_on_the_same_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, around_loss: bool
+) -> None:
+    monkeypatch.setattr(Scaled, "scale", 1.0)
+
+    class Scaling(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            Scaled.scale = 0.5
+            loss = super().compute_loss(*args, **kwargs)
+            Scaled.scale = 1.0 if around_loss else 0.5
+            return loss
+
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Scaled(layer.mlp.down_proj)
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = Scaling(model=model, args=arguments(tmp_path), train_dataset=ROWS)
+    if not around_loss:  # between the loss and backward
+        backward = trainer.accelerator.backward
+
+        def changing(*args: Any, **kwargs: Any) -> None:
+            Scaled.scale = 2.0
+            backward(*args, **kwargs)
+
+        trainer.accelerator.backward = changing  # type: ignore[method-assign]
+    ACCallback(ACArguments(ac_policy="full", ac_report="none")).attach(trainer)
+    with pytest.raises(VerificationError) as error:
+        trainer.train()
+    if around_loss:
+        assert "tried on this step's batch, passed: 'pointwise', 'offload', 'modules:attention'" in str(error.value)
+    else:
+        assert "one step made alone passes under 'full' as well: what differed was changed from" in str(error.value)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_failed_parity_check_stops_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
