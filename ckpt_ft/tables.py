@@ -67,7 +67,7 @@ def markdown_table(table: Table) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """`name` in at most `width` columns: the end of a dotted or underscored name, from the beginning of a part."""
+    """Shortens `name` to its last `width` columns, from the start of a dotted or underscored part if possible."""
     if len(name) <= width:
         return name
     tail = name[-(width - 1) :]
@@ -108,7 +108,7 @@ def _fitted(cell: str, width: int, name: bool) -> str:
 
 
 def _folded(text: str, width: int) -> str:
-    """`text` in lines of at most `width` columns, broken between words and terms of policies."""
+    """Wraps `text` at `width` columns, between words and terms of policies."""
     if len(text) <= width:
         return text
     lines = [""]
@@ -125,14 +125,14 @@ def _longest(text: str) -> int:
 
 
 def code_span(text: str) -> str:
-    """`text` as code within a line of Markdown: no backticks in it end the span."""
+    """Returns `text` as inline code in Markdown, safe for backticks in it."""
     fence = "`" * (_longest_run(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
 def code_block(text: str, language: str = "text") -> str:
-    """`text` as a block of code in Markdown: no line of it ends the block."""
+    """Returns `text` as a code block in Markdown, safe for backticks in it."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 

@@ -254,7 +254,7 @@ class Tracer:
 def trace_all(
     asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, extra: Iterable[Key] = ()
 ) -> list[list[Traced]]:
-    """`tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
+    """Returns `tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:

@@ -227,7 +227,7 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
 
 
 def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
-    """What a batch of the task omits or assumes, one sentence each."""
+    """Returns what a batch of the task omits or assumes, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
     if task.fields is not _text or spec.data.images:

@@ -405,7 +405,7 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
 
 
 def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
-    """`spec` with adapters on the attention's projections if it names no modules."""
+    """Returns `spec` with adapters on the attention's projections if it names no modules."""
     targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
     spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
     peft = spec.adapter.peft
@@ -429,7 +429,7 @@ def _inputs(
 def _with_parts(
     name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
 ) -> tuple[Any, Encoding | None]:
-    """`model`, joined with its text encoders if they are trained, and the encoding in each step, None without one.
+    """Returns `model`, joined with its text encoders if they are trained, and the encoding in each step, if any.
 
     Raises:
         UserError: the pipeline's other parts are not known, or the model whose text encoders are to be trained is no
