@@ -297,8 +297,7 @@ class ImagePositions:
         return None if knows is None else cls(type(knows), knows.config)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Returns positions (4, sequences, tokens): `position_ids` of `batch`, which restart at 0 in each row, then
-        these three."""
+        """Returns positions (4, sequences, tokens): first `position_ids` of `batch`, which restart in each row."""
         along = batch["position_ids"]
         lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
         lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()
