@@ -1,6 +1,6 @@
-"""Policy: what is kept for backward and what is recomputed, as one small value.
+"""Policy: the activations that are kept for backward and those that are recomputed, as one small value.
 
-A policy is a string that a person can type, the comma-separated union of terms:
+A policy is a string, the comma-separated union of terms:
 
     none                keep everything
     full                every block checkpointed (Chen et al. 2016, arXiv:1604.06174)
@@ -8,18 +8,18 @@ A policy is a string that a person can type, the comma-separated union of terms:
     segments:N, sqrt    N runs of consecutive blocks, each one checkpoint; sqrt is N = round(sqrt(number of blocks))
     stages, stages:3+4  each stage (ResNet or U-Net level) one checkpoint; only those stages (from 1), block by block
     modules:attention   only that submodule of every block; also modules:mlp, modules:attention+mlp
-    save:G+G            in what is checkpointed keep the outputs of these op groups (SAC; Korthikanti et al. 2022,
+    save:G+G            inside checkpointed modules keep the outputs of these op groups (SAC; Korthikanti et al. 2022,
                         arXiv:2205.05198): attention, matmul, matmul/2, conv, router, or an op name such as aten.bmm
     pointwise           outputs of norms, activations, gated products and dropout are recomputed; no block is re-run
-    offload             what is still saved is parked in host memory
+    offload             tensors that are still saved are moved to host memory
     head                lm_head and its loss in chunks that are recomputed
     budget:0.5          torch.compile's activation memory budget
     auto                the planner chooses
 
-A term of a scope, `save:` or `pointwise` may be for one tower of a model: `full@language,pointwise@vision`. A tower
-that has terms of its own has no others; what has none, and what lies outside of the towers, has those without one.
+A scope, `save:` or `pointwise` can apply to one tower of a model: `full@language,pointwise@vision`. A tower with its
+own terms uses only those. All other modules use the terms without a tower.
 
-This module knows no model.
+This file is independent of any model.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Policy:
         scope: which blocks are checkpointed: one of `SCOPES`.
         n: the N of `every:N`, `first:N` and `segments:N`.
         members: stage numbers (from 1) of `stages:3+4`, or "attention" / "mlp" of `modules:...`.
-        save: op groups whose outputs are kept inside what is checkpointed.
+        save: op groups whose outputs are kept inside checkpointed modules.
         pointwise, offload, head, auto: the terms of these names.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
-        towers: (tower, its own policy) of those of `TOWERS` that have terms of their own.
+        towers: (tower, its policy) for each tower of `TOWERS` with its own terms.
     """
 
     scope: str = "none"

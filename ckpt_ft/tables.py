@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DASH = "-"  # an empty cell
 WIDTH = 80  # columns without a terminal: tables are the same in a pipe, a log and a test
-WIDEST = 120  # columns that are used of a terminal
+WIDEST = 120  # maximum columns used of a terminal
 _SHORT, _SHORTEST = 20, 8  # columns that a name keeps while other cells can shrink, and in any case
 _BREAKS = re.compile(r"(?<=[ ,+])")  # positions where words and policies may break
 
@@ -50,7 +50,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def as_text(tables: Iterable[Table]) -> str:
-    """The tables as they are printed without a terminal."""
+    """Returns the tables as printed without a terminal."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
@@ -60,14 +60,14 @@ def as_text(tables: Iterable[Table]) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """`table` without its title."""
+    """Returns `table` as Markdown, without its title."""
     rule = tuple("---" if i in table.text else "---:" for i in range(len(table.header)))
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (table.header, rule, *table.rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def shortened(name: str, width: int) -> str:
-    """`name` in at most `width` columns: the end of a dotted or underscored name, from the beginning of a part."""
+    """Shortens `name` to its last `width` columns, from the start of a dotted or underscored part if possible."""
     if len(name) <= width:
         return name
     tail = name[-(width - 1) :]
@@ -108,7 +108,7 @@ def _fitted(cell: str, width: int, name: bool) -> str:
 
 
 def _folded(text: str, width: int) -> str:
-    """`text` in lines of at most `width` columns, broken between words and terms of policies."""
+    """Wraps `text` at `width` columns, between words and terms of policies."""
     if len(text) <= width:
         return text
     lines = [""]
@@ -125,14 +125,14 @@ def _longest(text: str) -> int:
 
 
 def code_span(text: str) -> str:
-    """`text` as code within a line of Markdown: no backticks in it end the span."""
+    """Returns `text` as inline code in Markdown, safe for backticks in it."""
     fence = "`" * (_longest_run(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
 def code_block(text: str, language: str = "text") -> str:
-    """`text` as a block of code in Markdown: no line of it ends the block."""
+    """Returns `text` as a code block in Markdown, safe for backticks in it."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with training_args.main_process_first(desc="reading images"):
         train_rows, eval_rows, names = load_images(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
 
-    # 2. Model: one output for each class
+    # 2. Model: one output per class
     processor = load_processor(model_args)
     model = load_classifier(model_args, names)
 

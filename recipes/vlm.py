@@ -90,7 +90,7 @@ def parse(
     check_best_metric(training_args, ("loss",))
     check_cache(training_args, data_args.packing)
     check_answers(data_args.answered, training_args.do_eval)
-    training_args.remove_unused_columns = False  # a row's images are fetched with it
+    training_args.remove_unused_columns = False  # a row's transform loads its images from other columns
     return model_args, data_args, ac_args, training_args
 
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load_model(model_args)
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
-    # 2. Data: one process reads every image and its tokens, the others read its cache
+    # 2. Data: one process reads all images and tokenizes, the others read its cache
     with training_args.main_process_first(desc="looking through the images"):
         train_rows, eval_rows, folder = load_conversations(
             data_args, evaluate=training_args.do_eval, seed=training_args.seed
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         images = ImageLoader(folder, smallest=patch_size(model.config.to_dict()))
         train_dataset = encode_conversations(train_rows, processor, images, data_args)
         check_all_have_images(train_dataset, model_args.train_towers)
-        alone = replace(data_args, packing=False)  # questions are answered one by one
+        alone = replace(data_args, packing=False)  # evaluation answers questions one by one
         eval_dataset = None if eval_rows is None else encode_conversations(eval_rows, processor, images, alone)
 
     # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy

@@ -58,7 +58,7 @@ class MaxBatchSize:
 
     @property
     def price(self) -> str:
-        """What batches above `predicted` cost, in words."""
+        """Describes the cost of batches above `predicted`."""
         if not self.retries:
             return f"up to {self.last} runs: the first step gives cached memory back, later ones need not"
         times = "once" if self.retries == 1 else f"{self.retries} times"

@@ -1,4 +1,4 @@
-"""Candidate: a policy at a batch size with its bytes and seconds, and the orders by which candidates are ranked."""
+"""Candidate: a policy at a batch size with its bytes and seconds, and the ranking of candidates."""
 
 from __future__ import annotations
 

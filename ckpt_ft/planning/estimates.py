@@ -23,7 +23,7 @@ class Estimates:
     Attributes:
         batch: the only batch size to look at; None for all sizes up to `most`.
         anchors: the trace of each policy at `batch`, or at `LOW`.
-        rejected: policies that are no candidates for this model, each with the reason.
+        rejected: policies that do not suit this model, each with the reason.
         scaled: candidates that were estimated from an anchor instead of traced.
         bests: the best candidate of each policy; None if none fits.
         typical_seconds: seconds of a step on a typical batch, if the rows of the dataset differ in length.

@@ -46,7 +46,7 @@ class Suggestion:
     Attributes:
         change: the flags to add or replace, and those to leave out.
         reserved: bytes reserved, predicted.
-        slower: seconds per sample (per token if sequences are shorter) over those of the step asked for, less 1.
+        slower: seconds per sample (per token if sequences are shorter) relative to the requested step, minus 1.
         edits: what changes in the spec: its fields by their names.
         command: the whole command that trains with the change; if no recipe trains the model, the estimate's.
     """

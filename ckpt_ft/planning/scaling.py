@@ -80,7 +80,7 @@ class Growth:
         return unknown <= EXACT * trace.peak_allocated and unmoved <= EXACT * sum(o.nbytes for o in trace.ops)
 
     def scale(self, trace: StepTrace, batch: int) -> StepTrace:
-        """`trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
+        """Returns `trace` (at `low`) scaled to `batch`; records of unknown growth keep their size."""
         storages = [
             s if nbytes == s.nbytes else Storage(nbytes, s.category, s.op, s.module, s.phase, s.stream)
             for s, nbytes in zip(trace.storages, self.sizes(trace, batch), strict=True)

@@ -73,12 +73,12 @@ def _by_tower(model: nn.Module, blocks: Blocks) -> list[str]:
 
 
 def with_term(policy: str, term: str) -> str:
-    """`policy` with `term` ("head" or "offload"), in canonical form."""
+    """Returns `policy` with `term` ("head" or "offload"), in canonical form."""
     return str(Policy.parse(term if policy == "none" else f"{policy},{term}"))
 
 
 def without_term(policy: str, term: str) -> str:
-    """`policy` without `term`, in canonical form."""
+    """Returns `policy` without `term`, in canonical form."""
     return str(Policy.parse(",".join(part for part in policy.split(",") if part != term) or "none"))
 
 
@@ -254,7 +254,7 @@ def so_far(estimates: Estimates, shown: int = _SHOWN) -> list[Candidate]:
 
 
 def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
-    """`candidates`, best first; if rows differ in length, their seconds are those of traced typical batches."""
+    """Sorts `candidates`, best first; if rows differ in length, their seconds come from traced typical batches."""
     if estimates.tracer.workload.lengths is not None:
         keys = [(candidate.policy, candidate.batch) for candidate in candidates]
         for key, trace in zip(keys, estimates.tracer.trace_typical(keys), strict=True):
@@ -267,7 +267,7 @@ def timed(estimates: Estimates, candidates: list[Candidate]) -> list[Candidate]:
 
 
 def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
-    """`candidates`, led by the one with the fewest bytes among those within 1 % of the fastest (for throughput)."""
+    """For throughput, moves the candidate with the fewest bytes among those within 1 % of the fastest to the front."""
     if target != "throughput" or not candidates:
         return candidates
     fastest = max(candidate.samples_per_second for candidate in candidates)

@@ -42,7 +42,7 @@ Load = Callable[[TrainingSpec], Workload]
 LORA_R = 16
 _POLICIES = ("none", "pointwise", "full")
 _SHOWN = 3
-_SHORTEST = 128  # tokens: a shorter sequence is no suggestion
+_SHORTEST = 128  # tokens: shorter sequences are never suggested
 
 
 def suggest(
@@ -245,7 +245,7 @@ def _at(workload: Workload, candidate: Candidate, length: int) -> StepTrace:
 
 @contextmanager
 def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """The fused optimizer in place of the foreach one, if the temporaries of that one are part of the peak."""
+    """Replace the foreach optimizer by the fused one, if the temporaries of foreach are part of the peak."""
     make = workload.make_optimizer
     if make is None or not any("_foreach_" in storage.op for storage, _ in trace.live_at(trace.peak_at)):
         yield None
@@ -263,7 +263,7 @@ def _fused(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """Scaled dot product attention in place of eager attention, whose scores grow with the square of the length."""
+    """Replace eager attention, whose scores grow with the square of the length, by scaled dot product attention."""
     able = [module for module in workload.model.modules() if getattr(module, "_supports_sdpa", False)]
     capable = [model for model in able if model.config._attn_implementation == "eager"]  # type: ignore[union-attr]
     if not capable:
@@ -278,7 +278,7 @@ def _sdpa(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
 
 @contextmanager
 def _no_cache(workload: Workload, trace: StepTrace) -> Iterator[Workload | None]:
-    """No KV cache in training, where it keeps every key and value alive through backward."""
+    """Disable the KV cache in training, where it keeps every key and value alive through backward."""
     configs = [m.config for m in workload.model.modules() if getattr(getattr(m, "config", None), "use_cache", False)]
     if not configs:
         yield None

@@ -88,7 +88,7 @@ def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
 
 
 class _Session:
-    """One trace of several steps, each under a policy of its own."""
+    """One trace of several steps, each under a different policy."""
 
     def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:
         self.workload, self.wanted = workload, wanted
@@ -152,7 +152,7 @@ class Tracer:
         self.workload, self.report = workload, report or (lambda line: None)
         self.traced: dict[Key, Traced] = {}
         self.expected = 0
-        self._alone: set[Key] = set()  # those that were traced in a session of their own
+        self._alone: set[Key] = set()  # keys that were traced in separate sessions
         self._jobs = jobs or cores() if _can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
@@ -181,7 +181,7 @@ class Tracer:
         return self.all([(policy, batch)])[0]
 
     def under(self, launch: Launch) -> Tracer:
-        """A tracer of the same workload under `launch`, on the same processes, with traces of its own."""
+        """A tracer of the same workload under `launch`, on the same processes, with separate traces."""
         other = copy.copy(self)
         other.workload, other.traced, other._alone = replace(self.workload, launch=launch), {}, set()
         return other
@@ -254,7 +254,7 @@ class Tracer:
 def trace_all(
     asked: Sequence[tuple[Tracer, Iterable[Key]]], alone: bool = False, extra: Iterable[Key] = ()
 ) -> list[list[Traced]]:
-    """`tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
+    """Returns `tracer.all(wanted, alone, extra)` for each (tracer, wanted); all of them start at once."""
     each = [(tracer, list(wanted)) for tracer, wanted in asked]
     begun = []
     for tracer, wanted in each:

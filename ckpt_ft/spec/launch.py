@@ -121,18 +121,17 @@ class Launch:
             "zero1" (optimizer states are sharded), "zero2" (and gradients) or "zero3" (and parameters).
         processes: number of processes on all machines.
         machines: number of machines, with equally many processes each; 0 for 8 processes per machine, or one machine
-            if the number of processes is no multiple of 8.
+            if the number of processes is not a multiple of 8.
         mixed_precision: "no", "bf16" or "fp16": FSDP2 gathers parameters and reduces gradients in it; DeepSpeed holds
             the whole model in it, its optimizer's part in fp32 as well, and runs it without autocast.
         reshard_after_forward: whether FSDP2 drops a block's gathered parameters after its forward.
-        gradient_as_bucket_view: whether DDP's gradients lie in its buckets rather than beside them.
-        find_unused_parameters: whether DDP looks for parameters that a step leaves out, as Trainer has it by default:
-            it copies each output of the model then.
+        gradient_as_bucket_view: whether DDP's gradients are views of its buckets instead of copies.
+        find_unused_parameters: whether DDP looks for unused parameters, Trainer's default; it then copies each output
+            of the model.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
         link: bytes a second that a rank sends in a large collective; None for the card's usual rate (collectives.py).
         zero: DeepSpeed's bucket sizes and thresholds.
-        rank: of the processes, the one that is traced; 0 has the most of what does not divide evenly. DeepSpeed's is
-            always the last one.
+        rank: the traced rank; rank 0 has the largest share of uneven shards. With DeepSpeed it is always the last.
 
     Raises:
         UserError: a strategy that is not modelled, or counts that do not fit.

@@ -20,9 +20,7 @@ _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "pe
 
 
 def read_peft(given: str, asked: str) -> dict[str, Any]:
-    """Returns the content of the file `given`, or of `adapter_config.json` in the directory `given`.
-
-    asked: names the file in errors.
+    """Returns the content of the file `given`, or of that file in the directory `given`; `asked` names it in errors.
 
     Raises:
         UserError: the file cannot be read, or is not a PEFT configuration.

@@ -198,7 +198,7 @@ class ACCallback(TrainerCallback):
         _refuse_no_batch(trainer)
 
     def _without_own_checkpointing(self, args: Any) -> Any:
-        """`args` with the library's activation checkpointing switched off; the same object if it was off."""
+        """Returns `args` with the library's activation checkpointing switched off; the same object if it was off."""
         assert self.session.policy is not None
         if _fsdp_checkpoints(args):
             refuse_fsdp(self.session.policy)

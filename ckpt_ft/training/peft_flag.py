@@ -27,8 +27,7 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
     beside: LoRA's own flags, by name.
 
     Raises:
-        UserError: the file is not a PEFT configuration, a plain loop cannot train it, or one of those flags is also
-            given.
+        UserError: the file is not a PEFT configuration, a plain loop cannot train it, or LoRA's flags are also given.
     """
     if path is None:
         return

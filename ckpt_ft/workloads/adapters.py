@@ -68,7 +68,7 @@ class Valueless(TorchDispatchMode):
         return torch.empty(self._count(mask), mask.ndim, dtype=torch.long, device="meta")
 
     def _positions(self, indices: Any) -> list[Any]:
-        """`indices` with each mask replaced by the positions of its set elements, one index per axis."""
+        """Replaces each mask in `indices` by the positions of its set elements, one index per axis."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:

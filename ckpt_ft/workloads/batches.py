@@ -227,7 +227,7 @@ def check_fields(model: Any, fields: Collection[str]) -> None:
 
 
 def notes_on(model: Any, task: Task, spec: TrainingSpec) -> tuple[str, ...]:
-    """What a batch of the task omits or assumes, one sentence each."""
+    """Returns what a batch of the task omits or assumes, one sentence each."""
     if task.fields is _pair:
         return ("rows are pairs, told apart from the others of their batch (sentence-transformers' in-batch loss)",)
     if task.fields is not _text or spec.data.images:
@@ -297,8 +297,7 @@ class ImagePositions:
         return None if knows is None else cls(type(knows), knows.config)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Returns positions (4, sequences, tokens): `position_ids` of `batch`, which restart at 0 in each row, then
-        these three."""
+        """Returns positions (4, sequences, tokens): first `position_ids` of `batch`, which restart in each row."""
         along = batch["position_ids"]
         lengths = along.numel() - (along.flatten() == 0).nonzero().flatten()
         lengths = (lengths - torch.cat([lengths[1:], lengths.new_zeros(1)])).tolist()

@@ -1,7 +1,7 @@
 """Diffusion models of diffusers as workloads: U-Nets and transformers on the meta device, their inputs and loss.
 
 The inputs of each class have the shapes of diffusers' own training scripts and pipelines: how many tokens a prompt is
-padded to, and how many pixels and frames one latent stands for. No prompt has padding.
+padded to, and how many pixels and frames one latent represents. No prompt has padding.
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
     """The latents per side of images of `resolution` pixels, `scale` pixels each; 0 pixels for the model's own side.
 
     Raises:
-        UserError: the resolution is no whole number of latents, or it is 0 and the model's own images are no squares.
+        UserError: the resolution is not a whole number of latents, or is 0 and the model's own images are not square.
     """
     if resolution % max(scale, _LEAST):
         raise UserError(
@@ -405,7 +405,7 @@ def _latent_side(config: Any, called: Kind, scale: int, resolution: int) -> int:
 
 
 def _adapting_attention(spec: TrainingSpec) -> TrainingSpec:
-    """`spec` with adapters on the attention's projections if it names no modules."""
+    """Returns `spec` with adapters on the attention's projections if it names no modules."""
     targets = spec.adapter.lora_targets or ATTENTION_PROJECTIONS
     spec = spec.edit(lora_targets=targets, lora_dropout=spec.adapter.lora_dropout or 0.0)
     peft = spec.adapter.peft
@@ -429,7 +429,7 @@ def _inputs(
 def _with_parts(
     name: str, parts: Mapping[str, Any], spec: TrainingSpec, model: Any, tokens: int | None, masked: bool
 ) -> tuple[Any, Encoding | None]:
-    """`model`, joined with its text encoders if they are trained, and the encoding in each step, None without one.
+    """Returns `model`, joined with its text encoders if they are trained, and the encoding in each step, if any.
 
     Raises:
         UserError: the pipeline's other parts are not known, or the model whose text encoders are to be trained is no

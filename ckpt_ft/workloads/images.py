@@ -85,7 +85,7 @@ def pictured(model: Any, published: Mapping[str, Any], spec: TrainingSpec) -> Pi
         processor = _processor(config, published)
         choose_size(processor.image_processor, spec.data.max_pixels, spec.data.longest_side)
         images = [Image.new("RGB", spec.data.image_size)] * count
-        text = f"{processor.image_token} <text>" * count  # models look for where an image ends
+        text = f"{processor.image_token} <text>" * count  # models look for the end of an image
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # libraries warn about each other
             made = dict(processor(text=[text], images=[images], return_tensors="pt"))
@@ -148,7 +148,7 @@ def _processor(config: Any, published: Mapping[str, Any]) -> Any:
 
 
 def _any_class(processor: Any, name: str, part: Any) -> type:
-    """Accepts any part, in place of transformers' check of a processor's parts."""
+    """Replaces transformers' check of a processor's parts and accepts any part."""
     return type(part)
 
 

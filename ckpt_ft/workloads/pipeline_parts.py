@@ -59,7 +59,7 @@ class TextAndUNet(nn.Module):
 
 
 def encoded_text(text_encoders: Sequence[Any], ids: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`prompt_embeds` (B, length, width); with two encoders (SDXL) also `pooled_prompt_embeds` (B, width)."""
+    """Returns `prompt_embeds` (B, length, width); with two encoders (SDXL) also `pooled_prompt_embeds` (B, width)."""
     if len(text_encoders) == 1:
         return {"prompt_embeds": text_encoders[0](ids["input_ids"])[0]}
     outputs = [encoder(ids[name], output_hidden_states=True) for encoder, name in zip(text_encoders, IDS, strict=True)]

@@ -282,7 +282,7 @@ class Workload:
             raise UserError(f"no memory holds such a batch ({one_line(error, 200)}); give a smaller one") from error
 
     def with_metadata(self, trace: StepTrace) -> StepTrace:
-        """`trace` with the number of micro-batches of the step and the notes of this workload."""
+        """Returns `trace` with the number of micro-batches of the step and the notes of this workload."""
         steps = self.accumulation if self.accumulation > self._recorded else 1
         return replace(trace, micro_batches=steps, notes=[*self.notes, *trace.notes])
 

@@ -11,7 +11,7 @@ The rules, with their places in deepspeed/runtime/zero (0.19.8):
   parameters are gathered ahead, on a stream of their own, and parameters that are used again soon are kept
   (partitioned_param_coordinator.py: fetch_sub_module, release_sub_module). If a forward reads another module's
   parameter, as PEFT's does, that is gathered for both from then on (ZeROOrderedDict).
-- Several parameters are gathered through one buffer, which lives until the last of them is asked for, and are copied
+- Several parameters are gathered through one buffer, which lives until the last of them is requested, and are copied
   out of it. A single one stays in its buffer (partition_parameters.py: all_gather_coalesced).
 - A bucket of `reduce_bucket_size` elements and a buffer for the gradients of all parts live from beginning to end
   (_setup_for_real_optimizer). Gradients are copied to the bucket. A full bucket is reduce-scattered, from a copy in
@@ -62,7 +62,7 @@ def _deepspeeds(hook: Any) -> Any:
 class ModuleHooks:
     """Hooks around one module's forward and backward (deepspeed/runtime/zero/parameter_offload.py).
 
-    An identity on each tensor of its input and output has a backward of its own. That of the first output begins the
+    An identity on each tensor of its input and output has its own backward. That of the first output begins the
     module's backward; that of the last input ends it. If no input needs a gradient, no end is seen.
     """
 

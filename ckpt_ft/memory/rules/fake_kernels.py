@@ -85,7 +85,7 @@ def coalesce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """It has no fake kernel. [ATen/native/sparse/SparseTensorMath.cpp]"""
+    """PyTorch has no fake kernel for it. [ATen/native/sparse/SparseTensorMath.cpp]"""
     _, sparse, dense = args
     return dense.new_empty(sparse.shape[0], dense.shape[1])
 

@@ -1,8 +1,7 @@
 """Chooses the kernel of F.scaled_dot_product_attention as a GPU would, and calls the op that saves the same tensors.
 
-Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which kernels can run) and .../attention.cpp (how inputs
-are prepared), and honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write the flags
-read here.
+Follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (which kernels can run) and .../attention.cpp (input
+preparation). Honours torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp, which write its flags.
 """
 
 from __future__ import annotations

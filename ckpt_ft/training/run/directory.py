@@ -113,8 +113,7 @@ class RunDirectory:
         """Check before training that the disk has room for a checkpoint of `model`.
 
         With adapters, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
-        not
-        checked.
+        skipped.
 
         Raises:
             WorkFailed: there is not enough free space.
@@ -137,8 +136,8 @@ class RunDirectory:
         return last_complete_checkpoint(str(self.path), self.run)
 
     def not_written(self, what: str, reason: str) -> WorkFailed:
-        """Returns an error that says why `what` was not written, how much space is free and which checkpoint is
-        complete."""
+        """Returns an error with the reason why `what` was not written, the free space and the last complete
+        checkpoint."""
         latest = self.last_complete()
         intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
         free = format_bytes(shutil.disk_usage(self.path).free)

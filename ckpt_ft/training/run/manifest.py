@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: its run, and every file with its size and digest. It is written last and atomically.
 
-A checkpoint is complete when its files match its manifest. An incomplete checkpoint is never read: a killed run left
-it
-partial, a file is missing or foreign, or another run overwrote it.
+A checkpoint is complete when its files match its manifest. A checkpoint that is partial, lacks a file, was overwritten
+by another run or contains a foreign file is never read.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 
 def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Returns the directory `path`, filled by `fill(directory)` the first time; if damaged, it is refilled with a
-    warning.
+    """Returns the directory `path`, filled by `fill(directory)` the first time; refills a damaged one with a warning.
 
     Raises:
         UserError: the directory cannot be created.

@@ -44,8 +44,7 @@ def check_same_kind(output_dir: str, lora: bool) -> None:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Returns the directories `checkpoint-N` in `output_dir`, complete or not, oldest first, without
-    `checkpoint-best`."""
+    """Returns the directories `checkpoint-N` in `output_dir`, complete or not, oldest first; no `checkpoint-best`."""
     if not Path(output_dir).is_dir():
         return []
     found = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -62,8 +61,7 @@ def last_complete_checkpoint(output_dir: str, run: str | None = None) -> str | N
 
 
 def resume_path(resume_from_checkpoint: str | None, output_dir: str) -> str | None:
-    """Returns the checkpoint directory for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new
-    run.
+    """Returns the checkpoint for `--resume_from_checkpoint`: "latest" (or "true") or a path; None for a new run.
 
     Raises:
         UserError: there is no complete checkpoint, or it holds weights only.

@@ -53,8 +53,7 @@ class Stop:
     def agreed(self) -> bool:
         """Whether to stop after this step. Called on every rank after every step; all get the same answer.
 
-        With several ranks, returns the answer of the previous step, whose all-reduce is already done, so no rank
-        waits.
+        With several ranks, returns the previous step's answer, whose all-reduce is already done, so no rank waits.
         """
         state = PartialState()
         if state.num_processes == 1:
@@ -81,8 +80,7 @@ class Stop:
 
 
 def stopped(number: int | None, checkpoint: str | None) -> Interrupted:
-    """Returns the error for a run that stopped on request and left `checkpoint`; the main process prints how to
-    resume."""
+    """Returns the error for a run that stopped and left `checkpoint`; the main process says how to resume."""
     number = signal.SIGTERM if number is None else number  # another rank got the signal
     said = f"stopped by {signal.Signals(number).name}; {checkpoint} is whole. To go on:\n{resuming_command()}"
     return Interrupted(said if PartialState().is_main_process else "", number)

@@ -83,9 +83,8 @@ def keep_checkpoints(trainer: Trainer, directory: RunDirectory) -> Iterator[None
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
-        UserError: the checkpoint belongs to another model or was not written by a Trainer, or the first step fails
-            with
-            these flags and data.
+        UserError: the checkpoint is of another model or not a Trainer's, or the first step fails with these flags and
+            data.
         WorkFailed: a checkpoint or the result could not be written; earlier checkpoints are complete.
     """
     directory.clear()
