@@ -389,7 +389,7 @@ def test_another_threads_training_is_not_in_the_record() -> None:
         ("behave_like", 1),
         ("_note_node", 60),
         ("__exit__", 3),
-        ("let_go", 1),
+        ("forget_real_tensors", 1),
         ("_destroy", 1),
     ],
     ids=lambda where: where[0],
