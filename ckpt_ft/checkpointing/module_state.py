@@ -38,6 +38,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
 
+from .libraries import ADAPTED, is_a
 from .tensor_identity import is_array, version_of
 
 _tables = operator.itemgetter(
@@ -177,7 +178,7 @@ class Found:
             UserError: the run wrote a parameter, or wrote a large buffer for the first time.
         """
         versions = _versions(self._parameters)
-        if versions != self._versions and not self._zero3:
+        if versions != self._versions and not (self._zero3 or any(is_a(module, ADAPTED) for module in self._modules)):
             changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
             raise UserError(
                 f"{self._described(self._parameters[changed])} is written in forward, and a second run would write it "
@@ -227,6 +228,8 @@ class Found:
         for container, copy in zip(self._dicts, copies.dicts, strict=True):
             if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
                 self._put_entries(container, copy)
+        if self._zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
+            return
         for container, copied in zip(self._lists, copies.lists, strict=True):
             if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
                 container.clear()

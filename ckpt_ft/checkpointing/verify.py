@@ -373,7 +373,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.trigger_wait()
     elif type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor also names its mesh
+                yield from _parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:

@@ -57,8 +57,8 @@ def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> N
     way = only(suggested(spec, "full,head", limit))
     assert (way.edits, way.change, way.reserved) == (edits, "--lora 16 --dtype bfloat16", limit)
     assert way.command == (
-        f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --per_device_train_batch_size 1 "
-        "--max_length 128 --dtype bfloat16 --use_peft --lora_r 16 --optim adamw_torch_fused --dataset_name DATASET"
+        f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --use_peft --max_length 128 "
+        "--per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused --lora_r 16 --dataset_name DATASET"
     )
 
 
@@ -70,7 +70,8 @@ def test_eight_bits_are_left_out_where_four_fit(config: str) -> None:
     way = only(suggested(spec, "full,head", limit))
     assert (way.edits, way.reserved) == (edits, limit)
     assert way.change == "--dtype bfloat16 --load-in-4bit without --load-in-8bit"
-    assert "--use_peft --lora_r 16 --load_in_4bit" in way.command
+    assert "--lora_r 16 --load_in_4bit" in way.command
+    assert "--use_peft" in way.command
 
 
 def test_the_policy_that_was_asked_for_is_tried_in_leaner_settings(config: str) -> None:

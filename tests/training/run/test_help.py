@@ -35,7 +35,7 @@ def test_help_imports_no_library(script: Path) -> None:
     assert f"    accelerate launch -q recipes/{script.name}" in lines  # as it is written
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles[:3] == ["model:", "data:", "memory:"]
-    assert sum(line.startswith("  --ac_") for line in lines) == 5
+    assert sum(line.startswith("  --ac_") for line in lines) == 6
     assert lines[-1].split() == ["--help-all", "Every", "flag."]
 
 
