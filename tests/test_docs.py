@@ -176,7 +176,7 @@ def parse_recipe(script: str, flags: list[str]) -> None:
     if script in loops:
         from ckpt_ft.training.run.parser import parse_args
 
-        names = (*loops[script], "DreamBoothArguments", "ACArguments")
+        names = (*loops[script], "ImageArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)
     else:
         recipe.parse([*flags, "--use_cpu"])  # half precision is refused where there is neither a GPU nor this
