@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with training_args.main_process_first(desc="loading the preferences"):
         train_rows, eval_rows = load_rows(data_args, evaluate=training_args.do_eval, seed=training_args.seed)
     check_preferences(train_rows, str(data_args.dataset_name))
-    model = load_pretrained(model_args, AutoModelForCausalLM)
+    model = load_pretrained(model_args, AutoModelForCausalLM, training_args.max_length or 0)
 
     # 2. TRL's trainer tokenizes, and creates the reference: a copy of the model, or the model without its adapters
     with library_reads("TRL cannot train with these flags and preferences"):

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_dataset = encode_rows(train_rows, tokenizer, data_args)
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
-    model = load_model(model_args)
+    model = load_model(model_args, data_args.max_length)
     if data_args.packing:
         check_rows_apart(model)
 

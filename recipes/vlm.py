@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args = replace(model_args, model_name_or_path=built_in)
         data_args = replace(data_args, dataset_name=data_args.dataset_name or drawn)
     processor = load_processor(model_args, data_args)
-    model = load_model(model_args)
+    model = load_model(model_args, data_args.max_length)
     collator = collator_of(model, processor.tokenizer.pad_token_id, data_args.packing)
 
     # 2. Data: one process reads all images and tokenizes, the others read its cache

@@ -26,6 +26,7 @@ _TRAINER = {
 _FLAGS: dict[str, dict[str, str]] = {
     "llm": {
         "seq_length": "max_length",
+        "rope_scaling": "rope_scaling",
         **_TRAINER,
         "lora_r": "lora_r",
         "lora_targets": "lora_target_modules",

@@ -59,6 +59,9 @@ class ModelSpec(Part):
     train_towers: Literal["", "language", "vision", "both"] = setting(
         "", "train only these towers and freeze the others: language, vision or both; default: the whole model"
     )
+    rope_scaling: Literal["", "none", "linear", "dynamic", "yarn"] = setting(
+        "", "sequences longer than the model's rotary positions: linear, dynamic or yarn scales them, none does not"
+    )
 
 
 @dataclass(frozen=True)

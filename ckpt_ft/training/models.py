@@ -13,6 +13,7 @@ from ckpt_ft.reading import library_reads, require_package
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
 from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.positions import STRETCHES, is_rotary, stretch_positions, trained_positions
 
 from .peft_flag import HELP as PEFT_CONFIG
 from .peft_flag import Targets, adapter_of, check_peft_flag
@@ -40,6 +41,11 @@ class ModelArguments:
         None, "Hub id or local directory; without it, the built-in model and sample."
     )
     model_revision: str = flag("main", "Branch, tag or commit of a Hub model.")
+    rope_scaling: str | None = flag(
+        None,
+        "Train on more tokens than the model's rotary positions: scale them to --max_length, or none to keep them.",
+        choices=["none", *STRETCHES],
+    )
     dtype: str = flag(
         "float32", "Dtype that the weights are loaded in.", choices=["auto", "bfloat16", "float16", "float32"]
     )
@@ -104,45 +110,62 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def within_positions(args: ModelArguments, max_length: int) -> int:
-    """Clamps a default `max_length` to the model's `max_position_embeddings` and warns.
+    """Clamps a default `max_length` to the number of positions that the model was trained on, and warns.
 
-    Longer sequences cause an index error deep in the model, or silently worse numbers.
+    Longer sequences cause an index error deep in the model. Rotary positions run at any length, but the model has not
+    learned them: they need `--rope_scaling`.
 
     Raises:
         UserError: a length other than the default exceeds the model's positions.
     """
+    config = _config(args)
+    positions = trained_positions(config)
+    if not positions or max_length <= positions:
+        return max_length
+    if args.rope_scaling is not None and is_rotary(config):
+        return max_length
+    if max_length != SEQ_LENGTH:
+        fix = "give at most that"
+        if is_rotary(config):
+            fix += ", or --rope_scaling yarn (linear, dynamic; none trains beyond them as they are)"
+        raise UserError(f"--max_length {max_length}: the model has {positions} positions; {fix}")
+    logger.warning("--max_length %d: the model has no more positions", positions)
+    return positions
+
+
+def _config(args: ModelArguments) -> Any:
     from transformers import AutoConfig
 
     with library_reads(f"model {args.model_name_or_path}: no configuration can be loaded"):
-        config = AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None or max_length <= positions:
-        return max_length
-    if max_length != SEQ_LENGTH:
-        raise UserError(f"--max_length {max_length}: the model has {positions} positions; give at most that")
-    logger.warning("--max_length %d: the model has no more positions", positions)
-    return int(positions)
+        return AutoConfig.from_pretrained(args.model_name_or_path, **args.source)
 
 
-def load_model(args: ModelArguments) -> PreTrainedModel:
+def load_model(args: ModelArguments, max_length: int = 0) -> PreTrainedModel:
     """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
+
+    max_length: tokens of the longest sequence, for `--rope_scaling`.
 
     Raises:
         UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     from transformers import AutoModelForCausalLM
 
-    model = load_pretrained(args, AutoModelForCausalLM)
+    model = load_pretrained(args, AutoModelForCausalLM, max_length)
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
 
 
-def load_pretrained(args: ModelArguments, auto: Any, **more: Any) -> PreTrainedModel:
+def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more: Any) -> PreTrainedModel:
     """Calls `auto.from_pretrained` for the model of `args`, with `more` as additional arguments.
+
+    max_length: tokens of the longest sequence, for `--rope_scaling`.
 
     Raises:
         UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
+    if args.rope_scaling is not None:
+        kwargs["config"] = _config(args)
+        stretch_positions(kwargs["config"], args.rope_scaling, max_length)
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
     if args.load_in_4bit:

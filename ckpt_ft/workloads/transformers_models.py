@@ -18,6 +18,7 @@ from .adapters import adapt, by_task, refusals
 from .batches import ImagePositions, check_packing, one_behind_another
 from .images import Pictured, pictured
 from .model_config import read_processor
+from .positions import beyond_note, position_limit, stretch_positions, trained_positions
 from .workload import DTYPES, Batch, Forward, Loss, Workload
 
 _SECONDS = 10  # default length of audio
@@ -42,7 +43,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     seen = pictured(built, read_processor(name), spec) if spec.data.images else None
     if seen is not None and spec.data.rows == "packed":
         check_packing(built)
-    spec, said = _lengthened(name, text, spec, seen) if "seq_length" in task.sized else (spec, ())
+    spec, said = _lengthened(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
     fields = task.fields(built, spec)
@@ -83,21 +84,22 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
 
 
 def _lengthened(
-    name: str, text: Any, spec: TrainingSpec, seen: Pictured | None
+    name: str, model: Any, spec: TrainingSpec, seen: Pictured | None
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
     """Returns the spec with the length of a sequence, and notes about it.
 
-    A default length counts the text after the images, and is clamped to the model's number of positions.
+    A default length counts the text after the images, and is clamped to the number of positions that the model was
+    trained on.
 
     Raises:
-        UserError: the requested length exceeds the model's positions, or the images do not fit in it.
+        UserError: the requested length exceeds the model's table of positions, or the images do not fit in it.
     """
-    limit = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 0
+    limit = trained_positions(model.config) if spec.data.length_is_open else position_limit(model)
     rows = 2 if spec.data.rows == "packed" else 1  # rows per sequence, each with its images
     images = seen.length * rows if seen else 0
     length = spec.data.tokens + (images if spec.data.length_is_open else 0)
     said: tuple[str, ...] = ()
-    if 0 < limit < length:  # XLNet's -1 means no limit
+    if 0 < limit < length:
         if not spec.data.length_is_open:
             raise UserError(f"sequence length {length}: {name} has {limit} positions")
         length, said = limit, (f"sequences of {limit} tokens: {name} has no more positions",)
@@ -107,7 +109,8 @@ def _lengthened(
             f"sequence length {length}: {spec.data.images * rows} images of {wide}x{high} pixels take {images} tokens "
             "of it; give a longer one, or fewer or smaller images"
         )
-    return spec.edit(seq_length=length), said
+    beyond = beyond_note(model.config, spec.model.rope_scaling, length)
+    return spec.edit(seq_length=length), (*said, *([beyond] if beyond else ()))
 
 
 def _of_size(config: Mapping[str, Any], side: int) -> Mapping[str, Any]:
@@ -173,8 +176,11 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
         parsed = AutoConfig.for_model(config["model_type"], **values)
+        stretch_positions(parsed, spec.model.rope_scaling, spec.data.tokens)
         with torch.device("meta"):
             model = kind._from_config(parsed, dtype=DTYPES[spec.precision.dtype], attn_implementation=attention)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{name}: its config does not make a model: {one_line(error, 200)}") from error
     if config.get("tie_word_embeddings") is False:

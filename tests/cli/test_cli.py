@@ -279,7 +279,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--batch-size", "0"), "batch size 0: a batch has at least 1 sample"),
         (("estimate", "CONFIG", "--batch-size", "x"), "'--batch-size'"),
         (("estimate", "CONFIG", "--bath-size", "1"), "No such option"),
-        (("estimate", "CONFIG", "--seq-length", "4096"), "has 2048 positions"),
+        (("estimate", "gpt2", "--seq-length", "4096"), "sequence length 4096: gpt2 has 1024 positions"),
         (("estimate", "CONFIG", "--seq-length", "0"), "at least 2 tokens"),
         (("estimate", "CONFIG", "--dtype", "fp16"), "dtype 'fp16'"),
         (("estimate", "CONFIG", "--optimizer", "adam"), "did you mean 'adamw'"),

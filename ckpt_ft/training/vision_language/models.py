@@ -59,15 +59,17 @@ def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArgum
     return processor
 
 
-def load_model(args: VisionLanguageModelArguments) -> PreTrainedModel:
+def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTrainedModel:
     """Returns the model in train mode, with the other towers frozen; with adapters only the trained towers have them.
+
+    max_length: tokens of the longest sequence, for `--rope_scaling`.
 
     Raises:
         UserError: the model cannot be read, has no such tower, or has no layer that could get an adapter.
     """
     from transformers import AutoModelForImageTextToText
 
-    model = load_pretrained(args, AutoModelForImageTextToText)
+    model = load_pretrained(args, AutoModelForImageTextToText, max_length)
     model.config.get_text_config().use_cache = False  # some models read this one; a Trainer sets the whole model's
     trained = TrainedTowers(model, args.train_towers)
     if args.adapts:

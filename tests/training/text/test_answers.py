@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.models import ModelArguments, within_positions
+from ckpt_ft.training.models import ModelArguments, load_model, within_positions
 from ckpt_ft.training.text.answers import SHOWN, prompts_of
 from ckpt_ft.training.text.encode import IGNORED
 
@@ -44,5 +44,10 @@ def test_the_default_length_is_the_models_positions_where_it_has_fewer(
         assert within_positions(small, 1024) == 512
     assert caplog.messages == ["--max_length 512: the model has no more positions"]
     assert within_positions(small, 300) == 300
-    with pytest.raises(UserError, match="--max_length 600: the model has 512 positions; give at most that"):
+    with pytest.raises(
+        UserError, match="--max_length 600: the model has 512 positions; give at most that, or --rope_scaling yarn"
+    ):
         within_positions(small, 600)
+    scaled = ModelArguments(model_name_or_path=str(sample[0]), rope_scaling="yarn")
+    assert within_positions(scaled, 600) == 600
+    assert load_model(scaled, 600).config.rope_parameters["factor"] == 600 / 512
