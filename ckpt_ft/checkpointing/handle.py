@@ -76,6 +76,12 @@ class AppliedPolicy:
         inside = {block for region in self.regions for block in region.blocks}
         return [name for name in self.found.blocks if name not in inside]
 
+    @property
+    def notes(self) -> list[str]:
+        """One line for each term that changes nothing in this model, with the reason."""
+        idle = [(engine.term, engine.rows[0].kept) for engine in self.engines if not engine.stand_ins]
+        return [f"policy '{term}' changes nothing here: {reason}" for term, reason in idle if reason]
+
     def explain(self) -> str:
         """Return a table of module classes, how many are re-run, what they keep, and what each engine does."""
         return explain(self._coverage())

@@ -184,7 +184,7 @@ def install(model: nn.Module) -> Installed:
     row = Treated(kind, 1, "logits", "the output layer's input")
     fused = _fused_loss(lm)
     if fused:
-        return Installed("head", [], [replace(row, kept=f"as {fused}, which is on, does: 'head' is not needed")])
+        return Installed("head", [], [replace(row, kept=f"{fused} is on, which keeps no logits either")])
     output_layer = OutputLayer(layer)
     return Installed("head", [output_layer, Deferring(lm, output_layer)], [row])
 

@@ -102,6 +102,7 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     report(f"tracing two steps of {type(workload.model).__name__} for {gpu.name if gpu else 'cpu'}")
     applied = apply_policy(workload.model, spec.policy)
     trace = workload.trace(spec.data.batch_size)
+    trace = replace(trace, notes=[*applied.notes, *trace.notes])
     found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
     if found.headroom is None or capacity is None or found.headroom >= 0:
         return found, trace

@@ -100,6 +100,8 @@ class Session:
             if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "activation_checkpointing", False):
                 refuse_fsdp(self.policy)
             self.applied = apply_policy(model, self.policy, verify=self.settings.ac_verify)
+            for note in self.applied.notes:
+                logger.warning("%s", note)
 
     def check(self, inputs: Mapping[str, Any], loss: Callable[..., torch.Tensor] | None = None) -> None:
         """With `--ac_check`, compares a step on `inputs` with and without the policy.

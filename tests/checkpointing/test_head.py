@@ -457,7 +457,7 @@ def test_trls_chunked_loss_needs_no_head(first: str) -> None:
     add_fused_lm_head(model)
     if first == "trl":
         row = head.install(model).rows[0]
-        assert row.kept == "as TRL's chunked loss, which is on, does: 'head' is not needed"
+        assert row.kept == "TRL's chunked loss is on, which keeps no logits either"
         assert "forward" not in model.lm_head.__dict__
     model(**inputs, fused_lm_head=True).loss.backward()
     assert model.lm_head.weight.grad is not None

@@ -172,9 +172,15 @@ def convolution_backward_flops(grad: Tensor, given: Tensor, weight: Tensor, *arg
     return 2 * (given if transposed else grad).numel() * weight.shape[1:].numel() * sum(mask[:2])
 
 
+def addmm_flops(added: Tensor, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of a matrix product that is added to a tensor; torch's own formula refuses an `out_dtype`."""
+    return 2 * a.numel() * b.size(-1)
+
+
 # In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
 # of a grouped convolution's weight as if it were not grouped.
 _FLOPS: dict[Any, Callable[..., int]] = {
+    aten.addmm: addmm_flops,
     aten.convolution_backward: convolution_backward_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,

@@ -45,7 +45,9 @@ class Memo:
 
     def of(self, func: Any) -> Remembered | None:
         """The cached calls of one op; None if its result depends on more than shapes."""
-        if func._schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
+        schema = func._schema
+        into_given = any(argument.is_out for argument in schema.arguments)  # `out=` is no new tensor
+        if into_given or schema.name in _CHANGES_SHAPE or torch.Tag.inplace_view in func.tags:
             return None
         return Remembered(self.fakes, self._known.setdefault(func, {}))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.standins import flash_attention
+from ckpt_ft.standins import flash_attention, fused_head
 from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
 from .dispatcher import FakeOps, compute_capability
@@ -209,6 +209,7 @@ class _Trace:
             Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
+            nullcontext() if gpu is None else fused_head.on_gpu(),
             process_group(launch, sharding) as mesh,
             torch_like(gpu) as fakes,
             faked(model, self.beside, fakes, sharding),

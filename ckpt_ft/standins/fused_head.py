@@ -1,0 +1,65 @@
+"""TRL's fused LM head as it runs on a GPU, for traces.
+
+TRL computes log-probabilities from tiles of the logits (trl/kernels/chunked_logprob.py, ChunkedLogProbFunction). On a
+GPU a Triton kernel folds each tile into running statistics, another one overwrites it with its gradient in backward,
+and cuBLAS adds to the gradients of hidden states and head in fp32. Elsewhere torch operators with fp32 temporaries do
+the same. Fake tensors are on the CPU, so a trace for a GPU would follow those operators. The autograd function stays
+TRL's; only its kernels are replaced, by operators that read and write the same memory and allocate nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def on_gpu() -> Iterator[None]:
+    """Makes TRL's fused head run as on a GPU, where TRL is imported and has one."""
+    kernels, users = sys.modules.get("trl.kernels.chunked_logprob"), sys.modules.get("trl.trainer.utils")
+    with ExitStack() as stack:
+        if kernels is not None and hasattr(kernels, "_forward_kernel"):
+            replaced: dict[str, Any] = {
+                "_forward_kernel": _Launched(_fold),
+                "_backward_kernel": _Launched(_turn_into_gradient),
+                "_addmm_fp32": _addmm_fp32,
+                "triton": SimpleNamespace(cdiv=lambda size, block: -(-size // block)),
+            }
+            stack.enter_context(patch.multiple(kernels, create=True, **replaced))
+            for module in (kernels, users):
+                stack.enter_context(patch.object(module, "_use_triton", lambda device: True))
+        yield
+
+
+class _Launched:
+    """A Triton kernel: `kernel[grid](...)` launches it."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.launch
+
+
+def _fold(tile: Tensor, stride: int, targets: Tensor, statistic: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Reads the tile once and writes a few numbers for each token."""
+    torch.sum(tile, -1, dtype=torch.float32, out=statistic)
+
+
+def _turn_into_gradient(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+    tile.mul_(1)
+
+
+def _addmm_fp32(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """cuBLAS adds a product of half-precision matrices to fp32 (addmm with `out_dtype`)."""
+    if a.dtype is torch.float32:
+        acc.addmm_(a, b)
+    else:
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
