@@ -240,7 +240,7 @@ class Found:
             container.clear()
             container.update(copy)
             return
-        for key in {**copy, **container}:
+        for key in dict.fromkeys((*copy, *container)):
             wanted, now = copy.get(key, _MISSING), container.get(key, _MISSING)
             if wanted is now or key in _NOT_RESTORED or _is_managed(wanted) or _is_managed(now):
                 continue
@@ -308,7 +308,7 @@ class Copies:
     __slots__ = ("dicts", "lists")
 
     def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container]) -> None:
-        self.dicts: list[dict[Any, Any]] = list(map(dict, dicts))
+        self.dicts: list[dict[Any, Any]] = list(map(_table_copy, dicts))
         self.lists: list[list[Any]] = list(map(list, lists))
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -321,6 +321,11 @@ class Copies:
             copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
         for values in self.lists:
             values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy without `__getitem__`, by which DeepSpeed's tables learn that a module reads the parameters of another."""
+    return dict(table) if type(table) is dict else dict(dict.items(table))
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
