@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.planning.batch_size import find_max_batch_size
     from ckpt_ft.planning.estimate import Estimate, estimate
+    from ckpt_ft.planning.max_length import find_max_length
     from ckpt_ft.planning.plan import plan
     from ckpt_ft.policy import Policy
     from ckpt_ft.spec.training_spec import TrainingSpec
@@ -38,6 +39,7 @@ __all__ = [
     "check_parity",
     "estimate",
     "find_max_batch_size",
+    "find_max_length",
     "plan",
     "trace_step",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "check_parity": "checkpointing.parity",
     "estimate": "planning.estimate",
     "find_max_batch_size": "planning.batch_size",
+    "find_max_length": "planning.max_length",
     "plan": "planning.plan",
     "trace_step": "memory.fake.step",
 }

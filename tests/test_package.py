@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "ACCallback", "AppliedPolicy", "Estimate", "MemoryProfiler", "Policy", "TrainingSpec", "Workload", "__version__",
-    "apply_policy", "check_parity", "estimate", "find_max_batch_size", "plan", "trace_step",
+    "apply_policy", "check_parity", "estimate", "find_max_batch_size", "find_max_length", "plan", "trace_step",
 }  # fmt: skip
 
 

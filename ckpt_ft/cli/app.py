@@ -16,7 +16,7 @@ import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.spec.ecosystem import typed_as
 
-from . import catalogue, estimate, planning, policies, recipe
+from . import catalogue, estimate, max_length, planning, policies, recipe
 
 app = typer.Typer(
     add_completion=False,
@@ -66,7 +66,7 @@ def _common(
     pass
 
 
-for commands in (estimate, policies, planning, catalogue, recipe):
+for commands in (estimate, policies, planning, max_length, catalogue, recipe):
     commands.register(app)
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def load(
     if spec.adapter.lora_targets and not spec.adapter.lora_r:
         raise UserError(f"LoRA targets {','.join(spec.adapter.lora_targets)} without LoRA: give a rank, or drop them")
     gpu = gpu_of(device)
-    if lengths is not None and spec.data.rows == "packed":
-        raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
+    if lengths is not None:
+        if spec.data.rows == "packed":
+            raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
+        spec = spec.edit(rows="padded")
     workload = _by_kind(name, read_config(name), spec)
     _check_samples(name, workload, spec, own_rows=batches is not None)
     if lengths is not None:

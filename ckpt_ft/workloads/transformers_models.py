@@ -64,7 +64,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
             along = seen.along | {"input_ids", "labels"}
             return one_behind_another([filled(samples, tokens) for tokens in halves], along, ImagePositions.of(built))
         batch = filled(samples, length)
-        if length is not None or spec.data.rows == "padded":
+        if spec.data.rows == "padded":
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # for the longest row; the others are padded
             batch["attention_mask"][1:, -1:] = 0
         elif spec.data.rows == "packed" and seen is None:

@@ -1,0 +1,163 @@
+"""`ckpt-ft max-length`: the longest sequence that fits a card, under one policy or the best of several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.export.holders import holders_table
+from ckpt_ft.memory.gpus import asked_gpu
+from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.tables import DASH, Table, print_table
+from ckpt_ft.units import format_at_least, format_bytes, format_number
+
+from .console import progress, stdout
+from .params import AsJson, takes_spec
+from .planning import Margin
+
+if TYPE_CHECKING:
+    from ckpt_ft.planning.max_length import LongestSequence, MaxLength
+
+# The columns of --table, by their memory, and its rows: changes of the spec.
+_CARDS = ("rtx-4090", "a100-40gb", "h100", "h200")
+_METHODS = {
+    "full": {},
+    "LoRA": {"lora_r": LORA_R},
+    "QLoRA": {"lora_r": LORA_R, "load_in_4bit": True},
+}
+_ANY = 16  # tokens of the batches that the workload is built with; the search makes longer ones
+_OF_TABLE = "full,head"
+
+
+@takes_spec("policy", "seq_length")
+def max_length(
+    spec: TrainingSpec,
+    policy: Annotated[str, typer.Option("--policy", help="e.g. full,head; auto for the best of several")] = "auto",
+    table: Annotated[
+        bool, typer.Option("--table", help="full fine-tuning, LoRA and QLoRA on cards of 24, 40, 80 and 141 GB")
+    ] = False,
+    margin: Margin = "",
+    as_json: AsJson = False,
+) -> None:
+    """Predict the longest sequence that fits, without a GPU and without weights.
+
+    Exit code 1 if not even a short sequence fits. A loop of your own proves its length by real steps: find_max_length.
+    """
+    from ckpt_ft.planning.max_length import LADDER
+
+    policies = LADDER if policy == "auto" else (policy,)
+    if table:
+        _print_table(spec, (_OF_TABLE,) if policy == "auto" else policies, margin, as_json)
+        return
+    found = _find(spec, policies, margin)
+    device = spec.host.device or "cpu"
+    if not found.length:
+        raise WorkFailed(
+            f"{spec.model.name} on {device}: not even {found.granularity} tokens fit in "
+            f"{format_bytes(found.room.budget)}; the smallest budget that would do is "
+            f"{format_at_least(found.needed)}; --lora 16 --dtype bfloat16, or --load-in-4bit with it, needs less"
+        )
+    command = _command(spec, found.ladder[0])
+    if as_json:
+        print(json.dumps({"model": spec.model.name, "device": device, **asdict(found), "command": command}, indent=2))
+        return
+    console = stdout()
+    print_table(_ladder(spec, found, device), console)
+    print_table(holders_table(found.holders, found.ladder[0].peak_allocated), console)
+    for policy, reason in found.rejected.items():
+        console.print(f"not possible: {reason if policy in reason else f'{policy}: {reason}'}", markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"train the first of these: {command}", markup=False, soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module to `app`."""
+    app.command()(max_length)
+
+
+def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> MaxLength:
+    from ckpt_ft.planning.max_length import predict_max_length
+    from ckpt_ft.workloads.load import load
+    from ckpt_ft.workloads.positions import beyond_note, position_limit
+
+    if spec.data.images:
+        raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
+    gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
+    with progress() as say:
+        say(f"building {spec.model.name} from its config")
+        workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
+        if "seq_length" not in workload.shape:
+            raise UserError(f"the batches of {spec.model.name}, a {workload.kind}, hold no sequences")
+        limit = position_limit(workload.model)
+        found = predict_max_length(
+            workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, jobs=0,
+            report=say, launches=spec.launch.launches, **({"most": limit} if limit else {}),
+        )  # fmt: skip
+    beyond = beyond_note(workload.model.config, spec.model.rope_scaling, found.length)
+    return replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
+
+
+def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
+    """One row per policy: how long, at what memory and speed."""
+    rows = [
+        (
+            *([one.launch.sharing if one.launch else ""] if spec.launch.launches else []),
+            one.policy,
+            f"{one.length:,}",
+            format_bytes(one.peak_allocated),
+            format_bytes(one.peak_reserved),
+            format_number(one.seconds),
+            format_number(one.tokens_per_second),
+        )
+        for one in found.ladder
+    ]
+    nominal = "" if device != "cpu" else "nominal "
+    header = ("policy", "tokens", "peak allocated", "reserved", f"{nominal}s/step", f"{nominal}tokens/s")
+    several = spec.launch.launches or ([spec.launch.launch] if spec.launch.launch else [])
+    on = f"{several[0].processes} x {device}" if several and several[0] else device
+    title = f"{spec.model.name} on {on}: longest at batch {found.batch_size}"
+    return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows)
+
+
+def _command(spec: TrainingSpec, longest: LongestSequence) -> str:
+    """The command that trains on sequences of that length."""
+    from ckpt_ft.workloads.model_config import read_config
+    from ckpt_ft.workloads.recipes import recipe_for
+
+    config = read_config(spec.model.name)
+    trained = (config.get("text_config") or config).get("max_position_embeddings") or longest.length
+    beyond = {"rope_scaling": "none"} if longest.length > trained and not spec.model.rope_scaling else {}
+    picked = spec.edit(policy=longest.policy, seq_length=longest.length, launch=longest.launch, **beyond)
+    return training_command(picked, recipe_for(picked))
+
+
+def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_json: bool) -> None:
+    """Print the longest sequence of each method on each card."""
+    cards = (spec.host.device,) if spec.host.device else _CARDS
+    lengths: dict[str, dict[str, int]] = {}
+    for method, changes in _METHODS.items():
+        lengths[method] = dict(_on_cards(spec.edit(**changes), policies, cards, margin))
+    if as_json:
+        print(json.dumps({"model": spec.model.name, "policies": policies, "tokens": lengths}, indent=2))
+        return
+    rows = [
+        (method, *(f"{length:,}" if length else DASH for length in found.values()))
+        for method, found in lengths.items()
+    ]
+    title = f"{spec.model.name} under '{policies[0]}', batch {spec.data.batch_size}, {spec.precision.dtype}: tokens"
+    print_table(Table(title, ("method", *cards), rows), stdout())
+
+
+def _on_cards(
+    spec: TrainingSpec, policies: tuple[str, ...], cards: tuple[str, ...], margin: str
+) -> Iterator[tuple[str, int]]:
+    for card in cards:
+        yield card, _find(spec.edit(device=card), policies, margin).length

@@ -1,0 +1,216 @@
+"""The longest sequence that fits a memory budget: predicted from traces under each of a few policies, or proved.
+
+A search over lengths is a search over batch sizes in which a "sample" is a piece of every sequence, `GRANULARITY`
+tokens long. So `by_length` turns a workload into one of pieces, and the estimates and real steps of
+`find_max_batch_size` do the rest. Every length that is shown has been traced at that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.export.holders import Holder
+from ckpt_ft.memory.gpus import gpu_of
+from ckpt_ft.policy import Policy
+from ckpt_ft.reading import Bytes, Count
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import MOST
+from ckpt_ft.units import format_bytes
+from ckpt_ft.workloads.workload import Workload, or_loop
+
+from .batch_size import find_max_batch_size
+from .budget import MemoryBudget, memory_budget
+from .candidate import Candidate, better
+from .empirical_search import Trial
+from .estimates import HIGH, Estimates
+from .launches import Launches
+from .plan import searching
+from .search import settle
+from .tracing import Report
+
+GRANULARITY = 256  # tokens
+LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,offload")  # each keeps less than the one before
+_TARGET = "effective_batch"
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """The longest sequence that fits under one policy.
+
+    Attributes:
+        length: tokens of each sequence.
+        peak_allocated, peak_reserved: bytes.
+        seconds: of one optimizer step.
+        tokens_per_second: of one process.
+    """
+
+    policy: str
+    length: Count
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    seconds: float
+    tokens_per_second: float
+    launch: Launch | None = None
+
+    @classmethod
+    def of(cls, candidate: Candidate, granularity: int, batch_size: int) -> LongestSequence:
+        """The sequence of a candidate whose samples are pieces of `granularity` tokens."""
+        length = candidate.batch * granularity
+        return cls(
+            candidate.policy, length, candidate.peak, candidate.reserved, candidate.seconds,
+            batch_size * granularity * candidate.samples_per_second, candidate.launch,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MaxLength:
+    """The longest sequence that fits, 0 tokens if not even the shortest one does.
+
+    Attributes:
+        length: the proved length; the predicted one if no step was run.
+        predicted: the longest sequence whose predicted bytes fit.
+        batch_size: sequences of a micro-batch.
+        room: the memory budget.
+        ladder: the longest sequence of every policy that fits, the longest first.
+        holders: what holds the peak of the first of them.
+        rejected: policies and launches that do not suit the model, each with the reason.
+        needed: if nothing fits, the smallest budget that works for `granularity` tokens; else 0.
+        granularity: lengths are multiples of this number of tokens.
+        notes: assumptions of the prediction, one sentence each.
+        trials: the real steps in order; the batch size of a trial counts pieces of `granularity` tokens.
+    """
+
+    length: int
+    predicted: int
+    batch_size: int
+    room: MemoryBudget
+    ladder: list[LongestSequence] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    needed: int = 0
+    granularity: int = GRANULARITY
+    notes: list[str] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        found = f"longest sequence in {format_bytes(self.room.budget)}: predicted {self.predicted} tokens"
+        if not self.trials:
+            return found
+        out = sum(not trial.fits for trial in self.trials)
+        return f"{found}, proved {self.length} ({len(self.trials)} steps, {out} out of memory)"
+
+
+@or_loop
+def find_max_length(
+    workload: Workload,
+    budget: str | int | None = None,
+    *,
+    batch_size: int = 1,
+    most: int = MOST,
+    margin: str | float | None = None,
+    report: Report | None = None,
+) -> MaxLength:
+    """The longest sequence whose training step fits under the model's policy: predicted, then proved by real steps.
+
+    For a training loop of your own: `find_max_length(model, step_for_length, budget, make_optimizer=...)`, where
+    `step_for_length(tokens)` returns `step(model, optimizer)`, one optimizer step on sequences of that many tokens.
+    Weights, buffers, gradients and random state are restored afterwards.
+
+    Args:
+        workload: as for `find_max_batch_size`; its `make_batch(samples, length)` makes sequences of any length.
+        batch_size: sequences of a micro-batch.
+        most: tokens of the longest sequence to consider, such as the number of the model's learned positions.
+
+    Raises:
+        UserError: as `find_max_batch_size`.
+    """
+    pieces, most_pieces, granularity = by_length(workload, batch_size, most)
+    found = find_max_batch_size(pieces, budget, max_batch_size=most_pieces, margin=margin, report=report)
+    lengths = (found.batch * granularity, found.predicted * granularity)
+    return MaxLength(*lengths, batch_size, found.room, granularity=granularity, trials=found.trials)
+
+
+def predict_max_length(
+    workload: Workload,
+    policies: Sequence[str] = LADDER,
+    budget: str | int | None = None,
+    *,
+    batch_size: int = 1,
+    most: int = MOST,
+    margin: str | float | None = None,
+    jobs: int = 1,
+    report: Report | None = None,
+    launches: Sequence[Launch] = (),
+) -> MaxLength:
+    """The longest sequence that fits the workload's device under the best of `policies`, predicted only.
+
+    Args:
+        workload: its model may be on meta; its `make_batch(samples, length)` makes sequences of any length.
+        most: tokens of the longest sequence to consider.
+        launches: launches to choose from, in place of the workload's own.
+
+    Raises:
+        UserError: a budget that the device does not have, or no policy that suits the model.
+    """
+    pieces, most_pieces, granularity = by_length(workload, batch_size, most)
+    gpu = gpu_of(workload.device)
+    launch = launches[0] if launches else workload.launch
+    room = memory_budget(budget, gpu, margin, launch)
+    policies = [str(Policy.parse(policy)) for policy in policies]
+    with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
+        if launches:
+            alone = memory_budget(budget, gpu, margin)
+            several = Launches(tracer, launches, (room, alone), _TARGET, None, most_pieces)
+            candidates = several.search(policies)
+            estimates = several.of(candidates[0].launch) if candidates else several.leanest()
+            rejected = {**estimates.rejected, **several.rejected}
+        else:
+            estimates = Estimates(tracer, room, _TARGET, most=most_pieces)
+            candidates, rejected = _settled(estimates, policies), estimates.rejected
+        if not estimates.anchors:
+            raise UserError("no policy suits the model: " + "; ".join(rejected.values()))
+        if not candidates:
+            needed = room.needs(_shortest(estimates))
+            return MaxLength(0, 0, batch_size, room, rejected=rejected, needed=needed, granularity=granularity)
+        best = estimates.tracer.traced[candidates[0].policy, candidates[0].batch]
+    assert not isinstance(best, str), "a candidate has a trace"
+    ladder = [LongestSequence.of(candidate, granularity, batch_size) for candidate in candidates]
+    length = ladder[0].length
+    return MaxLength(
+        length, length, batch_size, room, ladder, best.grouped_holders(8), rejected, 0, granularity, best.notes
+    )
+
+
+def _settled(estimates: Estimates, policies: Sequence[str]) -> list[Candidate]:
+    """The candidate of every policy that fits, each traced at its own length, the longest first."""
+    estimates.trace_candidates(policies)
+    settle([(estimates, candidate) for candidate in estimates.candidates()])
+    return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
+
+
+def _shortest(estimates: Estimates) -> Candidate:
+    """The leanest policy's step on a single piece."""
+    leanest = estimates.leanest().policy
+    estimates.tracer.trace(leanest, 1)
+    return estimates.estimate(leanest, 1)
+
+
+def by_length(workload: Workload, batch_size: int, most: int = MOST) -> tuple[Workload, int, int]:
+    """Returns a workload whose samples are pieces of sequences, the largest number of pieces, and tokens of a piece.
+
+    A step of n samples of the result is a step on `batch_size` sequences of n pieces each.
+    """
+    granularity = GRANULARITY if most >= HIGH * GRANULARITY else max(most // (HIGH + 1), 1)
+    make_batch, loop, rows_differ = workload.make_batch, workload.loop, workload.lengths is not None
+    pieces = replace(workload, make_batch=lambda pieces, _: make_batch(batch_size, pieces * granularity), lengths=None)
+    if loop is not None:
+        step = loop  # of one's own: its argument is a number of tokens unless rows of several lengths were described
+
+        def of_pieces(pieces: int, _: int | None):  # type: ignore[no-untyped-def]
+            tokens = pieces * granularity
+            return step(batch_size, tokens) if rows_differ else step(tokens, None)
+
+        pieces = replace(pieces, loop=of_pieces)
+    return pieces, most // granularity, granularity

@@ -1,0 +1,139 @@
+"""The longest sequence that fits: against traces of every length, against real steps, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Small
+from test_batch_size import measured
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.cli import app
+from ckpt_ft.planning.max_length import GRANULARITY, find_max_length, predict_max_length
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import MIB
+from ckpt_ft.workloads.load import load
+
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **_SIZES}))
+    return str(path)
+
+
+def _peak(config: str, policy: str, length: int, batch_size: int = 1) -> int:
+    workload = load(TrainingSpec.of(config, seq_length=length), "t4")
+    apply_policy(workload.model, policy)
+    return workload.trace(batch_size).peak_reserved
+
+
+def test_every_length_is_the_longest_whose_own_trace_fits(config: str) -> None:
+    workload = load(TrainingSpec.of(config), "t4")
+    found = predict_max_length(workload, ("none", "full"), "260MiB", batch_size=3, margin="0")
+    by_policy = {one.policy: one for one in found.ladder}
+    assert list(by_policy) == ["full", "none"]
+    assert found.length == by_policy["full"].length > by_policy["none"].length > 0
+    for policy, one in by_policy.items():
+        assert one.length % GRANULARITY == 0
+        assert one.peak_reserved == _peak(config, policy, one.length, 3) <= found.room.limit
+        # Reserved bytes come in segments: a few hundred tokens more may reserve as much or less.
+        assert _peak(config, policy, round(1.1 * one.length), 3) > found.room.limit
+
+
+def test_real_steps_prove_the_longest_sequence() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES, use_cache=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss(model: Any, pieces: int) -> torch.Tensor:
+        ids = torch.arange(pieces * GRANULARITY)[None] % 99
+        return model(input_ids=ids, labels=ids).loss
+
+    small = Small(model, loss)
+    apply_policy(model, "full")
+    peaks = measured(small, range(1, 9))
+    budget = (peaks[6] + peaks[7]) // 2
+    model.load_state_dict(before)
+    found = find_max_length(
+        model, lambda tokens: small.step_for_batch(tokens // GRANULARITY), budget, make_optimizer=small.make_optimizer
+    )
+    assert (found.length, found.predicted) == (6 * GRANULARITY, 6 * GRANULARITY)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "proved 1536 (3 steps" in str(found) or "proved 1536 (2 steps" in str(found)
+
+
+def _ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "max-length", *argv])
+    with pytest.raises(SystemExit) as stop:
+        app.main()
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+def test_the_command_prints_the_longest_and_how_to_train_it(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = config, "--device", "t4", "--budget", "300MiB", "--policy", "full,head"
+    code, out, _ = _ask(monkeypatch, capsys, *asked, "--json")
+    answer = json.loads(out)
+    assert (code, answer["length"]) == (0, answer["ladder"][0]["length"])
+    assert _peak(config, "full,head", answer["length"]) == answer["ladder"][0]["peak_reserved"]
+    command = f"--max_length {answer['length']} --rope_scaling none"  # beyond the 128 positions of the configuration
+    assert command in answer["command"]
+    code, out, _ = _ask(monkeypatch, capsys, *asked)
+    assert f"{answer['length']:,}" in out
+    assert answer["command"] in out
+
+
+def test_a_table_of_positions_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = _ask(monkeypatch, capsys, "gpt2", "--device", "h100", "--policy", "full", "--json")
+    assert (code, json.loads(out)["length"]) == (0, 1024)
+
+
+def test_where_nothing_fits_the_smallest_budget_is_named(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), 110 * MIB)
+    assert few.length == 0
+    enough = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed)
+    assert enough.length >= GRANULARITY
+    assert predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed - 2 * MIB).length == 0
+    code, _, err = _ask(monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB")
+    assert code == 1
+    assert "not even 256 tokens fit in 110.0 MiB; the smallest budget that would do is" in err
+
+
+def test_what_has_no_sequences_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _ask(monkeypatch, capsys, "resnet-50", "--device", "t4")
+    assert code == 2
+    assert "hold no sequences" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_of_several_launches_the_one_with_the_longest_sequence_is_first(config: str) -> None:
+    workload = load(TrainingSpec.of(config), "t4")
+    launches = [Launch("ddp", 2), Launch("fsdp2", 2)]
+    found = predict_max_length(workload, ("full",), "700MiB", launches=launches)
+    first = found.ladder[0]
+    assert first.launch in launches
+    assert found.length == max(one.length for one in found.ladder)
+    launched = replace(load(TrainingSpec.of(config, seq_length=first.length), "t4"), launch=first.launch)
+    apply_policy(launched.model, "full")
+    assert launched.trace(1).peak_reserved == first.peak_reserved <= found.room.limit
