@@ -7,6 +7,7 @@ ignored and listed in `unread`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,14 @@ from ckpt_ft.reading import load_yaml
 from .defaults import LORA_R
 from .ecosystem import OPTIMIZERS, PAGED, TABLE, Modelled, names_of
 
-RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", "trl", "axolotl")
+# Files of TRL's scripts, and the trainer of each.
+TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
+RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", *TRL, "axolotl")
 MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # entries that name the model
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = {
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
+    "gradient_checkpointing", "activation_checkpointing",
     "use_8bit_adam", "flash_attention", "flex_attention", "sdp_attention", "eager_attention",
 }  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: the dtype of most checkpoints
@@ -30,7 +34,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llm": {"batch_size": 8},
     "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
     "image_classification": {"batch_size": 8},
-    "trl": {"batch_size": 8, "bf16": True, "gradient_checkpointing": True},
+    **{kind: {"batch_size": 8, "bf16": True, "gradient_checkpointing": True} for kind in TRL},
     "axolotl": {"batch_size": 1},
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
@@ -40,6 +44,22 @@ _PLAIN = (
     "accumulation", "seq_length", "packing", "resolution", "aspect_ratio_buckets", "image_size", "max_pixels",
     "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "mixed_precision",
 )  # fmt: skip
+# Fields of TRL's configurations that decide what a step allocates, besides those that are flags of ours.
+_TRAINER_ARGS = (
+    "packing_strategy", "padding_free", "pad_to_multiple_of", "loss_type", "label_smoothing_factor",
+    "router_aux_loss_coef", "beta", "precompute_ref_log_probs", "loss_weights", "ld_alpha", "f_divergence_type",
+    "label_smoothing", "use_weighting", "disable_dropout", "center_rewards_coefficient", "num_generations",
+    "max_completion_length", "steps_per_generation", "generation_batch_size", "num_iterations", "temperature", "top_p",
+    "top_k", "cast_lm_head_to_fp32", "importance_sampling_level", "top_entropy_quantile", "entropy_coef",
+)  # fmt: skip
+# Entries that only one kind of TRL's files has, most particular first.
+_MARKS = {
+    "grpo": {"num_generations", "max_completion_length", "reward_funcs", "steps_per_generation"},
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "reward": {"center_rewards_coefficient"},
+    "dpo": {"beta", "precompute_ref_log_probs", "ref_model", "sync_ref_model"},
+    "trl": {"packing_strategy", "padding_free", "completion_only_loss", "assistant_only_loss", "max_seq_length"},
+}
 _OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
 _BOOLEANS: dict[Any, bool | None] = {
     None: None, True: True, False: False, "true": True, "false": False,
@@ -76,13 +96,10 @@ def read_training_file(path: str, recipe: str = "", rows_have_images: bool = Fal
     """
     content = read_yaml(path)
     kind = recipe or _kind(content)
-    if kind == "dpo":
-        raise UserError(
-            f"--config {path}: a step on preferences, with its reference, is TRL's own; its recipe predicts it: "
-            f"python recipes/dpo.py --config {path} --ac_policy auto --ac_budget 24GiB"
-        )
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
+    if kind in TRL and isinstance(loading := content.pop("model_init_kwargs", None), dict):
+        content |= loading
     entries = _Entries(content, kind, path)
     model = next((found for key in MODELS if (found := entries.get(key))), None)
     if not model:
@@ -90,6 +107,8 @@ def read_training_file(path: str, recipe: str = "", rows_have_images: bool = Fal
     flags = entries.flags()
     if kind == "vlm" and not rows_have_images:
         flags["images"] = entries.get("images") or 1
+    if not recipe and kind == "llm" and not any(key.startswith("ac_") for key in content):
+        entries.notes.append("read with the defaults of recipes/llm.py; --recipe trl reads it with those of TRL")
     stated = {name: value for name, value in flags.items() if _says(value)}
     return TrainingFile(str(model), stated, tuple(entries.unread), tuple(entries.notes))
 
@@ -134,7 +153,9 @@ class _Entries:
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
-        policy, checkpointing = self.get("policy"), self.get("gradient_checkpointing")
+        policy = self.get("policy")
+        renamed = "activation_checkpointing" if "activation_checkpointing" in self.content else ""
+        checkpointing = self.get(renamed or "gradient_checkpointing")
         return {
             "batch_size": self._batch_size(),
             **{name: self.get(name) for name in _PLAIN},
@@ -143,6 +164,7 @@ class _Entries:
             **self._precision(),
             "optimizer": self._optimizer(),
             **self._adapter(),
+            **self._trainer(),
             "attn_implementation": self._attention() or self.get("attn_implementation"),
             "policy": str(policy) if policy and policy != "auto" else "full" if checkpointing else "",
         }
@@ -159,6 +181,15 @@ class _Entries:
         """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
         said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
         return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
+
+    def _trainer(self) -> dict[str, Any]:
+        """TRL's trainer, and the fields of its configuration that the file sets."""
+        if self.kind not in TRL:
+            return {}
+        given = {name: value for name in _TRAINER_ARGS if (value := self.get(name)) is not None}
+        if "max_length" in self.content and self.content["max_length"] is None:
+            self.notes.append("max_length: null truncates nothing; rows are taken to be of the default length")
+        return {"trainer": TRL[self.kind], "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
 
     def _precision(self) -> dict[str, Any]:
         dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
@@ -194,9 +225,10 @@ class _Entries:
             targets = self.get("lora_targets")
             targets = targets if isinstance(targets, list) else [targets] if targets else []
             self.get("lora_target_linear")
+            usual = () if self.kind in TRL else ("all-linear",)  # PEFT chooses the layers for TRL
             found = {
                 "lora_r": rank or (None if self.diffusion else LORA_R),
-                "lora_targets": ",".join(str(target) for target in targets if target != "all-linear"),
+                "lora_targets": ",".join(str(target) for target in targets if target not in usual),
                 "lora_dropout": self.get("lora_dropout"),
                 "dora": self.get("dora"),
             }
@@ -233,8 +265,9 @@ def _says(value: Any) -> bool:
 def _kind(content: Mapping[str, Any]) -> str:
     if "base_model" in content:
         return "axolotl"
-    if "beta" in content:
-        return "dpo"
+    for kind, marks in _MARKS.items():
+        if marks & content.keys():
+            return kind
     if _OF_IMAGES & content.keys():
         return "vlm"
     return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"

@@ -277,6 +277,21 @@ class KernelSpec(Part):
 
 
 @dataclass(frozen=True)
+class TrainerSpec(Part):
+    """The trainer of TRL that runs the step."""
+
+    trainer: Literal["", "sft", "dpo", "kto", "reward", "grpo", "rloo"] = setting(
+        "", "TRL's trainer of the step: sft, dpo, kto, reward, grpo or rloo; default: transformers' Trainer"
+    )
+    trainer_args: str = setting("", "with --trainer: fields of its configuration as JSON, e.g. '{\"beta\": 0.1}'")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trainer_args and not self.trainer:
+            raise UserError(f"trainer args {self.trainer_args}: of which trainer? give --trainer sft, for example")
+
+
+@dataclass(frozen=True)
 class LaunchSpec(Part):
     """The distributed launch of the training processes."""
 
@@ -328,6 +343,7 @@ class TrainingSpec:
     quantisation: QuantisationSpec = field(default_factory=QuantisationSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     kernels: KernelSpec = field(default_factory=KernelSpec)
+    trainer: TrainerSpec = field(default_factory=TrainerSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     host: HostSpec = field(default_factory=HostSpec)
 
@@ -401,6 +417,7 @@ PARTS: dict[str, Any] = {
     "quantisation": QuantisationSpec,
     "optimizer": OptimizerSpec,
     "kernels": KernelSpec,
+    "trainer": TrainerSpec,
     "launch": LaunchSpec,
     "host": HostSpec,
 }

@@ -315,10 +315,14 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
             config.target_modules = towers.adapted_layers(given.get("target_modules"), f"{asked}:")
         return config
     rank, dropout, targets = spec.adapter.lora_r, spec.adapter.lora_dropout, list(spec.adapter.lora_targets)
+    usual = None if spec.trainer.trainer else "all-linear"  # TRL leaves it to PEFT, which knows layers by model type
+    if targets == ["all-linear"]:
+        targets, usual = [], "all-linear"
     return LoraConfig(
+        task_type="SEQ_CLS" if spec.trainer.trainer == "reward" else None,
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=LORA_DROPOUT if dropout is None else dropout,
-        target_modules=targets or "all-linear" if towers is None else towers.adapted_layers(targets or None),
+        target_modules=targets or usual if towers is None else towers.adapted_layers(targets or None),
         use_dora=spec.adapter.use_dora,
     )

@@ -21,6 +21,7 @@ from .adapters import notes_on
 from .model_config import read_config
 from .optimizers import optimizer_maker
 from .sample_sizes import Lengths
+from .trl_trainers import as_reward_model, trainer_step
 from .workload import MIXED_PRECISION, MakeBatch, Workload
 
 
@@ -54,7 +55,12 @@ def load(
         if spec.data.rows == "packed":
             raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
         spec = spec.edit(rows="padded")
-    workload = _by_kind(name, read_config(name), spec)
+    config: Mapping[str, Any] = read_config(name)
+    if spec.trainer.trainer == "reward":
+        config = as_reward_model(config)
+    workload = _by_kind(name, config, spec)
+    if spec.trainer.trainer:
+        workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))
     _check_samples(name, workload, spec, own_rows=batches is not None)
     if lengths is not None:
         _check_lengths(name, workload, spec)

@@ -23,6 +23,7 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
 }  # fmt: skip
+LLM = "read with the defaults of recipes/llm.py; --recipe trl reads it with those of TRL"
 SAYS = {
     "axolotl_qlora": (
         "NousResearch/Meta-Llama-3-8B --policy full --batch-size 2 --seq-length 4096 --accumulation 4 --packing "
@@ -39,10 +40,11 @@ SAYS = {
     ),
     "trl_sft_lora": (
         "Qwen/Qwen2.5-0.5B-Instruct --policy full --batch-size 4 --seq-length 2048 --accumulation 2 --packing "
-        "--dtype bfloat16 --bf16 --lora 32 --attn-implementation sdpa"
+        "--dtype bfloat16 --bf16 --lora 32 --lora-targets all-linear --attn-implementation sdpa --trainer sft"
     ),
     "trl_sft_full": (
-        "HuggingFaceTB/SmolLM2-360M --policy full --batch-size 8 --seq-length 512 --bf16 --optimizer adamw"
+        "HuggingFaceTB/SmolLM2-360M --policy full --batch-size 8 --seq-length 512 --bf16 --optimizer adamw "
+        "--trainer sft"
     ),
 }
 
@@ -119,7 +121,7 @@ def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
     read = read_training_file(str(file))
     assert read.flags["optimizer"] == "adamw_8bit"
     said = "paged_adamw_8bit: its state is counted on the card; paging moves it to the host when memory runs out"
-    assert read.notes == (said,)
+    assert read.notes == (said, LLM)
 
 
 def test_a_pair_is_two_images() -> None:
@@ -152,7 +154,7 @@ def test_what_is_not_read_is_listed(
     assert cli._main() == 0
     notes = capsys.readouterr().err.splitlines()
     assert notes[0].startswith("note: paged_adamw_32bit: its state is counted on the card")
-    assert notes[1] == f"note: not read of {file}: learning_rate"
+    assert notes[1:] == [f"note: {LLM}", f"note: not read of {file}: learning_rate"]
 
 
 def test_every_command_with_a_spec_reads_a_file(
@@ -182,9 +184,9 @@ def test_every_command_with_a_spec_reads_a_file(
             "--recipe torchtune: no such kind of file (llm, vlm, image_class",
         ),
         (
-            "model_name_or_path: m\nbeta: 0.1",
+            "model_name_or_path: m\nbeta: 0.1\nactivation_checkpointing: maybe",
             "",
-            "a step on preferences, with its reference, is TRL's own; its recipe",
+            "activation_checkpointing: 'maybe' is",
         ),
         ("- a", "", "expected 'flag: value' lines, found list"),
     ],

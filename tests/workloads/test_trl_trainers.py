@@ -1,0 +1,154 @@
+"""`--trainer` of an estimate is the step of TRL's own trainer: what ACCallback measures of one on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.trl_trainers import NAMES, ONLINE, _tokenizer
+
+trl = pytest.importorskip("trl")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+ROWS, TOKENS = 3, 24
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=700, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(folder)
+    return folder
+
+
+def text(tokens: int) -> str:
+    return " ".join(["a"] * tokens)
+
+
+ROW: dict[str, dict[str, Any]] = {  # TRL adds the end token to what a model should answer
+    "sft": {"text": text(TOKENS - 1)},
+    "dpo": {"prompt": text(1), "chosen": " " + text(TOKENS - 2), "rejected": " " + text(TOKENS - 2)},
+    "kto": {"prompt": text(1), "completion": " " + text(TOKENS - 2), "label": True},
+    "reward": {"chosen": text(TOKENS - 1), "rejected": text(TOKENS - 1)},
+}
+
+
+def measured(kind: str, config: Path, out: Path, lora: bool = False, policy: str | None = None, **options: Any) -> int:
+    """The peak of a live trainer's steps, in bytes."""
+    made: Any = LlamaConfig.from_pretrained(config)
+    if kind == "reward":
+        made.num_labels = 1
+        model: Any = AutoModelForSequenceClassification.from_config(made)
+    else:
+        model = LlamaForCausalLM(made)
+    model.save_pretrained(out / "start")
+    model = type(model).from_pretrained(out / "start")
+    args = getattr(trl, f"{NAMES[kind]}Config")(
+        str(out), max_steps=2, per_device_train_batch_size=ROWS, use_cpu=True, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False, optim="adamw_torch_fused",
+        **({"bf16": False, "max_length": TOKENS} | options),
+    )  # fmt: skip
+    given: dict[str, Any] = {}
+    if lora:
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=4, task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM")
+    trainer = getattr(trl, f"{NAMES[kind]}Trainer")(
+        model, args=args, train_dataset=Dataset.from_list([ROW[kind]] * 2 * ROWS), processing_class=_tokenizer(),
+        **given,
+    )  # fmt: skip
+    ACCallback(policy).attach(trainer)
+    trainer.train()
+    report = json.loads((out / "memory_report.json").read_text())["ranks"][0]
+    return max(phase["allocated"] for phase in report["peaks"].values())
+
+
+def predicted(kind: str, config: Path, policy: str = "none", **fields: Any) -> int:
+    spec = TrainingSpec.of(str(config), trainer=kind, batch_size=ROWS, seq_length=TOKENS, **fields)
+    workload = load(spec, "cpu")
+    apply_policy(workload.model, policy)
+    return workload.trace(ROWS).peak_allocated
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in ONLINE])
+def test_an_estimate_is_what_the_trainer_takes(kind: str, lora: bool, config: Path, tmp_path: Path) -> None:
+    expected = measured(kind, config, tmp_path, lora)
+    fields = {"lora_r": 4, "lora_dropout": 0.0} if lora else {}
+    assert predicted(kind, config, **fields) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "fields"),
+    [
+        ("sft", {"packing": True}, {"rows": "packed"}),
+        ("sft", {"packing": True, "packing_strategy": "wrapped"}, {"rows": "packed"}),
+        ("sft", {"padding_free": True, "max_length": None}, {}),
+        ("sft", {"loss_type": "dft"}, {}),
+        ("sft", {"bf16": True}, {"mixed_precision": "bf16"}),
+        ("dpo", {"precompute_ref_log_probs": True}, {}),
+        ("dpo", {"loss_type": ["ipo"]}, {}),
+        ("kto", {"precompute_ref_log_probs": True}, {}),
+        ("kto", {"loss_type": "apo_zero_unpaired"}, {}),
+        ("reward", {"center_rewards_coefficient": 0.01}, {}),
+    ],
+)
+def test_fields_of_the_configurations(
+    kind: str, live: dict[str, Any], fields: dict[str, Any], config: Path, tmp_path: Path
+) -> None:
+    expected = measured(kind, config, tmp_path, **live)
+    args = {key: value for key, value in live.items() if key not in ("packing", "max_length", "bf16")}
+    assert predicted(kind, config, trainer_args=json.dumps(args), **fields) == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    MixtralConfig(
+        vocab_size=700, num_local_experts=4, num_key_value_heads=4, architectures=["MixtralForCausalLM"], **sizes
+    ).save_pretrained(tmp_path)
+    plain, weighted = (
+        predicted("sft", tmp_path, trainer_args=json.dumps({"router_aux_loss_coef": coefficient}))
+        for coefficient in (0.0, 0.01)
+    )
+    assert weighted > plain
+
+
+def test_adapters_over_four_bits_are_bfloat16(config: Path) -> None:
+    """TRL casts them, and leaves the layers to PEFT: the query's and the value's projections."""
+    spec = TrainingSpec.of(str(config), trainer="sft", batch_size=1, seq_length=8, lora_r=4, load_in_4bit=True)
+    trained = {name: p for name, p in load(spec, "cpu").model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == {"q_proj", "v_proj"}
+    assert {str(p.dtype) for p in trained.values()} == {"torch.bfloat16"}
+
+
+def test_the_users_own_state_of_accelerate_stays(config: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    Accelerator(cpu=True)
+    before = [dict(kind._shared_state) for kind in (PartialState, AcceleratorState)]
+    predicted("sft", config)
+    assert [dict(kind._shared_state) for kind in (PartialState, AcceleratorState)] == before
+
+
+def test_refusals(config: Path) -> None:
+    for fields, says in (
+        ({"trainer": "sft", "trainer_args": "beta"}, "give JSON"),
+        ({"trainer": "sft", "trainer_args": '{"beta": 1}'}, "TRL refuses these settings: TypeError"),
+        ({"trainer": "sft", "trainer_args": '{"loss_type": "hinge"}'}, "Invalid `loss_type` hinge"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load(TrainingSpec.of(str(config), seq_length=8, **fields), "cpu")
+    with pytest.raises(UserError, match="of which trainer"):
+        TrainingSpec.of(str(config), trainer_args="{}")
