@@ -50,6 +50,15 @@ def one_line(error: object, limit: int | None = None) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
+def raised_in(error: BaseException) -> str:
+    """Returns one line on an error that was not foreseen: where it was raised, its type and its text."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else f"{at.tb_frame.f_globals.get('__name__', '')}.{at.tb_frame.f_code.co_name}"
+    return f"the step cannot be traced: {where} raised {type(error).__name__}: {one_line(error, 200)}"
+
+
 def meant(given: str, known: Iterable[str], form: str = "{}") -> str:
     """Returns "; did you mean ...?" with the name in `known` that is closest to `given`; "" if none is close."""
     close = difflib.get_close_matches(given, list(known), n=1)

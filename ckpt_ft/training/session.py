@@ -28,7 +28,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.checkpointing.handle import AppliedPolicy
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.checkpointing.verify import VerificationError
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line, raised_in
 from ckpt_ft.export.holders import holder_line
 from ckpt_ft.memory.measure.profiler import MemoryProfiler
 from ckpt_ft.memory.measure.report import MemoryReport
@@ -235,8 +235,10 @@ class Session:
                     stack.enter_context(suspended(self.model))
                     apply_policy(self.model, self.policy, verify="never")
                 predicted = step.trace()
-        except Exception as error:  # a prediction must not cost the run that it describes
+        except UserError as error:
             return None, [f"no prediction: {one_line(error)}"]
+        except Exception as error:  # a prediction must not cost the run that it describes
+            return None, [f"no prediction: {raised_in(error)}"]
         return predicted, [f"Prediction: {note}." for note in predicted.notes]
 
     def _notes(self) -> list[str]:

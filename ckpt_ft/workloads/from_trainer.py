@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.distributed.fsdp2 import shard_again
+from ckpt_ft.memory.fake.faked_model import renew
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
 from ckpt_ft.spec.trainer import spec_of_arguments
@@ -66,8 +67,9 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         return loss(model, dict(batch), num_items_in_batch=(batch["labels"] != _IGNORED).sum())
 
     def make_optimizer(model: nn.Module) -> Any:
-        kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
-        return kind([p for p in model.parameters() if p.requires_grad], **options)
+        twin: Any = copy.copy(trainer)
+        twin.model = model
+        return twin.create_optimizer()
 
     model: nn.Module = trainer.model
     spec = spec_of_arguments(args, precision_of(args))
@@ -187,18 +189,14 @@ def auxiliary_models(trainer: Trainer) -> tuple[nn.Module, ...]:
 
 
 def optimizer_like(model: nn.Module, optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Returns a function that creates an optimizer with the same class and groups as `optimizer` of `model`."""
+    """Returns a function that creates an optimizer like `optimizer` of `model`, before its first step."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     shard_again(model)  # after an evaluation, FSDP2's root is gathered, and its parameters are not the optimizer's
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    kind: Any = type(optimizer)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
-        twin: torch.optim.Optimizer = kind(
-            [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
-        )
+        twin: torch.optim.Optimizer = renew(optimizer, {key: named[name] for key, name in names.items()})
         return twin
 
     return make

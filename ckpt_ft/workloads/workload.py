@@ -20,7 +20,6 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.wrap import without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
-from ckpt_ft.memory.record.dispatch import run_eagerly
 
 from .sample_sizes import Lengths
 
@@ -96,7 +95,10 @@ def optimizer_step(
     for batch in micro_batches:
         with engine.accumulate(model):
             loss = compute_loss(model, batch)
-            engine.backward(loss)
+            if hasattr(optimizer, "fused_backward"):  # LOMO updates the weights in backward
+                optimizer.fused_backward(loss, optimizer.lr)
+            else:
+                engine.backward(loss)
     update(model, optimizer, max_grad_norm, parameters, engine)
 
 
@@ -110,7 +112,7 @@ def update(
     """The part of a step after the last backward: clipping, the optimizer's update, zero_grad."""
     if max_grad_norm:
         engine.clip_grad_norm_(model.parameters() if parameters is None else parameters, max_grad_norm)
-    if optimizer is not None:
+    if optimizer is not None and not hasattr(optimizer, "fused_backward"):
         optimizer.step()
     model.zero_grad(set_to_none=True)
 
@@ -261,17 +263,16 @@ class Workload:
             UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
         """
         try:
-            with run_eagerly():
-                return trace_steps(
-                    self.model,
-                    steps,
-                    make_optimizer=self.make_optimizer,
-                    device=self.device,
-                    launch=self.launch,
-                    alloc_conf=self.alloc_conf,
-                    beside=self.auxiliary_models,
-                    update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
-                )
+            return trace_steps(
+                self.model,
+                steps,
+                make_optimizer=self.make_optimizer,
+                device=self.device,
+                launch=self.launch,
+                alloc_conf=self.alloc_conf,
+                beside=self.auxiliary_models,
+                update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
+            )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
                 raise

@@ -504,3 +504,78 @@ def test_what_a_grpo_trainer_takes_is_predicted(tmp_path: Path, sample: tuple[Pa
     for phase in ("forward", "backward", "optimizer"):
         assert rank["predicted"]["peaks"][phase] == pytest.approx(rank["peaks"][phase]["allocated"], rel=1e-3), phase
     assert callback.applied is None
+
+
+def predicted_and_measured(out: Path, **kwargs: Any) -> tuple[int, int]:
+    """Peak bytes of a Trainer's step with the arguments `kwargs`."""
+    trainer = Trainer(model=tiny(), args=arguments(out, **kwargs), train_dataset=ROWS)
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    rank = callback.report.ranks[0]
+    assert rank.predicted is not None, callback.report.notes
+    return rank.predicted.allocated, max(peak["allocated"] for peak in rank.peaks.values())
+
+
+@pytest.mark.parametrize("optim", ["adagrad", "rmsprop", "adafactor"])
+def test_an_optimizer_is_predicted_as_its_constructor_left_it(tmp_path: Path, optim: str) -> None:
+    predicted, measured = predicted_and_measured(tmp_path, optim=optim)
+    assert predicted == pytest.approx(measured, abs=64)
+
+
+@pytest.mark.filterwarnings("ignore")  # of those libraries
+@pytest.mark.parametrize(
+    ("optim", "package"),
+    [
+        ("adamw_8bit", "bitsandbytes"), ("lion_8bit", "bitsandbytes"), ("ademamix_8bit", "bitsandbytes"),
+        ("adamw_torch_4bit", "torchao"), ("lomo", "lomo_optim"), ("stable_adamw", "optimi"),
+        ("galore_adamw_layerwise", "galore_torch"), ("apollo_adamw", "apollo_torch"),
+        ("apollo_adamw_layerwise", "apollo_torch"), ("grokadamw", "grokadamw"),
+    ],
+)  # fmt: skip
+def test_optimizers_of_other_libraries_are_predicted(tmp_path: Path, optim: str, package: str) -> None:
+    """They keep arguments of their constructor outside the groups, or step in backward, or hold the model."""
+    pytest.importorskip(package)
+    predicted, measured = predicted_and_measured(tmp_path, optim=optim, optim_target_modules=["mlp"])
+    assert predicted == pytest.approx(measured, rel=2e-3)
+
+
+def test_an_optimizer_whose_arguments_are_lost_is_predicted(tmp_path: Path) -> None:
+    """Its constructor needs a rate, keeps a number outside its groups, and a dict by parameter."""
+
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float, /, copies: int) -> None:
+            super().__init__(params, {"lr": lr})
+            self.copies = copies
+            self.scales = {p: 1.0 for group in self.param_groups for p in group["params"]}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                for name in range(self.copies):
+                    state.setdefault(name, torch.zeros_like(p)).add_(p.grad)
+                p.sub_(state[0], alpha=self.param_groups[0]["lr"] * self.scales[p])
+
+    model = tiny()
+    optimizer = Momentum(model.parameters(), 1e-3, copies=3)
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, optimizers=(optimizer, None))
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert callback.report is not None
+    rank = callback.report.ranks[0]
+    assert rank.predicted is not None, callback.report.notes
+    assert rank.predicted.allocated == pytest.approx(max(p["allocated"] for p in rank.peaks.values()), abs=64)
+    assert not any(
+        type(value).__name__ == "FakeTensor" for state in optimizer.state.values() for value in state.values()
+    )
+
+
+def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:
+    def broken() -> Workload:
+        raise KeyError(140059639035008)
+
+    session = Session(ACArguments())
+    predicted, notes = session._predict(broken)
+    assert predicted is None
+    assert notes == [f"no prediction: the step cannot be traced: {__name__}.broken raised KeyError: 140059639035008"]

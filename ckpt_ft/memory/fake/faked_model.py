@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +39,15 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
     """Fakes in place of every tensor that `model` holds: parameters, buffers, attributes, lists and dicts of them.
 
     Ties are kept. Afterwards no module holds a fake, even if a forward stored one (a cache of positions), and each
-    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself.
+    tensor has the data that it had, even if a hook assigned to the `.data` of one that it holds itself. If the step
+    fails, each module's attributes are those of before, too: a forward may set some at its start and reset them at
+    its end (diffusers' scales of LoRA layers).
     """
     made: dict[int, Tensor] = {}
     data: list[tuple[Tensor, Tensor]] = []  # of each tensor that is no subclass
     tables: list[tuple[dict[Any, Any] | list[Any], dict[Any, Any]]] = []  # with their contents
+    hooked: list[tuple[Tensor, Tensor]] = []  # each fake, and what it is a fake of
+    failed = True
 
     def fake(value: Any) -> Any:
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
@@ -59,7 +65,7 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
             else:
                 new = fake_wrapped(value, fakes)
                 made[id(value)] = nn.Parameter(new, value.requires_grad) if is_parameter else new
-            _hook(made[id(value)], value)
+            hooked.append((made[id(value)], value))
             if holds_sizes(value):
                 attach(made[id(value)], value)
         return made[id(value)]
@@ -74,24 +80,29 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                     new = fake(value)
                     if new is not value:
                         table[key] = new
+        for new, like in hooked:
+            _hook(new, like, made)
+        hooked.clear()
         made.clear()  # the model's own references count: FSDP2 frees whole parameters
         with _fresh_caches(model):
             yield
+        failed = False
     finally:
         with torch._C._DisableTorchDispatch():
             for tensor, own in data:
                 if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:
                     tensor.data = own
         for table, before in tables:
-            _put_back(table, before)
+            _put_back(table, before, failed)
         for module, training in modes.items():
             module.training = training
 
 
-def _hook(fake: Tensor, like: Tensor) -> None:
+def _hook(fake: Tensor, like: Tensor, fakes: Mapping[int, Any]) -> None:
     """Give `fake` the user's gradient hooks of `like`: they may allocate tensors, or step an optimizer in backward.
 
-    DeepSpeed's hooks are left out: memory/distributed/ models what they do.
+    Optimizers that a hook finds by their parameter (GaLore's layerwise ones) are found by its fake. DeepSpeed's hooks
+    are left out: memory/distributed/ models what they do.
     """
     for name, register in (
         ("_backward_hooks", fake.register_hook),
@@ -99,7 +110,69 @@ def _hook(fake: Tensor, like: Tensor) -> None:
     ):
         for hook in (getattr(like, name, None) or {}).values():
             if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("deepspeed."):
-                register(hook)
+                register(_of_fakes(hook, fakes))
+
+
+def _of_fakes(hook: Any, fakes: Mapping[int, Any]) -> Callable[..., Any]:
+    """`hook`, or a copy of it that holds optimizers of the fake parameters in place of those of the real ones."""
+    held = {name: cell.cell_contents for name, cell in zip(*_cells(hook), strict=True)}
+    if not any(isinstance(value, dict) and any(map(_is_optimizer, value.values())) for value in held.values()):
+        return hook
+    renewed = [renew(value, fakes) if isinstance(value, dict) else value for value in held.values()]
+    cells = tuple(map(CellType, renewed))
+    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+
+
+def _cells(hook: Any) -> tuple[tuple[str, ...], tuple[CellType, ...]]:
+    is_plain = isinstance(hook, FunctionType) and hook.__closure__ is not None
+    return (hook.__code__.co_freevars, hook.__closure__ or ()) if is_plain else ((), ())
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def renew(value: Any, tensors: Mapping[int, Any]) -> Any:
+    """A copy of an optimizer before its first step, for other parameters.
+
+    The copy is not constructed, because an optimizer does not keep its constructor's arguments. What it holds besides
+    parameters and state is shared.
+
+    Args:
+        value: an optimizer, or a dict, list or tuple in one.
+        tensors: the other parameters, by the `id` of those of `value`.
+    """
+    if isinstance(value, Tensor):
+        return tensors.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(renew(item, tensors) for item in value)
+    if type(value) is dict:
+        return {renew(key, tensors): renew(item, tensors) for key, item in value.items()}
+    if not _is_optimizer(value):
+        return value
+    twin = object.__new__(type(value))
+    for name, held in vars(value).items():
+        if not (callable(held) and hasattr(type(value), name)):  # a scheduler's `step` calls that of `value`
+            vars(twin)[name] = _first_state(value, tensors) if name == "state" else renew(held, tensors)
+    return twin
+
+
+def _first_state(optimizer: torch.optim.Optimizer, tensors: Mapping[int, Any]) -> Any:
+    """The state that the constructor of an optimizer makes: none, except for a few (APOLLO's seeds)."""
+    probe = nn.Parameter(torch.empty(1))
+    try:
+        kind: Any = type(optimizer)
+        names = kind([probe]).state[probe].keys()
+    except Exception:  # a constructor with other arguments
+        names = {}.keys()
+    state: Any = defaultdict(dict)
+    for parameter, held in optimizer.state.items() if names else ():
+        for name in names & held.keys():
+            value = held[name]
+            if isinstance(value, Tensor):  # the real one is not on the trace's device
+                value = torch.zeros(value.shape, dtype=value.dtype)
+            state[renew(parameter, tensors)][name] = value
+    return state
 
 
 def tensors_held(module: nn.Module) -> dict[tuple[int, Any, int], Tensor]:
@@ -125,8 +198,12 @@ def _content(table: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
     return dict(table) if isinstance(table, dict) else dict(enumerate(table))
 
 
-def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any]) -> None:
-    """Replace the fakes in `table` by what was there before."""
+def _put_back(table: dict[Any, Any] | list[Any], before: dict[Any, Any], whole: bool) -> None:
+    """Replace the fakes in `table` by what was there before; `whole` for all its content."""
+    if whole and isinstance(table, dict):
+        table.clear()
+        table.update(before)
+        return
     faked = [key for key, value in _content(table).items() if _holds_fake(value)]
     if isinstance(table, list):
         if faked or any(isinstance(value, Tensor) for value in before.values()):

@@ -70,6 +70,23 @@ def device_calls(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
+def triton_launches(recorder: Recorder) -> Iterator[None]:
+    """Launches of Triton kernels (Liger's, TRL's) do nothing: a kernel writes into tensors that its caller made."""
+    runtime = sys.modules.get("triton.runtime")
+    if runtime is None:
+        yield
+        return
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.note("kernels written in Triton are counted by the tensors that they are given, not in the seconds")
+
+    with ExitStack() as stack:
+        for kind in (runtime.JITFunction, runtime.Autotuner):
+            stack.enter_context(patch.object(kind, "run", run))
+        yield
+
+
+@contextmanager
 def lists_of_fakes(recorder: Recorder, values: Values) -> Iterator[None]:
     """Makes `tolist` of a fake tensor one copy to the host, as on a real tensor, instead of one for each number."""
     each = FakeTensor.tolist

@@ -31,6 +31,7 @@ from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
 from ckpt_ft.memory.distributed.wrap import initialize, library_patches, share, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
+from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
@@ -43,7 +44,7 @@ from .dispatcher import FakeOps, compute_capability
 from .faked_model import faked_model
 from .fakes import Fakes
 from .interrupts import Interrupts
-from .patches import device_calls, lists_of_fakes, quiet, tensors_of_fakes, unnoticed
+from .patches import device_calls, lists_of_fakes, quiet, tensors_of_fakes, triton_launches, unnoticed
 from .replay_step import ReplayStep
 from .skipped_blocks import SkippedBlocks, Traced
 
@@ -206,6 +207,7 @@ class _Trace:
             launch = sharding.within(launch)
         with (
             _ALONE,
+            run_eagerly(),
             Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
@@ -247,7 +249,7 @@ class _Trace:
         recorder = tracker.recorder
         meta_inputs = self.model.register_forward_pre_hook(ops.fake_meta_inputs, prepend=True, with_kwargs=True)
         try:
-            with tracker, device_calls(recorder), lists_of_fakes(recorder, ops.values):
+            with tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values):
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(

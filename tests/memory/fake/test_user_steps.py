@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import pytest
 import torch
@@ -120,3 +122,86 @@ def test_data_that_a_step_assigns_to_a_parameter_it_holds_is_put_back() -> None:
     trace_step(model, step)
     assert held.device.type == "cpu"
     assert torch.equal(held, before)
+
+
+def test_a_compiled_model_stays_compiled_after_a_trace() -> None:
+    """A dispatch mode makes torch.compile give up a function for ever, or refuse it (`fullgraph=True`)."""
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        compiled.append(1)
+        return graph.forward
+
+    linear = nn.Linear(4, 4)
+    doubled = torch.compile(lambda x: linear(x) * 2, backend=backend, fullgraph=True)
+    trace = trace_step(linear, lambda model, optimizer: doubled(torch.zeros(2, 4)).sum().backward(), device="cpu")
+    assert trace.peaks["backward"] > 0
+    assert compiled == []
+    doubled(torch.zeros(2, 4))
+    assert compiled == [1]
+
+
+def test_a_step_that_fails_leaves_no_attribute_changed() -> None:
+    """A forward may change attributes at its start and reset them at its end, as diffusers' scaling of LoRA does."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale, self.scaling = 1.0, {"default": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale, self.scaling["default"], self.other = 0.5, 0.5, x
+            raise ValueError("in the middle")
+
+    model = Scaled()
+    with pytest.raises(ValueError, match="in the middle"):
+        trace_step(model, lambda model, optimizer: model(torch.zeros(2, 4)))
+    assert (model.scale, model.scaling) == (1.0, {"default": 1.0})
+    assert not hasattr(model, "other")
+
+
+def test_kernels_of_triton_are_counted_by_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Triton has no driver, and on one its kernels take no fake tensors."""
+
+    class JITFunction:
+        def run(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    runtime = ModuleType("triton.runtime")
+    runtime.JITFunction, runtime.Autotuner = JITFunction, type("Autotuner", (JITFunction,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        x = torch.ones(256, 1024)
+        JITFunction().run(x, torch.empty_like(x), grid=(1,))
+
+    trace = trace_step(nn.Linear(4, 4), step)
+    assert trace.peaks["forward"] >= 2 * MIB
+    assert any("Triton" in note for note in trace.notes)
+    with pytest.raises(RuntimeError, match="active drivers"):
+        JITFunction().run()
+
+
+def test_optimizers_that_gradient_hooks_step_are_those_of_the_trace() -> None:
+    """As GaLore's layerwise ones, and PyTorch's tutorial on an optimizer in backward."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.ones(1, 64)).sum().backward()
+
+    trace = trace_step(model, step, device="cpu")
+    before = [p.clone() for p in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert not any(optimizer.state for optimizer in optimizers.values())
+    states = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
+    assert states == 2 * (2 * 64 * 64 + 1) * 4
+    step(model, None)
+    assert story(trace) == story(real_trace(model, step))
