@@ -24,6 +24,7 @@ from ckpt_ft.units import format_bytes
 from .answer_cache import AnswerCache, question_of
 from .console import progress, stdout
 from .params import ONE_LAUNCH, AsJson, Html, takes_spec
+from .recipe import ready_made
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +56,7 @@ def estimate(
     if as_json:
         print(json.dumps({**asdict(found), "headroom": found.headroom}, indent=2))
     else:
-        print_estimate(found, plan_command(spec))
+        print_estimate(found, spec)
 
 
 def report(
@@ -86,8 +87,8 @@ def plan_command(spec: TrainingSpec) -> str:
     return shlex.join(["ckpt-ft", "plan", *words_of(spec, without=("policy", "batch_size"))])
 
 
-def print_estimate(result: Estimate, plan: str) -> None:
-    """Print the figures of an estimate; `plan` is the command that offers more choice."""
+def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
+    """Print the figures of an estimate, and the command that trains so or those that would fit."""
     console = stdout()
     shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
     launched = f", {result.launch}: this is each GPU" if result.launch else ""
@@ -100,23 +101,30 @@ def print_estimate(result: Estimate, plan: str) -> None:
         verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
         console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
     if result.answer is not None:
-        _print_suggestions(result.answer, plan, console)
+        _print_suggestions(result.answer, spec, console)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
+    if result.answer is None and result.command:
+        console.print(f"train it: {result.command}", markup=False, soft_wrap=True)
+    for ready in ready_made(spec.model.name):
+        console.print(f"ready-made: {ready}", markup=False, soft_wrap=True)
 
 
-def _print_suggestions(answer: Suggestions, plan: str, console: Console) -> None:
-    """What would fit, and the command that looks at more."""
+def _print_suggestions(answer: Suggestions, spec: TrainingSpec, console: Console) -> None:
+    """What would fit, each with its command, and the command that looks at more."""
     if answer.ways:
         rows = [(way.change, format_bytes(way.reserved), f"{way.slower:+.0%}") for way in answer.ways]
         print_table(Table("Would fit", ("with", "peak reserved", "time a sample"), rows), console)
-        console.print(f"the first of these: {answer.ways[0].command}", markup=False, soft_wrap=True)
+        for way in answer.ways:
+            console.print(f"{way.change}:\n  {way.command}", markup=False, soft_wrap=True)
+        kept = {key: value for key, value in answer.ways[0].edits.items() if key not in ("policy", "batch_size")}
+        spec = spec.edit(**kept)
     else:
         console.print(
             f"nothing that was tried fits: the leanest needs {format_bytes(answer.needed)}; several GPUs share a "
             "model with --launch fsdp2 --processes 2"
         )
-    console.print(f"more to choose from: {plan}", markup=False, soft_wrap=True)
+    console.print(f"more to choose from: {plan_command(spec)}", markup=False, soft_wrap=True)
 
 
 def _figures(result: Estimate) -> Iterator[tuple[str, str]]:

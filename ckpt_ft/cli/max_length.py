@@ -12,7 +12,7 @@ import typer
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.memory.gpus import asked_gpu
-from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.command import command_for
 from ckpt_ft.spec.defaults import LORA_R
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import DASH, Table, print_table
@@ -23,7 +23,7 @@ from .params import AsJson, takes_spec
 from .planning import Margin
 
 if TYPE_CHECKING:
-    from ckpt_ft.planning.max_length import LongestSequence, MaxLength
+    from ckpt_ft.planning.max_length import MaxLength
 
 # The columns of --table, by their memory, and its rows: changes of the spec.
 _CARDS = ("rtx-4090", "a100-40gb", "h100", "h200")
@@ -56,7 +56,7 @@ def max_length(
     if table:
         _print_table(spec, (_OF_TABLE,) if policy == "auto" else policies, margin, as_json)
         return
-    found = _find(spec, policies, margin)
+    found, command = _find(spec, policies, margin)
     device = spec.host.device or "cpu"
     if not found.length:
         raise WorkFailed(
@@ -64,7 +64,6 @@ def max_length(
             f"{format_bytes(found.room.budget)}; the smallest budget that would do is "
             f"{format_at_least(found.needed)}; --lora 16 --dtype bfloat16, or --load-in-4bit with it, needs less"
         )
-    command = _command(spec, found.ladder[0])
     if as_json:
         print(json.dumps({"model": spec.model.name, "device": device, **asdict(found), "command": command}, indent=2))
         return
@@ -83,10 +82,11 @@ def register(app: typer.Typer) -> None:
     app.command()(max_length)
 
 
-def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> MaxLength:
+def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> tuple[MaxLength, str]:
+    """The longest sequence, and the command that trains on it."""
     from ckpt_ft.planning.max_length import predict_max_length
     from ckpt_ft.workloads.load import load
-    from ckpt_ft.workloads.positions import beyond_note, position_limit
+    from ckpt_ft.workloads.positions import beyond_note, position_limit, with_rope_scaling
 
     if spec.data.images:
         raise UserError(f"--images {spec.data.images}: the longest sequence is searched for text alone; leave it out")
@@ -95,14 +95,19 @@ def _find(spec: TrainingSpec, policies: tuple[str, ...], margin: str) -> MaxLeng
         say(f"building {spec.model.name} from its config")
         workload = load(spec.edit(seq_length=_ANY), gpu or "cpu")
         if "seq_length" not in workload.shape:
-            raise UserError(f"the batches of {spec.model.name}, a {workload.kind}, hold no sequences")
+            raise UserError(f"the batches of {spec.model.name}, of kind '{workload.kind}', hold no sequences")
         limit = position_limit(workload.model)
         found = predict_max_length(
             workload, policies, spec.host.budget, batch_size=spec.data.batch_size, margin=margin or None, jobs=0,
             report=say, launches=spec.launch.launches, **({"most": limit} if limit else {}),
         )  # fmt: skip
     beyond = beyond_note(workload.model.config, spec.model.rope_scaling, found.length)
-    return replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
+    found = replace(found, notes=[*found.notes, *([beyond] if beyond else [])])
+    if not found.length:
+        return found, ""
+    longest = found.ladder[0]
+    picked = spec.edit(policy=longest.policy, launch=longest.launch)
+    return found, command_for(with_rope_scaling(picked, workload.model.config, longest.length), workload.kind)
 
 
 def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
@@ -127,18 +132,6 @@ def _ladder(spec: TrainingSpec, found: MaxLength, device: str) -> Table:
     return Table(title, (*(["launch"] if spec.launch.launches else []), *header), rows)
 
 
-def _command(spec: TrainingSpec, longest: LongestSequence) -> str:
-    """The command that trains on sequences of that length."""
-    from ckpt_ft.workloads.model_config import read_config
-    from ckpt_ft.workloads.recipes import recipe_for
-
-    config = read_config(spec.model.name)
-    trained = (config.get("text_config") or config).get("max_position_embeddings") or longest.length
-    beyond = {"rope_scaling": "none"} if longest.length > trained and not spec.model.rope_scaling else {}
-    picked = spec.edit(policy=longest.policy, seq_length=longest.length, launch=longest.launch, **beyond)
-    return training_command(picked, recipe_for(picked))
-
-
 def _print_table(spec: TrainingSpec, policies: tuple[str, ...], margin: str, as_json: bool) -> None:
     """Print the longest sequence of each method on each card."""
     cards = (spec.host.device,) if spec.host.device else _CARDS
@@ -160,4 +153,4 @@ def _on_cards(
     spec: TrainingSpec, policies: tuple[str, ...], cards: tuple[str, ...], margin: str
 ) -> Iterator[tuple[str, int]]:
     for card in cards:
-        yield card, _find(spec.edit(device=card), policies, margin).length
+        yield card, _find(spec.edit(device=card), policies, margin)[0].length

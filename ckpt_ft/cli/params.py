@@ -17,6 +17,7 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.spec.flags import Flag, fields_of, flags
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.model_config import hub_id
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -65,7 +66,7 @@ def takes_spec(
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
             elif recipe:
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
-            spec = TrainingSpec.of(**{"model": model, **defaults, **fields_of(typed_flags), **fixed})
+            spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec.policy)
             command(spec=spec, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import runpy
+import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -51,7 +52,26 @@ def find_recipe(name: str) -> Path:
     return known[name]
 
 
+def ready_made(model: str) -> list[str]:
+    """The commands of the ready-made YAML files of the recipes that train `model` or its instruction-tuned version."""
+    import yaml
+
+    from ckpt_ft.workloads.model_config import hub_id
+
+    found = []
+    wanted = {hub_id(model).lower(), f"{hub_id(model)}-instruct".lower()}
+    for name, script in _recipes().items():
+        for file in sorted((script.parent / name.removesuffix("_unet")).glob("*.yaml")):
+            values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+            named = values.get("model_name_or_path", values.get("pretrained_model_name_or_path"))
+            if str(named).lower() in wanted:
+                shown = file if file.parent.parent.parent == PACKAGE else file.relative_to(PACKAGE.parent)
+                found.append(f"ckpt-ft recipe {name} --config {shlex.quote(str(shown))}")
+    return found
+
+
 def _recipes() -> dict[str, Path]:
+    """The script of each recipe by its name."""
     folder = next((place for place in (PACKAGE / "recipes", PACKAGE.parent / "recipes") if place.is_dir()), None)
     return {} if folder is None else {script.stem: script for script in sorted(folder.glob("*.py"))}
 

@@ -42,6 +42,7 @@ class Estimate:
         context: bytes of the CUDA context, with NCCL's buffers.
         notes: assumptions of the estimate, one sentence each.
         answer: suggestions if the step does not fit.
+        command: the command of the recipe that trains so; "" if no recipe does.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Estimate:
     notes: list[str]
     launch: str = ""
     answer: Suggestions | None = None
+    command: str = ""
 
     @property
     def headroom(self) -> int | None:
@@ -104,6 +106,7 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     trace = workload.trace(spec.data.batch_size)
     trace = replace(trace, notes=[*applied.notes, *trace.notes])
     found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
+    found = replace(found, command=_command(spec, workload))
     if found.headroom is None or capacity is None or found.headroom >= 0:
         return found, trace
     from .budget import MemoryBudget
@@ -114,6 +117,15 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     rebuild = partial(load, device=gpu or "cpu")
     answer = suggest(rebuild, spec, found.policy, spec.data.batch_size, trace, room)
     return replace(found, answer=answer), trace
+
+
+def _command(spec: TrainingSpec, workload: Workload) -> str:
+    from ckpt_ft.spec.command import recipe_command
+    from ckpt_ft.workloads.positions import with_rope_scaling
+
+    if "seq_length" in workload.shape:
+        spec = with_rope_scaling(spec, workload.model.config, workload.shape["seq_length"])
+    return recipe_command(spec, workload.kind)
 
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:

@@ -4,7 +4,8 @@
 1. Another policy at the same batch size.
 2. If no policy fits: a smaller batch under the leanest policy, with more accumulation for the same effective batch.
 3. If not one sample fits: other settings, one after another until one fits: 8-bit optimizer states, half and a quarter
-   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights.
+   of the tokens, LoRA, LoRA on bf16 weights, LoRA on 4-bit weights. The adapters that come after the first that fits
+   are traced as well.
 
 A suggestion is an edit of the spec. It is offered only if the edited spec is valid, builds a model and was traced.
 `advise` finds what lowers the peak of a plan's pick besides another policy; often that is not checkpointing at all.
@@ -79,15 +80,17 @@ def suggest(
                 [misfit.suggestion(trace, {"policy": leanest, "batch_size": largest, "accumulation": steps})], 0
             )
     needed = min(trace.peak_reserved for trace in traced.values())
+    rungs: list[Suggestion] = []
     for changes in _leaner(spec, workload, tokens):
+        if rungs and "lora_r" not in changes and "load_in_4bit" not in changes:
+            continue
         changes = {"policy": leanest, "batch_size": 1, **changes}
         leaner = _traced_edit(load, spec, changes)
-        if leaner is None:
-            continue
-        if room.holds(leaner):
-            return Suggestions([misfit.suggestion(leaner, changes)], 0)
-        needed = min(needed, leaner.peak_reserved)
-    return Suggestions([], room.context + room.margin + needed)
+        if leaner is not None and room.holds(leaner):
+            rungs.append(misfit.suggestion(leaner, changes))
+        elif leaner is not None:
+            needed = min(needed, leaner.peak_reserved)
+    return Suggestions(rungs, 0 if rungs else room.context + room.margin + needed)
 
 
 @dataclass(frozen=True)

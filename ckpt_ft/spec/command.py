@@ -74,15 +74,18 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     return setting + shlex.join([*runner, _OTHERS, *_memory_words(spec)])
 
 
-def command_for(spec: TrainingSpec, kind: str) -> str:
-    """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it.
+def recipe_command(spec: TrainingSpec, kind: str) -> str:
+    """The command of the recipe that trains as `spec` describes; "" if no recipe does.
 
     kind: the kind of workload, such as "language model".
     """
     recipe = RECIPES.get(kind, "")
-    if recipe and can_train(recipe, spec):
-        return training_command(spec, recipe)
-    return shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
+    return training_command(spec, recipe) if recipe and can_train(recipe, spec) else ""
+
+
+def command_for(spec: TrainingSpec, kind: str) -> str:
+    """The command that trains as `spec` describes if a recipe supports it, else the command that estimates it."""
+    return recipe_command(spec, kind) or shlex.join(["ckpt-ft", "estimate", *words_of(spec)])
 
 
 def launch_words(launch: Launch) -> list[str]:

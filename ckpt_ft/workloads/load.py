@@ -87,7 +87,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
 
     own_rows: whether the batches are rows of a dataset.
     """
-    held = f"the batches of {name}, a {workload.kind}, hold no"
+    held = f"the batches of {name}, of kind '{workload.kind}', hold no"
     if spec.data.seq_length is not None and "seq_length" not in workload.shape:
         raise UserError(f"sequence length {spec.data.tokens}: {held} sequences")
     for asked, what in (("images", "images among text"), ("audio_seconds", "sound"), ("resolution", "images")):
@@ -102,7 +102,7 @@ def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: 
         raise UserError(f"aspect ratio buckets: {held} images in buckets")
     for asked, what in (("train_text_encoder", "text encoders"), ("encode_each_step", "images to encode")):
         if spec.get(asked) and workload.kind != "diffusion model":
-            raise UserError(f"{asked.replace('_', ' ')}: {name}, a {workload.kind}, has no {what}")
+            raise UserError(f"{asked.replace('_', ' ')}: {name}, of kind '{workload.kind}', has no {what}")
     if spec.data.frames and "frames" not in workload.shape:
         raise UserError(f"{spec.data.frames} frames: {held} videos")
 

@@ -74,8 +74,8 @@ def _short_names() -> dict[str, str]:
 
 
 def hub_id(name: str) -> str:
-    """The full name on the Hub of a name with or without its owner; `name` itself if it is unknown."""
-    return name if name in names() else _short_names().get(name.lower(), name)
+    """The full name on the Hub of a name with or without its owner; `name` itself if it is unknown or a local path."""
+    return name if name in names() or Path(name).exists() else _short_names().get(name.lower(), name)
 
 
 def find_model(name: str) -> KnownModel | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 STRETCHES = ("linear", "dynamic", "yarn")  # `rope_type` of transformers that need nothing but a factor
 _OFFSET = 4  # a table may have a few more rows: two in OPT
@@ -64,6 +65,13 @@ def stretch_positions(config: Any, rope_scaling: str, length: int) -> None:
         if "sliding" not in layers:  # a sliding window is no longer than before
             stated |= {"rope_type": rope_scaling, "factor": length / trained}
             stated |= {"original_max_position_embeddings": trained} if rope_scaling == "yarn" else {}
+
+
+def with_rope_scaling(spec: TrainingSpec, config: Any, length: int) -> TrainingSpec:
+    """Returns `spec` for sequences of `length` tokens, as a recipe takes it: beyond the positions with a scaling."""
+    spec = spec.edit(seq_length=length)
+    beyond = 0 < trained_positions(config) < length and is_rotary(config)
+    return spec.edit(rope_scaling="none") if beyond and not spec.model.rope_scaling else spec
 
 
 def beyond_note(config: Any, rope_scaling: str, length: int) -> str:

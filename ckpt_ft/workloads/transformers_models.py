@@ -49,7 +49,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     fields = task.fields(built, spec)
     batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
-        raise UserError(f"{spec.data.rows} rows: the batches of {name}, a {task.kind}, hold no text")
+        raise UserError(f"{spec.data.rows} rows: the batches of {name}, of kind '{task.kind}', hold no text")
 
     def filled(samples: int, length: int | None) -> Batch:
         shaped = fields if length is None else task.fields(built, spec.edit(seq_length=length))

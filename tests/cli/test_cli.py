@@ -119,15 +119,23 @@ def test_flags_as_other_tools_name_them(ask: Any, config: str) -> None:
 
 
 def test_a_peft_configuration_and_how_it_is_trained(ask: Any, config: str, tmp_path: Path) -> None:
+    commands = []
+
     def asked(*argv: str) -> Any:
-        return json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+        found = json.loads(ask("estimate", config, "--seq-length", "16", "--json", *argv).out)
+        commands.append(found.pop("command"))
+        return found
 
     saved = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "target_modules": "all-linear"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     by_rank = asked("--lora", "4")
     assert asked("--peft-config", str(tmp_path)) == by_rank
     assert asked("--use_peft", "--lora_r", "4", "--lora-dropout", "0.05") == by_rank
+    assert "--use_peft" in commands[0]
+    assert f"--peft_config {tmp_path} " in commands[1]
+    assert "--lora_r 4 --lora_dropout 0.05" in commands[2]
     four = asked("--gradient_accumulation_steps", "4")
+    assert "--gradient_accumulation_steps 4" in commands[3]
     assert (four["accumulation"], four["seconds"] > 2 * asked()["seconds"]) == (4, True)
 
 
@@ -198,6 +206,16 @@ def test_a_step_in_eight_bits_that_does_not_fit_is_answered(ask: Any, config: st
     for way in found["ways"]:
         assert "without --load-in-8bit" in way["change"] or "4bit" not in way["change"]
         assert "--load_in_8bit" not in way["command"]
+
+
+def test_a_step_that_fits_ends_with_the_command_that_trains_so(ask: Any) -> None:
+    answer = ask("estimate", "qwen2.5-0.5b-instruct", "--device", "rtx-4090", "--policy", "full", "--seq-length", "16")
+    assert answer.out.splitlines()[-2:] == [
+        "train it: ckpt-ft recipe llm --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --ac_policy full "
+        "--max_length 16 --per_device_train_batch_size 1 --dtype float32 --optim adamw_torch_fused "
+        "--dataset_name DATASET",
+        "ready-made: ckpt-ft recipe llm --config recipes/llm/qwen2.5_0.5b_full.yaml",
+    ]
 
 
 def test_where_nothing_fits_the_least_is_said(ask: Any, config: str) -> None:
@@ -292,9 +310,10 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--audio-seconds", "5"), "audio seconds 5: the batches of"),
         (
             ("estimate", "stable-diffusion-v1-5", "--seq-length", "1024"),
-            "sequence length 1024: the batches of stable-diffusion-v1-5, a diffusion model, hold no sequences",
+            "sequence length 1024: the batches of stable-diffusion-v1-5/stable-diffusion-v1-5, of kind "
+            "'diffusion model', hold no sequences",
         ),
-        (("check", "resnet-50", "--seq-length", "32"), "sequence length 32: the batches of resnet-50"),
+        (("check", "resnet-50", "--seq-length", "32"), "sequence length 32: the batches of microsoft/resnet-50"),
         (("estimate", "CONFIG", "--policy", "budget:0.5"), "acts under torch.compile alone"),
         (("plan", "CONFIG", "--max-batch-size", "-1"), "--max-batch-size"),
         (("plan", "CONFIG", "--jobs", "-1"), "--jobs"),

@@ -214,7 +214,7 @@ def test_images_are_all_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     data.write_text(json.dumps({"input_ids": [1, 2]}))
     with pytest.raises(
         UserError,
-        match="a dataset's lengths: the batches of microsoft/resnet-50, of kind 'image classifier', are all alike",
+        match="padded rows: the batches of microsoft/resnet-50, of kind 'image classifier', hold no text",
     ):
         typed(monkeypatch, "plan", "microsoft/resnet-50", "--dataset", str(data))
 

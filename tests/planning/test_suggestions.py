@@ -54,8 +54,10 @@ def test_lora_on_half_precision_weights_comes_before_four_bits(config: str) -> N
     edits: dict[str, Any] = {"lora_r": 16, "dtype": "bfloat16"}
     limit = traced(spec.edit(**edits), "full,head").peak_reserved
     assert traced(spec.edit(lora_r=16), "full,head").peak_reserved > limit
-    way = only(suggested(spec, "full,head", limit))
+    way, smaller = suggested(spec, "full,head", limit).ways
     assert (way.edits, way.change, way.reserved) == (edits, "--lora 16 --dtype bfloat16", limit)
+    assert smaller.edits == {**edits, "load_in_4bit": True}
+    assert smaller.reserved < way.reserved
     assert way.command == (
         f"ckpt-ft recipe llm --model_name_or_path {config} --ac_policy full,head --use_peft --max_length 128 "
         "--per_device_train_batch_size 1 --dtype bfloat16 --optim adamw_torch_fused --lora_r 16 --dataset_name DATASET"
