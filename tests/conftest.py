@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -84,6 +85,14 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("CKPT_FT_CACHE", str(root / "cache" / "ckpt_ft"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_collection_after_training() -> Iterator[None]:
+    """Accelerate collects garbage after each `Trainer.train`, which takes half a second where so much is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forked_ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.spawn import spawn
@@ -383,7 +384,6 @@ class SyncedNorm(nn.BatchNorm2d):
 
 
 def rank_of_two(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
     collectives_in_both_runs()
@@ -418,7 +418,7 @@ def under_ddp(rank: int, policy: str) -> dict[str, torch.Tensor]:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """What a rank asserts fails here; what only both together can show is asserted below."""
-    spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    run_ranks(rank_of_two, str(tmp_path))
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one if name.startswith("grad"))
     assert one["mid_block.blocks.0.norm1.num_batches_tracked"] == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from torch import nn
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]' (see the Makefile)")
@@ -86,7 +86,6 @@ def train(model: nn.Module, stage: int, persistent: int) -> dict[str, torch.Tens
 
 
 def compare(rank: int, store: str, few: bool) -> None:
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     from language_models import differing
@@ -108,7 +107,5 @@ def compare(rank: int, store: str, few: bool) -> None:
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_ranks(few: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    mp.spawn(compare, args=(str(tmp_path / "store"), few), nprocs=2)
+def test_two_ranks(few: bool, tmp_path: Path) -> None:
+    run_ranks(compare, str(tmp_path / "store"), few)

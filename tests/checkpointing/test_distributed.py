@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from torch import nn
 
 POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp"]
@@ -49,7 +48,6 @@ def fsdp2_kept(model: Any) -> nn.Module:
 
 
 def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
     compare(wrap)
@@ -100,7 +98,5 @@ def joined_blocks_keep_one_input() -> None:
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
-def test_two_ranks(wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    mp.spawn(work, args=(str(tmp_path / "store"), wrap), nprocs=2)
+def test_two_ranks(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    run_ranks(work, str(tmp_path / "store"), wrap)

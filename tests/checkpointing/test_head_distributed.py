@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +85,6 @@ def check(wrap: Any, half: bool, chunked: bool = True) -> tuple[int, int]:
 
 
 def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert check(root_only, half=True) == (0, 0)
     for half in (False, True):  # one more gather, for the call in which the layer is asked for logits and gives none
@@ -103,7 +101,5 @@ def work(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_output_weight_is_gathered_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)
+def test_the_output_weight_is_gathered_once(tmp_path: Path) -> None:
+    run_ranks(work, str(tmp_path / "store"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +42,6 @@ def _gradients(model: nn.Module, rank: int, name: str) -> list[torch.Tensor]:
 
 def _worker(rank: int, port: int, name: str, way: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     plain, _ = build(name)
     treated = copy.deepcopy(plain)
@@ -62,4 +62,4 @@ def test_two_ranks(name: str, way: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, args=(port, name, way), nprocs=2)
+    run_ranks(_worker, port, name, way)

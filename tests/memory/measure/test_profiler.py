@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import deque
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from forked_ranks import run_ranks
+from recipe_scripts import forget_process
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -294,38 +294,28 @@ def test_only_the_gpus_bytes_are_resident():
     assert resident_bytes(model, optimizer) == {"parameters": 0, "buffers": 0, "optimizer": 0}
 
 
-TWO_RANKS = """
-import sys, torch
-from accelerate import Accelerator
-from torch import nn
-from ckpt_ft.memory.measure.profiler import MemoryProfiler
-
-accelerator = Accelerator(cpu=True)
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-rows = 32 * (1 + accelerator.process_index)
-with MemoryProfiler(accelerator, model, optimizer) as profiler:
-    for _ in range(2):
-        optimizer.zero_grad()
-        accelerator.backward(model(torch.ones(rows, 64)).sum())
-        optimizer.step()
-        profiler.step()
-report = profiler.report(policy="none")
-report.print()
-report.write(sys.argv[1])
-"""
+def profile_rank(rank, directory):
+    forget_process()
+    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ.update(here, ACCELERATE_USE_CPU="1")
+    store = f"file://{directory}/store"
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", store)])
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with MemoryProfiler(accelerator, model, optimizer) as profiler:
+        for _ in range(2):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.ones(32 * (1 + rank), 64)).sum())
+            optimizer.step()
+            profiler.step()
+    report = profiler.report(policy="none")
+    report.print()
+    report.write(directory)
 
 
-def test_every_ranks_peaks_are_in_the_report(tmp_path):
-    script = tmp_path / "two_ranks.py"
-    script.write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "PYTHONPATH": str(Path(meters.__file__).parents[3])}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Memory: policy none · 2 x cpu") == 1
+def test_every_ranks_peaks_are_in_the_report(tmp_path, capfd):
+    run_ranks(profile_rank, str(tmp_path))
+    assert capfd.readouterr().out.count("Memory: policy none · 2 x cpu") == 1
     report = MemoryReport.from_json(tmp_path / "memory_report.json")
     peaks = [rank.peak() for rank in report.ranks]
     assert [rank.rank for rank in report.ranks] == [0, 1]
