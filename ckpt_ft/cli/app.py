@@ -14,7 +14,7 @@ import typer
 
 import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
-from ckpt_ft.spec.ecosystem import typed_as
+from ckpt_ft.spec.settings import typed_as
 
 from . import catalogue, estimate, max_length, planning, policies, recipe
 

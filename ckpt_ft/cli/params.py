@@ -25,7 +25,11 @@ ONE_LAUNCH = ("gpus",)
 ONE_PROCESS = ("launch", "processes", "gpus", "machines", "link", "alloc_conf")
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 Config = Annotated[
-    str, typer.Option("--config", help="YAML of a recipe, TRL or axolotl: the model and flags; typed flags win")
+    str,
+    typer.Option(
+        "--config",
+        help="a file of a recipe, TRL, axolotl, LLaMA-Factory or diffusers' scripts; flags on the command line win",
+    ),
 ]
 Recipe = Annotated[
     str, typer.Option("--recipe", help="with --config: the kind of file, llm, trl or axolotl for example")
@@ -59,8 +63,10 @@ def takes_spec(
             typed_flags = {name: given.pop(name) for name in taken}
             typed_flags = {name: value for name, value in typed_flags.items() if value is not None}
             if config:
-                read = read_training_file(config, recipe, bool(given.get("dataset")))
-                _print_notes(config, read.notes, read.unread)
+                ignored = fields_of({"ignore": typed_flags.get("ignore")}).get("ignored", ())
+                length = typed_flags.get("seq_length")
+                read = read_training_file(config, recipe, bool(given.get("dataset")), ignored, length)
+                _print_notes(read.notes)
                 model = model or read.model
                 typed_flags = {name: value for name, value in read.flags.items() if name in taken} | typed_flags
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
@@ -90,11 +96,9 @@ def _option(flag: Flag) -> Any:
     return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
 
 
-def _print_notes(config: str, notes: tuple[str, ...], unread: tuple[str, ...]) -> None:
+def _print_notes(notes: tuple[str, ...]) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if unread:
-        print(f"note: not read of {config}: {', '.join(unread)}", file=sys.stderr)
 
 
 def require_applicable(text: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from .ecosystem import OPTIM_OF_TRAINER
 from .flags import words_of
 from .launch import Launch
 from .launch_file import sharing_options
+from .settings import OPTIM_OF_TRAINER
 from .training_spec import TrainingSpec, declared
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # all others use DeepSpeed
@@ -46,7 +46,7 @@ _ALWAYS = ("batch_size", "dtype", "optimizer")
 # Fields that are not flags of a recipe: the model and the policy, which every recipe has, and settings outside of it.
 _OUTSIDE = (
     "model", "launch", "launches", "asked", "device", "gpu_memory", "gpu_like", "budget", "alloc_conf",
-    "default_seq_length",
+    "default_seq_length", "ignored",
 )  # fmt: skip
 
 

@@ -67,9 +67,9 @@ class Setting:
     flag: str | None = ""
     typed: str = ""
     also: tuple[str, ...] = ()
-    read: Callable[[str], Any] | None = None
+    read: Callable[[Any], Any] | None = None
     write: Callable[[Any], str] = str
-    flag_type: type | None = None
+    flag_type: Any = None
     default_text: str = ""
     switches: tuple[Switch, ...] = ()
     implies: Mapping[str, Any] = dataclass_field(default_factory=dict)

@@ -6,7 +6,7 @@ file into fields of a spec. `words_of` does the inverse: it returns the shortest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -116,12 +116,16 @@ def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
     return {own.key: said[0][1]} if said else {}
 
 
-def _launch_fields(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    named: Any
     named, processes, machines, link = (
         given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
     )  # fmt: skip
     precision = found.get("mixed_precision", "no")
     words = {name: given[name] for name, *_ in _LAUNCH if name in given}
+    if isinstance(named, Mapping) and ("gpus" in given or not processes):  # of a training file
+        said = "fsdp" if "fsdp_config" in named else "deepspeed"
+        raise UserError(f"--config: {said} shares the model: on how many GPUs? give --processes")
     asked = tuple(word for name, value in words.items() for word in (option_of(name), str(value)))
     if "gpus" in given:
         if processes or Path(named).suffix:
@@ -132,32 +136,34 @@ def _launch_fields(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[s
         strategies = [name.strip() for name in named.split(",")] if named else WORTH_A_LOOK
         launches = launches_on(given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link))
         return {"launches": tuple(launches), "asked": asked}
-    launch = _launch(named, processes, machines, link, precision)
-    if launch is None:
-        return {}
-    return {"launch": launch, "asked": asked} | (
-        {"mixed_precision": launch.mixed_precision} if precision == "no" else {}
-    )
-
-
-def _launch(named: str, processes: int, machines: int, link: str, precision: str) -> Launch | None:
-    """Returns the launch from `--launch` and its options; None for one process."""
     if not named:
         for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
             if value:
                 raise UserError(f"{option} {value}: for several GPUs give --launch too (ddp, fsdp2, a file)")
-        return None
+        return {}
+    launch, also = _launch(named, processes, precision, found.get("ignored", ()))
+    for key, value in also.items():
+        if found.setdefault(key, value) != value:
+            raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
+    launch = replace(launch, machines=machines or launch.machines, link=_rate(link))
+    if isinstance(named, Mapping):
+        asked = (option_of("launch"), launch.strategy, *asked[asked.index(option_of("launch")) + 2 :])
+    return {**also, "launch": launch, "asked": asked} | (
+        {"mixed_precision": launch.mixed_precision} if precision == "no" else {}
+    )
+
+
+def _launch(named: Any, processes: int, precision: str, ignored: Collection[str]) -> tuple[Launch, dict[str, Any]]:
+    """Returns the launch that `--launch` names or a file describes, and other fields of a spec that it sets."""
+    if isinstance(named, Mapping) or Path(named).suffix in (".yaml", ".yml", ".json"):
+        return read_launch(named, processes or None, precision, ignored)
     if named in STRATEGIES:
         if not processes:
             raise UserError(f"--launch {named}: on how many GPUs? give --processes")
-        launch = Launch(named, processes, mixed_precision=precision)
-    elif Path(named).suffix in (".yaml", ".yml", ".json"):
-        launch = read_launch(named, processes or None, precision)
-    else:
-        raise UserError(
-            f"--launch {named}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
-        )
-    return replace(launch, machines=machines or launch.machines, link=_rate(link))
+        return Launch(named, processes, mixed_precision=precision), {}
+    raise UserError(
+        f"--launch {named}: neither a strategy ({', '.join(STRATEGIES)}) nor accelerate's configuration (.yaml)"
+    )
 
 
 def _rate(link: str) -> float | None:

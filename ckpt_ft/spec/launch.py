@@ -12,6 +12,8 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 
+from .settings import settle
+
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
 WORTH_A_LOOK = ("ddp", "fsdp2")
@@ -19,31 +21,8 @@ _ON_A_MACHINE = 8  # GPUs of a DGX and of most cloud machines
 PRECISIONS = ("no", "bf16", "fp16")
 _MOST = 2**20  # processes
 _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
+SECTION = "deepspeed.zero_optimization"  # of the table of settings
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
-_ALONE = {  # options that are modelled only at this value, DeepSpeed's default
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "allgather_partitions": True,
-    "use_multi_rank_bucket_allreduce": True,
-    "memory_efficient_linear": True,
-    "compute_grad_norm": True,
-    "parameter_alignment": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-    "use_all_reduce_for_fetch_params": False,
-    "allgather_sequential": False,
-    "module_granularity_threshold": 0,
-}
-# Options that do not change a step: checks, logging and saving. With round robin every rank needs as much as the last
-# one, which is modelled; parameters are gathered in one piece for any bucket size (runtime/utils.py).
-_FREE = {
-    "stage", "allgather_bucket_size", "round_robin_gradients", "gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save", "load_from_fp32_weights", "ignore_unused_parameters",
-    "elastic_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
-    "pipeline_loading_checkpoint", "overlap_comm", "offload_optimizer", "offload_param",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,15 +56,12 @@ class ZeroOptions:
         Raises:
             UserError: an option that is not modelled, or a value that is not a count.
         """
+        settle({key: value for key, value in options.items() if value != "auto"}, [SECTION], source)
         found: dict[str, Any] = {}
         for key, value in options.items():
-            name = key.removeprefix("stage3_") if key.removeprefix("stage3_") in (*_COUNTS, *_ALONE, *_FREE) else key
+            name = key.removeprefix("stage3_")
             if name in _COUNTS:
                 found[name] = None if value == "auto" and name in _AUTO else _count(value, key, source)
-            elif name in _ALONE and value != _ALONE[name] and value != "auto":
-                raise UserError(f"{source}: {key}: {value} is not modelled; leave it at {_ALONE[name]}")
-            elif name not in _ALONE and name not in _FREE:
-                raise UserError(f"{source}: {key} of zero_optimization is not modelled; leave it out")
         overlap = options.get("overlap_comm")
         return cls(**found, overlap_comm=None if overlap in (None, "auto") else bool(overlap))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckpt_ft.reading import load_yaml
 from ckpt_ft.units import whole_number
 
 from .launch import Launch, ZeroOptions
+from .settings import settle
 
 # Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
 # _deepspeed_config_checks).
@@ -20,30 +22,35 @@ _IN_THE_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
-_OTHERWISE = ("data_types", "communication_data_type", "torch_autocast", "tensor_parallel", "compression_training")
 
 
-def read_launch(path: str | Path, processes: int | None = None, mixed_precision: str = "no") -> Launch:
-    """Returns the launch that an accelerate configuration file describes.
+def read_launch(
+    source: str | Path | Mapping[str, Any],
+    processes: int | None = None,
+    mixed_precision: str = "no",
+    ignored: Collection[str] = (),
+) -> tuple[Launch, dict[str, Any]]:
+    """Returns the launch that an accelerate configuration describes, and the fields of a spec that it also sets.
 
     Args:
+        source: the file, or its content.
         processes: overrides the file's `num_processes`.
         mixed_precision: overrides the file's, unless it is "no".
+        ignored: settings that the user lets pass, although they are refused or unknown.
 
     Raises:
         UserError: the file does not exist, asks for what is not modelled, or is refused by accelerate.
     """
-    config = _document(path)
+    path = "--config" if isinstance(source, Mapping) else source
+    config = {key: value for key, value in _document(source).items() if key not in ignored}
+    found = settle(config, ("accelerate",), f"launch {path}", ignored)
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind not in _SHARING:
         raise UserError(
             f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2, DEEPSPEED)"
         )
-    if config.get("parallelism_config"):
-        raise UserError(
-            f"launch {path}: parallelism_config (tensor, context parallelism) is not modelled; leave it out"
-        )
-    given = {"mixed_precision": str(config.get("mixed_precision") or "no"), **_SHARING[kind](config, path)}
+    given = {"mixed_precision": str(config.get("mixed_precision") or "no"), **_SHARING[kind](config, path, ignored)}
+    found |= given.pop("found", {})
     if mixed_precision != "no":
         given["mixed_precision"] = mixed_precision
     launch = Launch(
@@ -51,11 +58,18 @@ def read_launch(path: str | Path, processes: int | None = None, mixed_precision:
         processes=_count(processes or config.get("num_processes", 1), "num_processes", path),
         machines=_count(config.get("num_machines", 1), "num_machines", path),
     )
-    _check_with_accelerate(path)
-    return launch
+    if not isinstance(source, Mapping):
+        _check_with_accelerate(source)
+    also = {key: found[key] for key in _ALSO if found.get(key) not in (None, "auto")}
+    return launch, {key: float(value) if key == "max_grad_norm" else value for key, value in also.items()}
 
 
-def _document(path: str | Path) -> dict[str, Any]:
+_ALSO = ("accumulation", "max_grad_norm", "batch_size")  # fields of a spec that a launch's file may set, too
+
+
+def _document(path: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(path, Mapping):
+        return path
     config = load_yaml(path, f"launch {path}")  # JSON is YAML
     if not isinstance(config, dict):
         raise UserError(f"launch {path}: not an accelerate configuration (`accelerate config` writes one)")
@@ -72,66 +86,61 @@ def _check_with_accelerate(path: str | Path) -> None:
         raise UserError(f"launch {path}: accelerate refuses it: {reason}") from error
 
 
-def _ddp(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def _ddp(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
     return {"strategy": "ddp"}
 
 
-def _fsdp2(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def _fsdp2(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
     options = {key.removeprefix("fsdp_"): value for key, value in _section(config, "fsdp_config", path).items()}
     if str(options.get("version", 1)) != "2":
         raise UserError(f"launch {path}: FSDP of version 1 is not modelled; set fsdp_version: 2 in fsdp_config")
-    if _truth(options.get("offload_params", False)):
-        raise UserError(f"launch {path}: parameters on the host are not modelled; set fsdp_offload_params: false")
-    if _truth(options.get("activation_checkpointing", False)):
-        raise UserError(
-            f"launch {path}: fsdp_activation_checkpointing would checkpoint beside the policy; set it to false and "
-            "choose the policy 'full'"
-        )
     wrapping = str(options.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")).upper()
-    if wrapping not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
-        raise UserError(f"launch {path}: fsdp_auto_wrap_policy {wrapping} is not modelled; set TRANSFORMER_BASED_WRAP")
-    classes = str(options.get("transformer_layer_cls_to_wrap") or "")
+    classes = options.get("transformer_layer_cls_to_wrap") or options.get("transformer_cls_names_to_wrap") or ""
+    classes = classes if isinstance(classes, list) else str(classes).split(",")
+    reshard = str(options.get("reshard_after_forward", True)).strip().lower()
+    if reshard not in ("true", "1", "yes", "false", "0", "no"):
+        raise UserError(
+            f"launch {path}: fsdp_reshard_after_forward {reshard}: accelerate takes true or false for FSDP2"
+        )
     return {
         "strategy": "fsdp2",
-        "reshard_after_forward": _truth(options.get("reshard_after_forward", True)),
-        "wrap": None if wrapping == "NO_WRAP" else tuple(n.strip() for n in classes.split(",") if n.strip()),
+        "reshard_after_forward": _truth(reshard),
+        "wrap": None if wrapping == "NO_WRAP" else tuple(str(name).strip() for name in classes if str(name).strip()),
     }
 
 
-def _zero(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def _zero(config: Mapping[str, Any], path: str | Path, ignored: Collection[str]) -> dict[str, Any]:
     options = _section(config, "deepspeed_config", path)
     file = options.get("deepspeed_config_file")
     if file in (None, "none"):
-        return _stage(options.get("zero_stage", 2), path) | _places(options, path)
+        return _stage(options.get("zero_stage", 2), path)
     beside = [key for key in _IN_THE_FILE if key in options]
     if config.get("mixed_precision"):
         beside.append("mixed_precision")
     if beside:
         raise UserError(f"launch {path}: accelerate takes no {', '.join(beside)} beside a deepspeed_config_file")
-    return _deepspeed_file(Path(str(file)))
+    return _deepspeed_file(file, ignored)
 
 
-def _deepspeed_file(file: Path) -> dict[str, Any]:
+def _deepspeed_file(file: Any, ignored: Collection[str]) -> dict[str, Any]:
+    """Returns the fields of a launch that DeepSpeed's configuration sets: a file, or its content."""
+    name = "deepspeed" if isinstance(file, Mapping) else f"deepspeed_config_file {file}"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = dict(file) if isinstance(file, Mapping) else json.loads(Path(str(file)).read_text(encoding="utf-8"))
         zero = config["zero_optimization"]
         stage = zero["stage"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"launch: deepspeed_config_file {file}: cannot be read, or has no ZeRO stage ({error!r})"
-        ) from error
-    other = [key for key in _OTHERWISE if config.get(key)]
-    if other:
-        raise UserError(f"launch: {file}: {', '.join(other)}: not modelled; leave out")
-    places = {
-        f"{part}_device": _section(zero, part, file).get("device") for part in ("offload_optimizer", "offload_param")
-    }
-    precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, file).get("enabled", False))]
+        raise UserError(f"launch: {name}: cannot be read, or has no ZeRO stage ({error!r})") from error
+    named = config.get("optimizer")
+    if isinstance(named, Mapping):
+        config["optimizer"] = str(named.get("type"))
+    found = settle(config, ("deepspeed",), f"launch: {name}", ignored)
+    precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, name).get("enabled", False))]
     return {
-        **_stage(stage, file),
-        **_places(places, file),
-        "zero": ZeroOptions.read(zero, f"launch: {file}"),
+        **_stage(stage, name),
+        "zero": ZeroOptions.read({key: zero[key] for key in zero if key not in ignored}, f"launch: {name}"),
         "mixed_precision": precision[0] if precision else "no",
+        "found": found,
     }
 
 
@@ -141,17 +150,7 @@ def _stage(stage: Any, path: str | Path) -> dict[str, Any]:
     return {"strategy": f"zero{stage}"}
 
 
-def _places(options: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    for part in ("optimizer", "param"):
-        device = options.get(f"offload_{part}_device") or "none"
-        if device != "none":
-            raise UserError(
-                f"launch {path}: offload_{part} to {device} is not modelled; set offload_{part}_device: none"
-            )
-    return {}
-
-
-def _section(config: dict[str, Any], key: str, path: str | Path) -> dict[str, Any]:
+def _section(config: Mapping[str, Any], key: str, path: str | Path) -> dict[str, Any]:
     section = config.get(key) or {}
     if not isinstance(section, dict):
         raise UserError(f"launch {path}: {key} {section}: give 'key: value' lines")

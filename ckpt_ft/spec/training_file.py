@@ -1,14 +1,13 @@
-"""Reads the training that a YAML file describes: a recipe's own, TRL's, axolotl's, or one of diffusers' scripts.
+"""Reads the training that a file describes: a recipe's, TRL's, axolotl's, LLaMA-Factory's or diffusers' scripts'.
 
-The file is converted to values of our flags, as if they had been typed; flags of the command line win over them.
-`ecosystem.TABLE` maps its entries to our flags. Entries that are unknown, or affect neither memory nor time, are
-ignored and listed in `unread`.
+`settings.settle` looks up every entry in the table of settings, which refuses what is not modelled. The others are
+converted to values of our flags, as if they had been typed; flags of the command line win over them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,55 +15,49 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import load_yaml
 
 from .defaults import LORA_R
-from .ecosystem import OPTIMIZERS, PAGED, TABLE, Modelled, names_of
+from .settings import KINDS, OPTIMIZERS, PAGED, settle, table
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
-RECIPES = ("llm", "vlm", "image_classification", "diffusion_unet", "diffusion_transformer", *TRL, "axolotl")
+RECIPES = tuple(KINDS)
 MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  # entries that name the model
 # Entries that are true or false; axolotl writes some as words.
-_SWITCHES = {
-    "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant",
-    "gradient_checkpointing", "activation_checkpointing",
-    "use_8bit_adam", "flash_attention", "flex_attention", "sdp_attention", "eager_attention",
-}  # fmt: skip
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "auto": "bfloat16"}  # auto: the dtype of most checkpoints
+_SWITCHES = (
+    "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
+    "use_8bit_adam", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16", "train_text_encoder",
+)  # fmt: skip
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # Defaults of each kind of file, for entries that it leaves out.
+_TEXT = {"batch_size": 8, "eval_batch_size": 8}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llm": {"batch_size": 8},
-    "vlm": {"batch_size": 8, "seq_length": 2048, "train_towers": "language"},
-    "image_classification": {"batch_size": 8},
-    **{kind: {"batch_size": 8, "bf16": True, "gradient_checkpointing": True} for kind in TRL},
-    "axolotl": {"batch_size": 1},
+    "llm": _TEXT,
+    "vlm": {**_TEXT, "seq_length": 2048, "train_towers": "language"},
+    "image_classification": _TEXT,
+    **{kind: {**_TEXT, "bf16": True, "checkpointing": True} for kind in TRL},
+    "axolotl": {"batch_size": 1, "bf16": True, "lora_dropout": 0.0, "seq_length": 512},
+    "llama_factory": {
+        **_TEXT, "checkpointing": True, "seq_length": 2048, "lora_r": 8, "lora_dropout": 0.0, "double_quant": True,
+        "finetuning_type": "lora", "dtype": "auto",
+    },
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
-}
-# Flags that every kind of file sets by the same name, or by one of the flag's other names.
+    "diffusers": {"batch_size": 4, "optimizer": "adamw", "cache_latents": False},
+}  # fmt: skip
+# Flags that a file sets by the same value.
 _PLAIN = (
-    "accumulation", "seq_length", "packing", "resolution", "aspect_ratio_buckets", "image_size", "max_pixels",
-    "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "mixed_precision",
+    "accumulation", "seq_length", "rope_scaling", "packing", "resolution", "aspect_ratio_buckets", "image_size",
+    "max_pixels", "longest_side", "train_towers", "audio_seconds", "max_grad_norm", "ema", "budget", "freeze",
 )  # fmt: skip
-# Fields of TRL's configurations that decide what a step allocates, besides those that are flags of ours.
-_TRAINER_ARGS = (
-    "packing_strategy", "padding_free", "pad_to_multiple_of", "loss_type", "label_smoothing_factor",
-    "router_aux_loss_coef", "beta", "precompute_ref_log_probs", "loss_weights", "ld_alpha", "f_divergence_type",
-    "label_smoothing", "use_weighting", "disable_dropout", "center_rewards_coefficient", "num_generations",
-    "max_completion_length", "steps_per_generation", "generation_batch_size", "num_iterations", "temperature", "top_p",
-    "top_k", "cast_lm_head_to_fp32", "importance_sampling_level", "top_entropy_quantile", "entropy_coef",
-)  # fmt: skip
+_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
+_LLAMA_FACTORY = {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target", "quantization_bit"}
 # Entries that only one kind of TRL's files has, most particular first.
 _MARKS = {
-    "grpo": {"num_generations", "max_completion_length", "reward_funcs", "steps_per_generation"},
+    "grpo": {"num_generations", "max_completion_length", "reward_funcs", "steps_per_generation", "use_vllm"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"beta", "precompute_ref_log_probs", "ref_model", "sync_ref_model"},
-    "trl": {"packing_strategy", "padding_free", "completion_only_loss", "assistant_only_loss", "max_seq_length"},
 }
-_OF_IMAGES = {"train_towers", "max_pixels", "longest_side", "image_column", "image_folder", "image_size", "images"}
-_BOOLEANS: dict[Any, bool | None] = {
-    None: None, True: True, False: False, "true": True, "false": False,
-    "auto": True,  # axolotl's bf16
-}  # fmt: skip
+_BOOLEANS: dict[Any, bool | None] = {None: None, True: True, False: False, "auto": True, "full": True, "yes": True}
 
 
 @dataclass(frozen=True)
@@ -74,43 +67,54 @@ class TrainingFile:
     Attributes:
         model: the model it names.
         flags: values by the names of our flags.
-        unread: entries that set nothing.
         notes: how ambiguous entries were interpreted, one sentence each.
     """
 
     model: str
     flags: Mapping[str, Any]
-    unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def read_training_file(path: str, recipe: str = "", rows_have_images: bool = False) -> TrainingFile:
-    """Read the training that the YAML file `path` describes.
+def read_training_file(
+    path: str, recipe: str = "", rows: bool = False, ignored: Collection[str] = (), length: Any = None
+) -> TrainingFile:
+    """Read the training that the YAML or JSON file `path` describes.
 
     Args:
         recipe: the kind of file, one of `RECIPES`; "" to detect it from the entries.
-        rows_have_images: the dataset determines the images, so the file's number of images is ignored.
+        rows: whether rows of a dataset are read, which have lengths and images of their own.
+        ignored: settings that the user lets pass, although they are refused or unknown.
+        length: the number of tokens that the command line gives; None without one.
 
     Raises:
-        UserError: the file cannot be read, names no model, or has settings that are not modelled.
+        UserError: the file cannot be read, names no model, or has settings that are refused or unknown.
     """
     content = read_yaml(path)
     kind = recipe or _kind(content)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
-    if kind in TRL and isinstance(loading := content.pop("model_init_kwargs", None), dict):
-        content |= loading
-    entries = _Entries(content, kind, path)
-    model = next((found for key in MODELS if (found := entries.get(key))), None)
-    if not model:
+    entries = _Entries(settle(content, KINDS[kind], f"--config {path}", ignored), kind, path)
+    if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
+    open_length = "max_length" in content and content["max_length"] is None and "max_length" not in ignored
+    if kind in TRL and open_length and not (rows or length):
+        raise entries.refuse("max_length: null: rows are not cut, and their length is not known: give --seq-length")
     flags = entries.flags()
-    if kind == "vlm" and not rows_have_images:
+    if kind == "vlm" and not rows:
         flags["images"] = entries.get("images") or 1
-    if not recipe and kind == "llm" and not any(key.startswith("ac_") for key in content):
-        entries.notes.append("read with the defaults of recipes/llm.py; --recipe trl reads it with those of TRL")
-    stated = {name: value for name, value in flags.items() if _says(value)}
-    return TrainingFile(str(model), stated, tuple(entries.unread), tuple(entries.notes))
+    if not recipe and (kind != "llm" or not any(key.startswith("ac_") for key in content)):
+        entries.notes.append(f"{path} is read with the defaults of {_NAMES.get(kind, kind)}; --recipe names others")
+    stated = {name: value for name, value in flags.items() if value is not None and value is not False and value != ""}
+    return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes))
+
+
+_NAMES = {
+    "llm": "recipes/llm.py",
+    "trl": "TRL's SFTTrainer",
+    **{kind: f"TRL's {kind.upper()} trainer" for kind in TRL if kind != "trl"},
+    "llama_factory": "LLaMA-Factory",
+    "diffusers": "diffusers' scripts",
+}
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -127,128 +131,218 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 @dataclass
 class _Entries:
-    """The entries of a file; records which ones are read."""
+    """The modelled entries of a file, by their targets in the table of settings."""
 
-    content: dict[str, Any]
+    given: dict[str, Any]
     kind: str
     path: str
-    read: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     @property
     def diffusion(self) -> bool:
-        return self.kind.startswith("diffusion")
-
-    @property
-    def unread(self) -> list[str]:
-        return [key for key, value in self.content.items() if key not in self.read and _says(value)]
+        return self.kind.startswith("diffus")
 
     def get(self, name: str) -> Any:
-        """Returns the entry under any name of the flag `name`, else the default of this kind of file, else None."""
-        for other in names_of(name):
-            if other in self.content:
-                self.read.add(other)
-                return _boolean(other, self.content[other]) if name in _SWITCHES else self.content[other]
-        return _DEFAULTS[self.kind].get(name)
+        """Returns the entry for `name`, else the default of this kind of file, else None."""
+        value = self.given.get(name)
+        value = _boolean(name, value) if name in _SWITCHES else value
+        return _DEFAULTS[self.kind].get(name) if value is None else value
+
+    def refuse(self, why: str) -> UserError:
+        return UserError(f"--config {self.path}: {why}")
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
-        policy = self.get("policy")
-        renamed = "activation_checkpointing" if "activation_checkpointing" in self.content else ""
-        checkpointing = self.get(renamed or "gradient_checkpointing")
+        self._check_evaluation()
+        precision = self._precision()
+        half = precision["bf16"] or precision["fp16"] or precision["mixed_precision"] in _DTYPES
+        if self.get("tf32") and not half and precision["dtype"] not in _DTYPES.values():
+            raise self.refuse("tf32: seconds are predicted for matrix products of full float32; --ignore tf32 goes on")
         return {
-            "batch_size": self._batch_size(),
             **{name: self.get(name) for name in _PLAIN},
+            **self._batch(),
+            "resolution": self._resolution(),
             "train_text_encoder": self.diffusion and self.get("train_text_encoder"),
             "encode_each_step": self.diffusion and self._encodes_each_step(),
-            **self._precision(),
+            **precision,
             "optimizer": self._optimizer(),
             **self._adapter(),
+            **self._launch(),
             **self._trainer(),
-            "attn_implementation": self._attention() or self.get("attn_implementation"),
-            "policy": str(policy) if policy and policy != "auto" else "full" if checkpointing else "",
+            "attn_implementation": self.get("attn_implementation"),
+            "policy": self._policy(),
+            "device": "cpu" if self.get("use_cpu") else None,
         }
 
-    def _batch_size(self) -> Any:
-        """Images per batch; prior preservation doubles it, because each image comes with one of its class."""
-        samples = self.get("batch_size")
-        if not (self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int)):
-            return samples
-        self.notes.append(f"with_prior_preservation: a batch of {samples} is {2 * samples} images")
-        return 2 * samples
+    def _batch(self) -> dict[str, Any]:
+        """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""
+        samples, total = self.get("batch_size"), self.get("total_batch")
+        if self.diffusion and self.get("with_prior_preservation") and isinstance(samples, int):
+            self.notes.append(f"with_prior_preservation: a batch of {samples} is {2 * samples} images")
+            samples *= 2
+        if not total:  # axolotl's batch_size
+            return {"batch_size": samples}
+        if "accumulation" in self.given:
+            raise self.refuse("batch_size is axolotl's total, and gradient_accumulation_steps says it too; give one")
+        if "batch_size" not in self.given or not all(isinstance(n, int) and n > 0 for n in (samples, total)):
+            raise self.refuse("batch_size is axolotl's total; give micro_batch_size too")
+        return {"batch_size": samples, "accumulation": max(total // samples, 1)}
+
+    def _resolution(self) -> Any:
+        """The side of an image; diffusers' scripts have defaults of their own, and not the model's."""
+        size = self.get("resolution")
+        return (
+            (1024 if "xl" in str(self.get("model")).lower() else 512)
+            if self.kind == "diffusers" and not size
+            else size
+        )
+
+    def _policy(self) -> str:
+        policy, every = self.get("policy"), self.get("every_n_layers")
+        if policy and policy != "auto":
+            return str(policy)
+        if self.get("no_checkpointing") or not self.get("checkpointing"):
+            return ""
+        return f"every:{every}" if every and every != 1 else "full"
+
+    def _check_evaluation(self) -> None:
+        """Raises UserError for an evaluation that may need more memory than a training step."""
+        strategy = self.get("evaluation")
+        batch, trained = self.get("eval_batch_size") or self.get("batch_size"), self.get("batch_size")
+        if strategy and strategy != "no" and isinstance(batch, int) and isinstance(trained, int) and batch > trained:
+            raise self.refuse(
+                f"an evaluation in batches of {batch} is not predicted, and may need more than steps of {trained}: "
+                f"evaluate in batches of {trained}, or --ignore {' --ignore '.join(self._names('evaluation'))}"
+            )
+
+    def _names(self, target: str) -> list[str]:
+        """Names of the settings of this kind of file that set `target` and are in it."""
+        content = read_yaml(self.path)
+        known = {n for section in KINDS[self.kind] for n, e in table()[section].items() if e.text == target}
+        return [name for name in content if name in known]
 
     def _encodes_each_step(self) -> bool:
         """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
+        if self.kind == "diffusers":
+            return not self.get("cache_latents")
         said = {name: self.get(name) for name in ("cache_latents", "center_crop", "random_flip")}
         return said["cache_latents"] is False or said["center_crop"] is False or bool(said["random_flip"])
 
-    def _trainer(self) -> dict[str, Any]:
-        """TRL's trainer, and the fields of its configuration that the file sets."""
-        if self.kind not in TRL:
-            return {}
-        given = {name: value for name in _TRAINER_ARGS if (value := self.get(name)) is not None}
-        if "max_length" in self.content and self.content["max_length"] is None:
-            self.notes.append("max_length: null truncates nothing; rows are taken to be of the default length")
-        return {"trainer": TRL[self.kind], "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
-
     def _precision(self) -> dict[str, Any]:
-        dtype, bf16, fp16 = self.get("dtype"), self.get("bf16"), self.get("fp16")
-        adapters = self.diffusion and (self.get("lora_r") or self.get("peft_config"))
-        if adapters and self.get("mixed_precision") in _DTYPES:
-            dtype = self.get("mixed_precision")  # the dtype of frozen weights in the recipes
+        dtype, bf16, fp16, mixed = (self.get(name) for name in ("dtype", "bf16", "fp16", "mixed_precision"))
+        if "fp16" in self.given and fp16 and "bf16" not in self.given:
+            bf16 = False
+        ends = False
+        if self.diffusion and (self.get("lora_r") or self.get("peft_config")) and mixed in _DTYPES:
+            dtype = mixed  # the dtype of frozen weights in the recipes
         if self.kind == "axolotl":
-            dtype = "bfloat16" if bf16 else "float16" if fp16 else None
+            pure = "bfloat16" if self.get("pure_bf16") else "float16" if self.get("pure_fp16") else ""
+            dtype = pure or ("bfloat16" if bf16 else "float16" if fp16 or self.get("load_in_8bit") else "float32")
+            bf16, fp16 = (bf16 and not pure and self.given.get("bf16") != "full"), fp16 and not pure
+            # Flash and flex attention need the dtype of the other weights, and so do adapters.
+            plain = self.get("attn_implementation") in ("sdpa", "eager", None) and not self.get("adapter")
+            ends = dtype != "float32" and plain and not self.get("embeddings_skip_upcast")
+            if self.get("embeddings_skip_upcast") and plain:
+                raise self.refuse("embeddings_skip_upcast: norms alone in float32 are not predicted; leave it out")
+        if self.kind == "llama_factory" and not self.given.get("dtype"):
+            half = "bfloat16" if bf16 or self.get("pure_bf16") else "float16" if fp16 else "auto"
+            # Trained weights are cast to float32, except by pure_bf16.
+            dtype = half if self._adapted() or self.get("pure_bf16") or half == "auto" else "float32"
         return {
             "dtype": _DTYPES.get(dtype, dtype) if dtype else None,
             "bf16": bool(bf16) and not fp16,
             "fp16": bool(fp16),
+            "mixed_precision": mixed,
+            "float32_ends": ends,
         }
 
     def _optimizer(self) -> str:
         if self.get("use_8bit_adam"):
             return "adamw_8bit"
-        named = str(self.get("optimizer") or "adamw_torch_fused")
+        named = str(self.get("optimizer") or "adamw_torch_fused").lower()
         if named not in OPTIMIZERS:
-            raise UserError(f"--config {self.path}: optimizer {named} is not modelled ({', '.join(OPTIMIZERS)})")
+            raise self.refuse(f"optimizer {named} is not modelled ({', '.join(OPTIMIZERS)})")
         if named in PAGED:
             self.notes.append(
                 f"{named}: its state is counted on the card; paging moves it to the host when memory runs out"
             )
         return OPTIMIZERS[named]
 
+    def _adapted(self) -> bool:
+        """Whether the file asks for adapters."""
+        kind, adapter = self.get("finetuning_type"), self.get("adapter")
+        if self.kind == "axolotl" and adapter not in (None, False, "lora", "qlora"):
+            raise self.refuse(f"adapter {adapter} is not modelled (lora, qlora)")
+        if self.kind == "axolotl" and adapter == "qlora" and not self.get("load_in_4bit"):
+            raise self.refuse("adapter qlora: axolotl requires load_in_4bit: true with it")
+        if kind not in (None, "lora", "full"):
+            raise self.refuse(f"finetuning_type {kind} is not modelled (lora, full)")
+        return bool(adapter or self.get("use_peft") or self.get("peft_config") or kind == "lora" or self.diffusion)
+
     def _adapter(self) -> dict[str, Any]:
-        rank, config = self.get("lora_r"), self.get("peft_config")
-        if not (self.get("use_peft") or self.get("adapter") or config or self.diffusion):
-            return {}
-        found: dict[str, Any] = {"peft_config": config}
-        if not config:
-            targets = self.get("lora_targets")
-            targets = targets if isinstance(targets, list) else [targets] if targets else []
-            self.get("lora_target_linear")
-            usual = () if self.kind in TRL else ("all-linear",)  # PEFT chooses the layers for TRL
-            found = {
-                "lora_r": rank or (None if self.diffusion else LORA_R),
-                "lora_targets": ",".join(str(target) for target in targets if target not in usual),
-                "lora_dropout": self.get("lora_dropout"),
-                "dora": self.get("dora"),
-            }
-        four, eight = bool(self.get("load_in_4bit")), self.get("load_in_8bit")
-        return found | {
+        bits = self.get("quantization_bit")
+        if bits not in (None, 4, 8):
+            raise self.refuse(f"quantization_bit {bits} is not modelled (4, 8)")
+        four, eight = self.get("load_in_4bit") or bits == 4, self.get("load_in_8bit") or bits == 8
+        found: dict[str, Any] = {
             "load_in_4bit": four,
             "load_in_8bit": eight,
-            "double_quant": four and (self.get("double_quant") or self.kind == "axolotl"),
-            "quant_storage": self.get("quant_storage"),
-            "prepare_kbit": self.kind == "axolotl" and (four or bool(eight)),
+            "double_quant": bool(four) and (self.get("double_quant") or self.kind == "axolotl"),
+            "quant_storage": self.get("quant_storage") if four else None,
+            "peft_config": self.get("peft_config"),
+        }
+        if not self._adapted() or found["peft_config"]:
+            return found
+        targets = self.get("lora_targets")
+        targets = targets if isinstance(targets, list) else str(targets).split(",") if targets else []
+        targets = [str(target).strip() for target in targets]
+        if self.kind == "axolotl" and not (
+            targets or self.get("lora_target_linear") or self.get("lora_target_parameters")
+        ):
+            raise self.refuse(
+                f"adapter {self.get('adapter')}: axolotl requires lora_target_linear or lora_target_modules"
+            )
+        if (
+            targets == ["all"]
+            or self.get("lora_target_linear")
+            or (targets == ["all-linear"] and self.kind not in TRL)
+        ):
+            targets = []  # PEFT chooses for TRL's trainers if a file names none
+        return found | {
+            "lora_r": self.get("lora_r") or (None if self.diffusion else LORA_R),
+            "lora_targets": ",".join(targets),
+            "lora_modules_to_save": _joined(self.get("lora_modules_to_save")),
+            "lora_target_parameters": _joined(self.get("lora_target_parameters")),
+            "lora_dropout": self.get("lora_dropout"),
+            "dora": self.get("dora"),
         }
 
-    def _attention(self) -> str:
-        """Returns the implementation that one of axolotl's switches selects; "" if none does."""
-        on = [
-            str(entry.values["True"])
-            for name, entry in TABLE["axolotl"].items()
-            if isinstance(entry, Modelled) and entry.flag == "attn_implementation" and self.get(name)
-        ]
-        return on[0] if on else ""
+    def _trainer(self) -> dict[str, Any]:
+        """TRL's trainer, and the fields of its configuration that the file sets."""
+        given = self.get("trainer_args")
+        return {"trainer": TRL.get(self.kind), "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
+
+    def _launch(self) -> dict[str, Any]:
+        """The launch, as accelerate's configuration has it; the number of processes is that of the command line."""
+        sharded, deepspeed = self.get("fsdp"), self.get("deepspeed")
+        if deepspeed:
+            return {
+                "launch": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": deepspeed}}
+            }
+        options = self.get("fsdp_config")
+        if not sharded and not (options and self.kind == "axolotl"):
+            return {}
+        if isinstance(sharded, (str, list)):
+            words = sharded.split() if isinstance(sharded, str) else [str(word) for word in sharded]
+            if "offload" in words:
+                raise self.refuse("fsdp: offload: parameters in host memory are not predicted")
+        plain = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (options or {}).items()}
+        version = self.get("fsdp_version") or (1 if self.kind == "axolotl" else 2)
+        return {"launch": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version, **plain}}}
+
+
+def _joined(names: Any) -> str:
+    return ",".join(map(str, names)) if isinstance(names, list) else str(names or "")
 
 
 def _boolean(name: str, value: Any) -> bool | None:
@@ -257,17 +351,22 @@ def _boolean(name: str, value: Any) -> bool | None:
     return _BOOLEANS[value]
 
 
-def _says(value: Any) -> bool:
-    """Whether an entry sets something; 0 does: no clipping, no dropout."""
-    return not (value is None or value is False or value == "")
-
-
 def _kind(content: Mapping[str, Any]) -> str:
-    if "base_model" in content:
+    """The kind of a file, by the entries that only one kind has."""
+    keys = content.keys()
+    if "base_model" in keys:
         return "axolotl"
-    for kind, marks in _MARKS.items():
-        if marks & content.keys():
-            return kind
-    if _OF_IMAGES & content.keys():
+    own = bool(keys & {name for name in table()["ckpt_ft"] if name.startswith("ac_")})
+    if "pretrained_model_name_or_path" in keys:
+        return "diffusion_unet" if own else "diffusers"
+    if _OF_IMAGES & keys:
         return "vlm"
-    return "diffusion_unet" if "pretrained_model_name_or_path" in content else "llm"
+    for kind, marks in _MARKS.items():
+        if marks & keys:
+            return kind
+    if own and "beta" not in keys:
+        return "llm"
+    if _LLAMA_FACTORY & keys:
+        return "llama_factory"
+    of_trl = {name for section in ("trl.sft", "trl", "trl.model") for name, entry in table()[section].items()}
+    return "trl" if keys & of_trl - {"model_name_or_path"} else "llm"

@@ -33,6 +33,7 @@ from .fields import (
     text_of_size,
 )
 from .launch import Launch
+from .settings import OPTIMIZERS
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
 MOST_SIDE = 2**13  # pixels: a blank image of that size is created
@@ -161,6 +162,7 @@ class PrecisionSpec(Part):
             Switch("fp16", "fp16", "the same as --mixed-precision fp16"),
         ),
     )
+    float32_ends: bool = setting(False, "embeddings, norms and head in float32, as axolotl loads models to train them")
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,24 @@ class AdapterSpec(Part):
     )
     lora_targets: tuple[str, ...] = setting(
         (),
-        "comma-separated names of the modules that get an adapter; default: all linear layers",
+        "comma-separated names of the modules that get an adapter, or a regular expression; "
+        "default: all linear layers, with --trainer those that PEFT chooses",
         flag_type=str,
         read=names_of_text("--lora-targets"),
+        write=text_of_names,
+    )
+    lora_modules_to_save: tuple[str, ...] = setting(
+        (),
+        "comma-separated names of modules that are trained whole beside the adapters",
+        flag_type=str,
+        read=names_of_text("--lora-modules-to-save"),
+        write=text_of_names,
+    )
+    lora_target_parameters: tuple[str, ...] = setting(
+        (),
+        "comma-separated names of parameters that get an adapter, such as experts'",
+        flag_type=str,
+        read=names_of_text("--lora-target-parameters"),
         write=text_of_names,
     )
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] | None = setting(
@@ -253,7 +270,10 @@ class OptimizerSpec(Part):
     """The optimizer and its options."""
 
     name: Literal["adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none"] = setting(
-        "adamw_fused", "adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none", key="optimizer"
+        "adamw_fused",
+        "adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none, or a Trainer's name for one of them",
+        key="optimizer",
+        read=lambda text: OPTIMIZERS.get(text.lower(), text),
     )
     max_grad_norm: Annotated[float, Interval(ge=0, lt=float("inf"))] = setting(
         1.0,
@@ -320,6 +340,14 @@ class HostSpec(Part):
         flag_type=str,
         read=bytes_of_text("--budget"),
         write=text_of_bytes,
+    )
+    ignored: tuple[str, ...] = setting(
+        (),
+        "a setting that is refused, to go on without it; more than once for several",
+        flag="ignore",
+        flag_type=list[str],
+        read=lambda names: tuple(dict.fromkeys(name for text in names for name in text.split(",") if name)),
+        write=text_of_names,
     )
     alloc_conf: str = setting("", "options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 

@@ -169,6 +169,8 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     """Applies the quantised weights, frozen parts and adapters of `spec` to `model`, as transformers and PEFT do."""
     if spec.quantisation.bits:
         _quantise(model, spec)
+    if spec.precision.float32_ends:
+        _widen_ends(model)
     for part in spec.model.frozen:
         _freeze(model, part)
     towers = TrainedTowers(model, spec.model.train_towers) if spec.model.train_towers else None
@@ -252,6 +254,14 @@ def _quantise(model: Any, spec: TrainingSpec) -> None:
         prepare_kbit(model)
 
 
+def _widen_ends(model: Any) -> None:
+    """Cast norms, embeddings and the head to float32, as axolotl's convert_embedding_modules_dtype does."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for name, module in model.named_modules():
+        if "norm" in name or any(module is end for end in ends):
+            module.float()
+
+
 def _show_weights(adapted: Any) -> None:
     """Set how PEFT's layers that compute with the weight itself unpack a stand-in's weight."""
     from ckpt_ft.standins.quantised_layers import NF4Linear
@@ -318,11 +328,18 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
     usual = None if spec.trainer.trainer else "all-linear"  # TRL leaves it to PEFT, which knows layers by model type
     if targets == ["all-linear"]:
         targets, usual = [], "all-linear"
+    chosen: Any = targets or usual
+    if re.search(r"[^\w.,-]", pattern := ",".join(targets)):
+        chosen = pattern  # a regular expression, which may have commas
+    elif towers is not None:
+        chosen = towers.adapted_layers(targets or None)
     return LoraConfig(
         task_type="SEQ_CLS" if spec.trainer.trainer == "reward" else None,
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=LORA_DROPOUT if dropout is None else dropout,
-        target_modules=targets or usual if towers is None else towers.adapted_layers(targets or None),
+        target_modules=chosen,
+        modules_to_save=list(spec.adapter.lora_modules_to_save) or None,
+        target_parameters=list(spec.adapter.lora_target_parameters) or None,
         use_dora=spec.adapter.use_dora,
     )

@@ -21,7 +21,7 @@ from ckpt_ft.memory.distributed.fsdp2 import shard_again
 from ckpt_ft.memory.fake.faked_model import renew
 from ckpt_ft.memory.gpus import current_gpu
 from ckpt_ft.spec.launch import PRECISIONS
-from ckpt_ft.spec.trainer import spec_of_arguments
+from ckpt_ft.spec.trainer import check_live, spec_of_arguments
 
 from .sample_sizes import rows_by_length
 
@@ -50,6 +50,7 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         UserError: the trainer makes its batches while it trains, or its rows are streamed.
     """
     args: Any = trainer.args
+    check_live(args)
     require_batches(trainer, flag)
     with torch.random.fork_rng(devices=[]):
         loader: Any = trainer.get_train_dataloader()
@@ -98,8 +99,9 @@ def measured_step(
         loss: the trainer's loss; None for the loss that the model returns.
 
     Raises:
-        UserError: no step was measured.
+        UserError: no step was measured, or a setting is not modelled.
     """
+    check_live(args)
     batch = profiler.loss_batch if loss is not None and profiler.loss_batch.elements else profiler.batch
     if not batch.elements:
         raise UserError("no step was measured")

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from ckpt_ft.cli import app as cli
-from ckpt_ft.spec.ecosystem import known_as, names_of, typed_as
+from ckpt_ft.spec.settings import known_as, names_of, typed_as
 
 MODEL = (
     "--seq-length --accumulation --max-grad-norm --resolution --aspect-ratio-buckets --train-text-encoder "

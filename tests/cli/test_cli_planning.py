@@ -228,7 +228,7 @@ def test_a_plan_chooses_the_launch_and_says_how_to_run_it(
     words = ["plan", config, "--device", "h100", "--seq-length", "32", "--batch-size", "2", "--gpus", "16", "--bf16"]
     assert typed(monkeypatch, *words, "--jobs", "1", "--launch", "fsdp2", "--write-launch", str(file)) == 0
     shown = capsys.readouterr().out
-    launch = read_launch(file)
+    launch = read_launch(file)[0]
     assert (launch.strategy, launch.processes, launch.machines, launch.mixed_precision) == ("fsdp2", 16, 2, "bf16")
     assert load_config_from_file(str(file)).distributed_type == DistributedType.FSDP
     assert "fits on 1: none at batch 2" in shown

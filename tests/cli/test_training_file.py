@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from ckpt_ft.cli import app as cli
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import fields_of, words_of
+from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_file import read_training_file
 from ckpt_ft.spec.training_spec import TrainingSpec
 
@@ -23,16 +25,15 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
 }  # fmt: skip
-LLM = "read with the defaults of recipes/llm.py; --recipe trl reads it with those of TRL"
 SAYS = {
     "axolotl_qlora": (
         "NousResearch/Meta-Llama-3-8B --policy full --batch-size 2 --seq-length 4096 --accumulation 4 --packing "
-        "--dtype bfloat16 --bf16 --lora 32 --lora-dropout 0.05 --load-in-4bit --double-quant --prepare-kbit "
+        "--dtype bfloat16 --bf16 --lora 32 --lora-dropout 0.05 --load-in-4bit --double-quant "
         "--optimizer adamw_8bit --attn-implementation flash_attention_2"
     ),
     "axolotl_lora_8bit": (
         "TinyLlama/TinyLlama_v1.1 --batch-size 4 --seq-length 2048 --dtype float16 --fp16 --lora 16 "
-        "--lora-targets q_proj,v_proj --load-in-8bit --prepare-kbit --optimizer adamw_8bit"
+        "--lora-targets q_proj,v_proj --lora-dropout 0.0 --load-in-8bit --optimizer adamw_8bit"
     ),
     "axolotl_full": (
         "Qwen/Qwen2.5-0.5B --policy full --seq-length 1024 --accumulation 8 --dtype bfloat16 --bf16 "
@@ -96,7 +97,7 @@ def test_a_vision_language_recipes_file_says_its_towers_and_pixels(tmp_path: Pat
     start = "m --policy full@language --train-towers language --batch-size 8 --seq-length 2048"
     found = words_of(spec_of(file, image_size="640x480"))
     assert " ".join(found) == f"{start} --images 1 --image-size 640x480 --max-pixels 100352 --lora 16"
-    read = read_training_file(str(file), rows_have_images=True)
+    read = read_training_file(str(file), rows=True)
     assert "images" not in read.flags
 
 
@@ -109,8 +110,9 @@ def test_the_command_line_wins(
     file.write_text(f"model_name_or_path: {model}\nmax_length: 16\nper_device_train_batch_size: 2\nuse_peft: true\n")
     flags = ("--seq-length", "16", "--batch-size", "2", "--lora", "16")
     typed = estimated(monkeypatch, capsys, str(model), *flags)
-    assert estimated(monkeypatch, capsys, "--config", str(file)) == typed
-    assert estimated(monkeypatch, capsys, "--config", str(file), "--batch-size", "3")["batch_size"] == 3
+    assert estimated(monkeypatch, capsys, "--config", str(file), "--recipe", "llm") == typed
+    words = ("--config", str(file), "--recipe", "llm", "--batch-size", "3")
+    assert estimated(monkeypatch, capsys, *words)["batch_size"] == 3
 
 
 def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
@@ -121,7 +123,7 @@ def test_a_paged_optimizer_is_said_to_be_counted_on_the_card(
     read = read_training_file(str(file))
     assert read.flags["optimizer"] == "adamw_8bit"
     said = "paged_adamw_8bit: its state is counted on the card; paging moves it to the host when memory runs out"
-    assert read.notes == (said, LLM)
+    assert read.notes == (said, f"{file} is read with the defaults of recipes/llm.py; --recipe names others")
 
 
 def test_a_pair_is_two_images() -> None:
@@ -141,22 +143,6 @@ def test_zeros_say_something(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_read_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert read_training_file(str(FILES / "axolotl_full.yaml")).unread == ()
-    unread = read_training_file(str(FILES / "axolotl_qlora.yaml")).unread
-    assert unread[:4] == ("datasets", "output_dir", "lora_alpha", "learning_rate")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model_name_or_path: {tmp_path}\nmax_length: 16\nlearning_rate: 1\noptim: paged_adamw_32bit\n")
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--config", str(file), "--json"])
-    assert cli._main() == 0
-    notes = capsys.readouterr().err.splitlines()
-    assert notes[0].startswith("note: paged_adamw_32bit: its state is counted on the card")
-    assert notes[1:] == [f"note: {LLM}", f"note: not read of {file}: learning_rate"]
-
-
 def test_every_command_with_a_spec_reads_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,9 +152,96 @@ def test_every_command_with_a_spec_reads_a_file(
     file.write_text(f"model_name_or_path: {tmp_path}\nmax_length: 16\nper_device_train_batch_size: 2\noptim: sgd\n")
     for command, says in (("explain", "2 of 2 blocks"), ("max-batch", "under 'none' on t4"), ("check", "same")):
         device = [] if command == "check" else ["--device", "t4"]
-        monkeypatch.setattr(sys, "argv", ["ckpt-ft", command, "--config", str(file), *device])
+        monkeypatch.setattr(sys, "argv", ["ckpt-ft", command, "--config", str(file), "--recipe", "llm", *device])
         assert cli._main() == 0
         assert says in capsys.readouterr().out
+
+
+M = "model_name_or_path: m\n"
+AXOLOTL = "base_model: m\nmicro_batch_size: 2\n"
+DIFFUSERS = "pretrained_model_name_or_path: m\nrank: 4\ntrain_batch_size: 1\n"
+TRL = "m --policy full --batch-size 8 --bf16"
+READ = {  # the content of a file -> the command line that asks for the same
+    "dataset_text_field: text\n": f"{TRL} --trainer sft",
+    "packing: true\nactivation_checkpointing: false\n": "m --batch-size 8 --packing --bf16 --trainer sft",
+    "packing: true\ngradient_checkpointing: 'false'\n": "m --batch-size 8 --packing --bf16 --trainer sft",
+    "max_length: 64\nbf16: 'false'\n": "m --policy full --batch-size 8 --seq-length 64 --trainer sft",
+    "use_peft: true\nload_in_4bit: true\n": f"{TRL} --lora 16 --load-in-4bit --trainer sft",
+    "use_peft: true\nlora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\n": (
+        f"{TRL} --lora 16 --lora-targets all-linear --lora-modules-to-save lm_head --trainer sft"
+    ),
+    "use_peft: true\nlora_target_parameters: [mlp.experts.gate_up_proj]\n": (
+        f"{TRL} --lora 16 --lora-target-parameters mlp.experts.gate_up_proj --trainer sft"
+    ),
+    "max_length: 64\nmodel_init_kwargs: {dtype: bfloat16, attn_implementation: eager}\n": (
+        "m --policy full --batch-size 8 --seq-length 64 --dtype bfloat16 --bf16 --attn-implementation eager "
+        "--trainer sft"
+    ),
+    "packing: true\ngradient_checkpointing_kwargs: {every_n_layers: 2}\n": (
+        "m --policy every:2 --batch-size 8 --packing --bf16 --trainer sft"
+    ),
+    "max_length: 64\nbeta: 0.2\nloss_type: [ipo]\n": (
+        "m --policy full --batch-size 8 --seq-length 64 --bf16 --trainer dpo "
+        """--trainer-args '{"beta": 0.2, "loss_type": ["ipo"]}'"""
+    ),
+    "finetuning_type: lora\nquantization_bit: 4\ncutoff_len: 128\ntemplate: qwen\nlora_rank: 4\nbf16: true\n": (
+        "m --policy full --batch-size 8 --seq-length 128 --dtype bfloat16 --bf16 --lora 4 --lora-dropout 0.0 "
+        "--load-in-4bit --double-quant"
+    ),
+    "stage: sft\nfinetuning_type: full\nbf16: true\nflash_attn: fa2\ndisable_gradient_checkpointing: true\n": (
+        "m --batch-size 8 --seq-length 2048 --bf16 --attn-implementation flash_attention_2"
+    ),
+}
+AXOLOTL_READ = {
+    "sequence_len: 64\n": "m --batch-size 2 --seq-length 64 --dtype bfloat16 --bf16 --float32-ends",
+    "bf16: full\nflash_attention: true\n": (
+        "m --batch-size 2 --seq-length 512 --dtype bfloat16 --attn-implementation flash_attention_2"
+    ),
+    "batch_size: 16\nbf16: false\n": "m --batch-size 2 --seq-length 512 --accumulation 8",
+    "adapter: lora\nlora_r: 8\nlora_target_modules: 'layers.[01].mlp.(up|down)_proj'\noptimizer: AdamW\n": (
+        "m --batch-size 2 --seq-length 512 --dtype bfloat16 --bf16 --lora 8 "
+        "--lora-targets 'layers.[01].mlp.(up|down)_proj' --lora-dropout 0.0 --optimizer adamw"
+    ),
+}
+DIFFUSERS_READ = {
+    "": "m --resolution 512 --encode-each-step --lora 4 --optimizer adamw",
+    "cache_latents: true\nlora_layers: to_q,to_v\nresolution: 256\noptimizer: AdamW\nuse_8bit_adam: true\n": (
+        "m --resolution 256 --lora 4 --lora-targets to_q,to_v --optimizer adamw_8bit"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((M + text, words) for text, words in READ.items()),
+        *((AXOLOTL + text, words) for text, words in AXOLOTL_READ.items()),
+        *((DIFFUSERS + text, words) for text, words in DIFFUSERS_READ.items()),
+    ],
+)
+def test_a_file_of_another_trainer_has_that_trainers_defaults(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert shlex.join(words_of(spec_of(file))) == words
+
+
+def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
+    file, zero = tmp_path / "run.yaml", tmp_path / "zero.json"
+    zero.write_text(
+        json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6}, "bf16": {"enabled": "auto"}})
+    )
+    file.write_text(f"{M}max_length: 64\ndeepspeed: {zero}\n")
+    launch = spec_of(file, processes=4).launch.launch
+    assert launch is not None
+    assert (launch.strategy, launch.processes, launch.mixed_precision) == ("zero2", 4, "bf16")
+    assert launch.zero.reduce_bucket_size == 1_000_000
+    file.write_text(f"{M}max_length: 64\nfsdp: true\nfsdp_config: {{reshard_after_forward: false}}\n")
+    assert spec_of(file, processes=8).launch.launch == Launch("fsdp2", 8, 1, "bf16", reshard_after_forward=False)
+    with pytest.raises(UserError, match="fsdp shares the model: on how many GPUs"):
+        spec_of(file)
+    file.write_text(f"{AXOLOTL}fsdp_version: 2\nfsdp_config: {{offload_params: true}}\n")
+    with pytest.raises(UserError, match="fsdp_config.fsdp_offload_params: True: parameters in host memory"):
+        spec_of(file, processes=8)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +259,32 @@ def test_every_command_with_a_spec_reads_a_file(
         (
             "model_name_or_path: m\nbeta: 0.1\nactivation_checkpointing: maybe",
             "",
-            "activation_checkpointing: 'maybe' is",
+            "checkpointing: 'maybe' is neither",
         ),
+        (M + "packing: true\ntorch_compile: true", "", "torch_compile: True: a compiled step is predicted only by"),
+        (M + "packing: true\nuse_liger_kernel: true", "", "use_liger_kernel: True: Liger's kernels replace"),
+        (M + "packing: true\nlearning_rat: 1", "", "no setting 'learning_rat'; did you mean 'learning_rate'?"),
+        (M + "max_length: null\npacking: true", "", "rows are not cut, and their length is not known"),
+        (M + "max_length: 8\neval_strategy: steps\nper_device_train_batch_size: 1", "", "--ignore eval_strategy"),
+        (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),
+        (M + "finetuning_type: freeze", "", "finetuning_type: freeze: full, and lora are predicted"),
+        (M + "stage: dpo\ntemplate: qwen", "", "stage: dpo: only stages sft and pt are predicted"),
+        (M + "num_generations: 8\nuse_vllm: true", "", "use_vllm: True: vLLM takes a share of the card"),
+        (AXOLOTL + "adapter: qlora\nlora_target_linear: true", "", "adapter qlora: axolotl requires load_in_4bit"),
+        (AXOLOTL + "adapter: lora", "", "adapter lora: axolotl requires lora_target_linear or lora_target_modules"),
+        (AXOLOTL + "adapter: llama-adapter", "", "adapter llama-adapter is not modelled (lora, qlora)"),
+        (
+            AXOLOTL + "gradient_checkpointing: offload",
+            "",
+            "gradient_checkpointing: offload: blocks' inputs in host memory",
+        ),
+        (
+            AXOLOTL + "plugins: [axolotl.integrations.liger.LigerPlugin]",
+            "",
+            "plugins: ...: a plugin may replace any layer",
+        ),
+        (AXOLOTL + "cut_cross_entropy: true", "", "cut_cross_entropy: True: a fused loss head"),
+        (DIFFUSERS + "offload_ema: true", "", "offload_ema: True: the moving average is predicted on the device"),
         ("- a", "", "expected 'flag: value' lines, found list"),
     ],
 )
@@ -195,7 +292,7 @@ def test_bad_files(text: str, recipe: str, says: str, tmp_path: Path, monkeypatc
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as refused:
-        read_training_file(str(file), recipe)
+        spec_of(file, recipe)
     assert says in str(refused.value)
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--recipe", "llm"])
     with pytest.raises(UserError, match="of which file"):

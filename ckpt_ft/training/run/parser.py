@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from transformers import HfArgumentParser
 
 from ckpt_ft.errors import UserError, meant, one_line
-from ckpt_ft.spec.ecosystem import known_as
+from ckpt_ft.spec.settings import known_as
 from ckpt_ft.spec.training_file import read_yaml
 
 from .hub import read_cache_where_offline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.wrap import share
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import read_launch
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -30,9 +32,9 @@ MIB = 2**20
 
 
 def test_our_own_files() -> None:
-    assert read_launch(CONFIGS / "fsdp2.yaml") == Launch("fsdp2", 8, mixed_precision="bf16")
-    assert read_launch(CONFIGS / "fsdp2.yaml", processes=2).processes == 2
-    assert read_launch(CONFIGS / "multi_gpu.yaml").strategy == "ddp"
+    assert read_launch(CONFIGS / "fsdp2.yaml")[0] == Launch("fsdp2", 8, mixed_precision="bf16")
+    assert read_launch(CONFIGS / "fsdp2.yaml", processes=2)[0].processes == 2
+    assert read_launch(CONFIGS / "multi_gpu.yaml")[0].strategy == "ddp"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_our_own_files() -> None:
         ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
-            "set fsdp_offload_params: f",
+            "fsdp_offload_params: True: parameters in host memory are not predicted; set it to false",
         ),
         ("mixed_precision: fp8", "mixed precision 'fp8' is not modelled"),
         ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM is not modelled"),
@@ -54,15 +56,18 @@ def test_our_own_files() -> None:
         ),
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
-            "fsdp_auto_wrap_policy SIZE_BASED_WRAP is not modelled",
+            "SIZE_BASED_WRAP: it is not predicted; set TRANSFORMER_BASED_WRAP",
         ),
-        ("distributed_type: MULTI_GPU\nparallelism_config: {tp_size: 2}", "parallelism_config .* is not modelled"),
-        ("distributed_type: MULTI_GPU\nnum_gpus: 2", "accelerate refuses it: unknown keys .*'num_gpus'"),
+        (
+            "distributed_type: MULTI_GPU\nparallelism_config: {tp_size: 2}",
+            "parallelism_config.tp_size: 2: tensor, context and sequence",
+        ),
+        ("distributed_type: MULTI_GPU\nnum_gpus: 2", "no setting 'num_gpus'"),
         ("num_processes: 2", "accelerate refuses it: A `distributed_type` must be specified"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "ZeRO stage 0 is not modelled"),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, offload_optimizer_device: nvme}",
-            "offload_optimizer to nvme is not modelled",
+            "offload_optimizer_device: nvme: states or parameters in host memory are not predicted",
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json, zero_stage: 2}",
@@ -74,10 +79,31 @@ def test_our_own_files() -> None:
         ),
         ("num_processes: many", "num_processes many: give a whole number of at least 1"),
         ("num_processes: 3\nnum_machines: 2", "3 processes on 2 machines"),
-        ("distributed_type: FSDP\nfsdp_config: 7", "fsdp_config 7: give 'key: value' lines"),
+        ("distributed_type: FSDP\nfsdp_config: 7", "fsdp_config: 7: give 'key: value' lines"),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: [zero]",
-            "deepspeed_config .'zero'.: give 'key: value' lines",
+            "deepspeed_config: .'zero'.: give 'key: value' lines",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}",
+            "fsdp_reshard_after_forward full_shard: accelerate takes true or false for FSDP2",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_ignored_modules: lm_head}",
+            "fsdp_config.fsdp_ignored_modules: lm_head: every module is predicted to be sharded",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_mixed_precision_policy: bf16}",
+            "fsdp_mixed_precision_policy: bf16: parameters and gradients are predicted in the launch's",
+        ),
+        ("distributed_type: MULTI_GPU\nuse_cpu: true", "use_cpu: True: a launch on CPUs is not predicted"),
+        (
+            "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}",
+            "dynamo_config.dynamo_backend: INDUCTOR: a compiled step is not predicted for a launch",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero_quantized_weights: true}",
+            r"deepspeed_config.zero_quantized_weights: True: ZeRO\+\+ is not predicted",
         ),
         ("- a", "not an accelerate configuration"),
         ("a: [", "is not valid YAML"),
@@ -87,14 +113,49 @@ def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        read_launch(path)
+        read_launch(path)[0]
+
+
+def test_a_file_also_says_how_a_step_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\n"
+        "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4, gradient_clipping: 0.5}"
+    )
+    found = fields_of({"launch": str(path)})
+    assert (found["accumulation"], found["max_grad_norm"], found["launch"].strategy) == (4, 0.5, "zero2")
+    with pytest.raises(UserError, match="accumulation 4, and 2 elsewhere; give one"):
+        fields_of({"launch": str(path), "accumulation": 2})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sequence_parallel_size": 2},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"optimizer": {"type": "OneBitAdam"}},
+        {"compile": {"deepcompile": True}},
+        {"amp": {"enabled": True}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+)
+def test_a_deepspeed_file_is_refused_by_name(more: dict[str, object], tmp_path: Path) -> None:
+    file, config = tmp_path / "zero.json", tmp_path / "launch.yaml"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, **more}))
+    config.write_text(
+        f"distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {{deepspeed_config_file: {file}}}"
+    )
+    name = next(iter(more))
+    with pytest.raises(UserError, match=name):
+        read_launch(config)
+    assert read_launch(config, ignored=[name])[0].strategy == "zero2"
 
 
 def test_unknown_strategy_and_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no strategy 'fsdp'; did you mean 'fsdp2'"):
         Launch("fsdp", 2)
     with pytest.raises(UserError, match="missing.yaml: No such file"):
-        read_launch(tmp_path / "missing.yaml")
+        read_launch(tmp_path / "missing.yaml")[0]
 
 
 def llama(launch: Launch | None, accumulation: int = 1) -> Workload:

@@ -1,0 +1,236 @@
+"""The table of settings: what each setting of another library does to an answer.
+
+`settings.ini` is the table: a section for each library and class, with every field that a user can set. An entry is
+modelled (it sets one of our flags), without effect, or refused. `settle` applies it to the content of a file, a
+command line or a live Trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ckpt_ft.errors import UserError, meant
+
+MODELLED, KEYS, NO_EFFECT, LIVE, REFUSED, VALUE = "modelled", "keys", "no effect", "live", "refused", "value"
+_STARTS = {
+    "-> ": MODELLED, "keys of ": KEYS, "no effect: ": NO_EFFECT, "live: ": LIVE, "refused: ": REFUSED, "= ": VALUE
+}  # fmt: skip
+_OFF = {"", "none", "null", "false", "no", "0", "0.0", "[]", "{}"}
+_WORDS = {"true": True, "false": False, "null": None, "none": None}  # values that some files write as strings
+
+# Names of transformers.training_args.OptimizerNames, and axolotl's.
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_torch_fused": "adamw_fused",
+    "adamw_fused": "adamw_fused",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "adamw",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "adamw": "adamw",
+    "prodigy": "prodigy",
+}
+PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
+# Our optimizers and their names in `TrainingArguments.optim`; a Trainer does not have the others.
+OPTIM_OF_TRAINER = {
+    "adamw": "adamw_torch",
+    "adamw_fused": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+# Kinds of training files -> the sections with their settings; the first section that has a name decides.
+_ARGUMENTS = ("trl", "trl.model", "transformers")
+KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llm", "vlm", "image_classification"), ("ckpt_ft", "recipes", "transformers")),
+    **dict.fromkeys(("diffusion_unet", "diffusion_transformer"), ("ckpt_ft", "recipes.diffusion")),
+    "trl": ("ckpt_ft", "trl.sft", *_ARGUMENTS),
+    "dpo": ("ckpt_ft", "trl.dpo", *_ARGUMENTS),
+    "kto": ("ckpt_ft", "trl.kto", *_ARGUMENTS),
+    "reward": ("ckpt_ft", "trl.reward", *_ARGUMENTS),
+    "grpo": ("ckpt_ft", "trl.rollouts", *_ARGUMENTS),
+    "rloo": ("ckpt_ft", "trl.rollouts", *_ARGUMENTS),
+    "axolotl": ("ckpt_ft", "axolotl"),
+    "llama_factory": ("llama_factory", "transformers"),
+    "diffusers": ("ckpt_ft", "diffusers"),
+}
+# Sections whose names are also flags of the command line, in order.
+_TYPED = ("ckpt_ft", "recipes", "transformers", "trl.sft", "trl", "trl.model", "transformers.quantization_config",
+          "recipes.diffusion", "diffusers", "axolotl", "llama_factory")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a setting does.
+
+    Attributes:
+        kind: MODELLED, KEYS, NO_EFFECT, LIVE (modelled for a live Trainer alone) or REFUSED; VALUE for one value of a
+            modelled setting that has another name for the target.
+        text: the target, the section of the keys, the reason, or the target's value.
+        values: entries of single values, by their text.
+    """
+
+    kind: str
+    text: str
+    values: dict[str, Entry] = field(default_factory=dict)
+
+    def of(self, value: Any) -> Entry:
+        """Returns the entry of this setting at `value`: a refused setting that is off has no effect."""
+        text = (json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)).strip().lower()
+        if text in self.values:
+            return self.values[text]
+        if text in _OFF and self.kind in (LIVE, REFUSED):
+            return Entry(NO_EFFECT, "it is off")
+        return self
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[str, dict[str, Entry]]:
+    """Returns the entries of every section, by the names of the settings."""
+    found: dict[str, dict[str, Entry]] = {}
+    section, names = "", [""]
+    for line in Path(__file__).with_name("settings.ini").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = line[1:-1]
+            found[section] = {}
+        elif line.startswith("    ["):  # values of the settings above
+            values, _, text = line[5:].partition("] ")
+            for name in names:
+                found[section][name].values.update(
+                    {
+                        value.strip('"') if value.startswith('"') else value: _entry(text)
+                        for value in values.split(", ")
+                    }
+                )
+        elif line and not line.startswith("#"):
+            left, _, text = line.partition(" = ")
+            names = left.split(", ")
+            assert not found[section].keys() & set(names), f"settings.ini: [{section}] has one of {names} twice"
+            found[section] |= {name: _entry(text) for name in names}
+    return found
+
+
+def _entry(text: str) -> Entry:
+    start = next((start for start in _STARTS if text.startswith(start)), None)
+    assert start, f"settings.ini: {text}"
+    return Entry(_STARTS[start], text.removeprefix(start))
+
+
+# Prefixes that files put before the names of these sections.
+_PREFIXES = {
+    "accelerate.fsdp": "fsdp_",
+    "accelerate.dynamo": "dynamo_",
+    "accelerate.fp8": "fp8_",
+    "accelerate.parallelism": "parallelism_config_",
+    "deepspeed.zero_optimization": "stage3_",
+}
+
+
+def entry_of(name: str, sections: Iterable[str]) -> Entry | None:
+    """Returns the entry of the setting `name` in the first of `sections` that has it; None if it is unknown."""
+    for section in sections:
+        entries = table()[section]
+        plain = name.removeprefix(_PREFIXES.get(section, ""))
+        if name in entries or plain in entries:
+            return entries[name] if name in entries else entries[plain]
+    return None
+
+
+def settle(
+    content: Mapping[str, Any], sections: Sequence[str], source: str, ignored: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """Returns the values of the modelled settings of `content`, by their targets; None means not given.
+
+    Args:
+        content: settings by name, as a file or a command line has them.
+        sections: sections of the table; the first that has a name decides.
+        source: names the content in errors.
+        ignored: names that the user lets pass: refused and unknown settings among them are left out.
+        prefix: the setting whose keys `content` has, with a dot.
+
+    Raises:
+        UserError: a setting is refused or unknown.
+    """
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        value = _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
+        if {name, prefix + name} & set(ignored):
+            continue
+        entry, pass_on = entry_of(name, sections), f"--ignore {prefix}{name} goes on without it"
+        if entry is None:
+            known = {known for section in sections for known in table()[section]}
+            raise UserError(f"{source}: no setting '{prefix}{name}'{meant(name, known)}; {pass_on}")
+        entry = entry.of(value)
+        if entry.kind in (LIVE, REFUSED):
+            shown = value if isinstance(value, (str, int, float)) else "..."
+            raise UserError(f"{source}: {prefix}{name}: {shown}: {entry.text}; {pass_on}")
+        if entry.kind == KEYS:
+            for target, inner in settle(
+                _keys(value, f"{source}: {prefix}{name}"), [entry.text], source, ignored, f"{prefix}{name}."
+            ).items():
+                found.setdefault(target, inner)
+        elif entry.kind in (MODELLED, VALUE):
+            known_entry = entry_of(name, sections)
+            assert known_entry is not None
+            by_value = any(one.kind == VALUE for one in known_entry.values.values())
+            if entry.kind == VALUE or (value is not None and not (by_value and value is False)):
+                read = entry.text if entry.kind == VALUE else value
+                if known_entry.text == "trainer_args":  # TRL reads them itself
+                    found.setdefault("trainer_args", {})[name] = read
+                else:
+                    found[known_entry.text] = read
+    return found
+
+
+def _keys(value: Any, what: str) -> Mapping[str, Any]:
+    """Returns a mapping that a file gives as such or as JSON text."""
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"{what}: '{value[:60]}' is not JSON") from error
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{what}: {str(value)[:60]}: give 'key: value' lines")
+    return {str(key): inner for key, inner in value.items()}
+
+
+@lru_cache(maxsize=1)
+def _names() -> dict[str, tuple[str, ...]]:
+    """Maps every name of a flag to all its names with the same values; our own name is first."""
+    found: dict[str, list[str]] = {}
+    for section in _TYPED:
+        for name, entry in table()[section].items():
+            if entry.kind == MODELLED and not entry.values and name not in _OTHER_MEANING:
+                found.setdefault(entry.text, [entry.text]).append(name)
+    rows = [tuple(dict.fromkeys(row)) for row in found.values()]
+    return {name: row for row in rows for name in row}
+
+
+_OTHER_MEANING = ("batch_size", "neat_packing")  # names of other libraries that mean another flag of ours
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """Returns all names of the flag `name`, ours first; dashes are read as underscores."""
+    plain = name.replace("-", "_")
+    return _names().get(plain, (plain,))
+
+
+def known_as(name: str, known: Collection[str]) -> str:
+    """Returns the name in `known` of the flag `name`; `name` itself if it is in `known` or no name matches."""
+    plain = name.replace("-", "_")
+    return plain if plain in known else next((other for other in names_of(plain) if other in known), name)
+
+
+def typed_as(name: str) -> str:
+    """Returns the command-line name of the flag `name`, with dashes."""
+    return names_of(name)[0].replace("_", "-")

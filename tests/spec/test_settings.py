@@ -1,0 +1,218 @@
+"""The table of settings knows every field of the installed libraries, and no field's default is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.flags import flags
+from ckpt_ft.spec.settings import (
+    KEYS,
+    KINDS,
+    LIVE,
+    MODELLED,
+    OPTIM_OF_TRAINER,
+    OPTIMIZERS,
+    REFUSED,
+    entry_of,
+    settle,
+    table,
+)
+from ckpt_ft.spec.trainer import check_live, spec_of_arguments
+
+PLUGINS = "accelerate.utils.dataclasses"
+# The classes of the libraries, and the sections of the table with their fields.
+CLASSES: dict[str, tuple[str, ...]] = {
+    "transformers.TrainingArguments": ("transformers",),
+    "transformers.Seq2SeqTrainingArguments": ("transformers",),
+    "trl.SFTConfig": KINDS["trl"],
+    "trl.DPOConfig": KINDS["dpo"],
+    "trl.KTOConfig": KINDS["kto"],
+    "trl.RewardConfig": KINDS["reward"],
+    "trl.GRPOConfig": KINDS["grpo"],
+    "trl.RLOOConfig": KINDS["rloo"],
+    "trl.ModelConfig": KINDS["trl"],
+    "trl.ScriptArguments": KINDS["trl"],
+    f"{PLUGINS}.FullyShardedDataParallelPlugin": ("accelerate.fsdp",),
+    f"{PLUGINS}.DeepSpeedPlugin": ("accelerate.deepspeed",),
+    f"{PLUGINS}.TorchDynamoPlugin": ("accelerate.dynamo",),
+    f"{PLUGINS}.AORecipeKwargs": ("accelerate.fp8",),
+    f"{PLUGINS}.TERecipeKwargs": ("accelerate.fp8",),
+    f"{PLUGINS}.MSAMPRecipeKwargs": ("accelerate.fp8",),
+    "accelerate.parallelism_config.ParallelismConfig": ("accelerate.parallelism",),
+    f"{PLUGINS}.TorchContextParallelConfig": ("accelerate.parallelism",),
+    f"{PLUGINS}.DeepSpeedSequenceParallelConfig": ("accelerate.parallelism",),
+    f"{PLUGINS}.GradientAccumulationPlugin": ("accelerate.accelerator",),
+    f"{PLUGINS}.DistributedDataParallelKwargs": ("accelerate.accelerator",),
+    f"{PLUGINS}.DataLoaderConfiguration": ("accelerate.accelerator",),
+    "transformers.trainer_pt_utils.AcceleratorConfig": ("accelerate.accelerator",),
+    "accelerate.commands.config.config_args.ClusterConfig": ("accelerate",),
+    "ckpt_ft.training.arguments.ACArguments": ("ckpt_ft",),
+    "ckpt_ft.training.models.ModelArguments": KINDS["llm"],
+    "ckpt_ft.training.text.data.DataArguments": KINDS["llm"],
+    "ckpt_ft.training.run.arguments.RunArguments": KINDS["llm"],
+    "ckpt_ft.training.vision_language.conversations.VisionLanguageArguments": KINDS["vlm"],
+    "ckpt_ft.training.vision_language.conversations.VisionLanguageModelArguments": KINDS["vlm"],
+    "ckpt_ft.training.images.classification.VisionArguments": KINDS["image_classification"],
+    "ckpt_ft.training.diffusion.arguments.DiffusionModelArguments": KINDS["diffusion_unet"],
+    "ckpt_ft.training.diffusion.arguments.LoopArguments": KINDS["diffusion_unet"],
+    "ckpt_ft.training.images.captioned.ImageArguments": KINDS["diffusion_unet"],
+    "ckpt_ft.training.diffusion.arguments.TransformerArguments": KINDS["diffusion_transformer"],
+    "ckpt_ft.training.diffusion.arguments.TransformerLoopArguments": KINDS["diffusion_transformer"],
+}
+# What the readers make of a modelled setting that is no flag by itself.
+READ = {
+    "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "tf32", "use_cpu",
+    "use_8bit_adam", "cache_latents", "center_crop", "random_flip", "with_prior_preservation", "adapter",
+    "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32", "fsdp",
+    "fsdp_config", "fsdp_version", "deepspeed", "finetuning_type", "quantization_bit", "no_checkpointing",
+    "trainer_args",
+}  # fmt: skip
+SOURCE = "run.yaml"
+
+
+def fields_of(path: str) -> Iterator[tuple[str, Any]]:
+    """The names and defaults of a class's fields; a class that this version of a library lacks has none."""
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name, None)
+    for own in dataclasses.fields(kind) if kind is not None else ():
+        made = own.default_factory() if own.default_factory is not dataclasses.MISSING else None
+        yield own.name, made if own.default is dataclasses.MISSING else own.default
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_every_field_is_known_and_its_default_is_not_refused(path: str) -> None:
+    pytest.importorskip(path.partition(".")[0])
+    found = dict(fields_of(path))
+    assert [name for name in found if entry_of(name, CLASSES[path]) is None] == []
+    for name, default in found.items():
+        entry = entry_of(name, CLASSES[path])
+        assert entry is not None
+        assert entry.kind == KEYS or entry.of(getattr(default, "value", default)).kind not in (LIVE, REFUSED), name
+
+
+def test_every_field_of_peft_and_of_quantised_weights_is_known() -> None:
+    import transformers.utils.quantization_config as quantised
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    peft = {own.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING.values() for own in dataclasses.fields(kind)}
+    assert peft - table()["peft"].keys() == set()
+    configs = [kind for name, kind in inspect.getmembers(quantised, inspect.isclass) if name.endswith("Config")]
+    assert len(configs) > 15
+    own = {name for kind in configs for name in inspect.signature(kind.__init__).parameters} - {"self", "kwargs"}
+    assert own - table()["transformers.quantization_config"].keys() == set()
+
+
+def test_every_key_of_deepspeed_is_known() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert set(DeepSpeedZeroConfig.model_fields) <= {
+        *table()["deepspeed.zero_optimization"], "stage3_gather_fp16_weights_on_model_save"
+    }  # fmt: skip
+
+
+def test_no_entry_is_of_a_field_that_is_gone() -> None:
+    """Older names stay known: files have them."""
+    older = {
+        "transformers": {"warmup_ratio", "overwrite_output_dir", "logging_dir", "save_safetensors", "group_by_length"},
+        "trl": {"max_seq_length", "chat_template_kwargs", "chat_template_path", "eos_token"},
+    }
+    for section in ("transformers", "trl.sft", "trl.dpo", "trl.kto", "trl.reward", "trl.rollouts"):
+        known = {name for path, sections in CLASSES.items() if section in sections for name, _ in fields_of(path)}
+        assert table()[section].keys() - known - older.get(section, set()) == set(), section
+
+
+def test_every_target_is_a_flag_or_is_read() -> None:
+    known = {*flags(), *READ}
+    for section, entries in table().items():
+        for name, entry in entries.items():
+            for one in (entry, *entry.values.values()):
+                assert one.text, (section, name)
+                assert one.kind != MODELLED or one.text in known, (section, name, one.text)
+                assert one.kind != KEYS or one.text in table(), (section, name, one.text)
+
+
+def test_optimizers_are_those_of_transformers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    known = {name.value for name in OptimizerNames}
+    assert set(OPTIM_OF_TRAINER.values()) <= known
+    assert {OPTIMIZERS[name] for name in OPTIM_OF_TRAINER.values()} == set(OPTIM_OF_TRAINER)
+    assert "prodigy" not in known  # so that no command is printed with it
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"torch_compile": True}, "torch_compile: True: a compiled step is predicted only"),
+        ({"learning_rat": 1}, "no setting 'learning_rat'; did you mean 'learning_rate'?"),
+        ({"model_init_kwargs": {"use_kernels": True}}, "model_init_kwargs.use_kernels: True: the Hub's kernels"),
+        ({"model_init_kwargs": [1]}, "model_init_kwargs: [1]: give 'key: value' lines"),
+        ({"optim_args": "rank=4"}, "optim_args: rank=4: arguments of an optimizer may change its states"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        settle(content, KINDS["trl"], SOURCE)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert settle(content, KINDS["trl"], SOURCE, ignored=[*content]) == {}
+
+
+@pytest.mark.parametrize("off", [None, False, "false", "null", "", 0, [], {}])
+def test_what_is_off_is_not_refused(off: Any) -> None:
+    names: Sequence[str] = (
+        "torch_compile",
+        "use_liger_kernel",
+        "activation_offloading",
+        "parallelism_config",
+        "optim_args",
+    )
+    assert settle(dict.fromkeys(names, off), KINDS["trl"], SOURCE) == {}
+
+
+def test_values_and_keys_are_read() -> None:
+    found = settle(
+        {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": "false", "packing": True}, KINDS["trl"], SOURCE
+    )
+    assert found == {"dtype": "bfloat16", "bf16": False, "packing": True}
+    assert settle({"flash_attention": True, "sdp_attention": False}, KINDS["axolotl"], SOURCE) == {
+        "attn_implementation": "flash_attention_2"
+    }
+
+
+def test_a_live_trainers_arguments_are_read(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5, optim="sgd",
+        bf16=True, use_cpu=True, report_to="none",
+    )  # fmt: skip
+    args.gradient_checkpointing = True
+    spec = spec_of_arguments(args)
+    assert (spec.data.batch_size, spec.data.accumulation) == (3, 4)
+    assert (spec.optimizer.name, spec.optimizer.max_grad_norm) == ("sgd", 0.5)
+    assert (spec.precision.mixed_precision, spec.policy) == ("bf16", "none")
+    plain = TrainingArguments(str(tmp_path), optim="lion_32bit", use_cpu=True, report_to="none")
+    assert spec_of_arguments(plain, "fp16").precision.mixed_precision == "fp16"
+    assert spec_of_arguments(plain).optimizer.name == "adamw_fused"
+    plain.max_grad_norm = None
+    assert spec_of_arguments(plain).optimizer.max_grad_norm == 0.0
+
+
+def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
+    check_live(args)
+    args.torch_compile = True
+    with pytest.raises(UserError, match="^torch_compile: True: a compiled step is predicted only"):
+        check_live(args)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", accelerator_config={"split_batches": True})
+    with pytest.raises(UserError, match="^accelerator_config.split_batches: True: a batch is predicted"):
+        check_live(args)
