@@ -51,9 +51,11 @@ class Guard(StandIn):
                 )
         verification.begin_step()
         try:
-            return self.forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
+            verification.settle_together(self.module, output)
         finally:
             verification.end_forward()
+        return output
 
     def _refuse(self, module: nn.Module) -> None:
         raise UserError(

@@ -14,7 +14,8 @@ How an engine uses it, where `verification` belongs to the policy on the model (
     recorder.restored(slot, tensor)                         # in backward, when the tensor is put back
 
 `saved` must be called before anything can write into the tensor, and `restored` with what backward will compute with.
-Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end.
+Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end. Where several
+ranks train one model, they read the flags of a scheduled step together, and all of them raise.
 
 The hash reads each tensor once. It sums the bits as 64-bit integers over 256 rows, takes a sample of up to 2,048
 words, and multiplies each by a fixed random odd weight of its position. Every changed bit changes a row's sum, the
@@ -23,19 +24,23 @@ weights see the order of rows, and the sample sees the order within a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointError
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 
+from .arguments import leaves
 from .tensor_identity import as_stored, version_of
 
 _ROWS, _SAMPLE = 256, 2048  # sums of rows and sampled words per tensor: at most 20 KiB of temporaries
@@ -43,6 +48,7 @@ _SMALL = 4096  # words; a tensor of no more is weighted word by word
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _weights: dict[torch.device, torch.Tensor] = {}
+_queue = torch.autograd.Variable._execution_engine.queue_callback  # for the end of the backward that runs
 
 Layout = tuple[Any, ...]  # shape, dtype and strides of each part of a tensor
 
@@ -111,7 +117,7 @@ class Recorder:
         self.layouts: list[Layout] = []
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
-        self.differing: list[tuple[int, torch.Tensor]] = []
+        self.differing: list[tuple[int, torch.Tensor | str]] = []  # slots with a flag, or with what differs
         self.notes: list[str] = []
 
     def saved(self, tensor: torch.Tensor, what: str = "") -> int:
@@ -136,15 +142,19 @@ class Recorder:
         """
         layout, hashed = fingerprint(tensor)
         if layout != self.layouts[slot]:
-            raise self.verification.error([(self, [slot])], _layout_change(self.layouts[slot], layout))
+            raise self.failed(slot, _layout_change(self.layouts[slot], layout))
         before = self.hashes[slot]
         if before is not None and hashed is not None:
-            self.differing.append((slot, before.to(hashed.device, non_blocking=True) != hashed))
-            self.verification.compared(self)
+            self.differs(slot, before.to(hashed.device, non_blocking=True) != hashed)
+
+    def differs(self, slot: int, differs: torch.Tensor | str) -> None:
+        """Note what differs, or a flag of whether values do, for the end of backward."""
+        self.differing.append((slot, differs))
+        self.verification.compared(self)
 
     def failed(self, slot: int, differs: str) -> VerificationError:
-        """The error for what cannot even be compared: a tensor that is absent, or random state that has moved."""
-        return self.verification.error([(self, [slot])], differs)
+        """The error for what backward cannot go on with, such as a tensor that is absent."""
+        return self.verification.error([(self, slot, differs)])
 
     def note(self, what: str) -> None:
         """Add what the engine saw change between forward and backward; it is shown if a value differs."""
@@ -185,7 +195,7 @@ class SavedTensorProof:
                     slot, f"the second run saved other tensors ({one_line(error, 200)})"
                 ) from error
             if self.versions.get(slot, version := version_of(tensor)) != version:
-                raise self.recorder.failed(slot, "it was written in place after it was saved for backward")
+                self.recorder.differs(slot, "it was written in place after it was saved for backward")
             return tensor
 
         self._enter(pack, unpack)
@@ -229,6 +239,7 @@ class Verification:
         self.inside = False  # whether any forward of the whole model is running
         self._order: list[Recorder] = []  # of those compared in the backward that runs
         self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
+        self._together: set[int] = set()  # the same, with the flags of other ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Verification:
         memo[id(self)] = copied = self if self is NEVER else Verification(self.schedule, self.policy)
@@ -273,35 +284,65 @@ class Verification:
             self.settle()
         elif task not in self._queued:
             self._queued.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.settle(task))
+            _queue(lambda: self.settle(task))
 
-    def settle(self, task: int = -1) -> None:
-        """Read the flags of everything compared so far.
+    def settle_together(self, model: nn.Module, output: Any) -> None:
+        """In a scheduled step of one rank of several: end the backward of `output` with `settle` on all of them.
+
+        Ranks that train `model` together run its forward and backward equally often, whatever their regions compare,
+        so none waits in vain for another.
+        """
+        if not self.active or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        ddp = DistributedDataParallel._active_ddp_module
+
+        def begins(grad: torch.Tensor) -> None:
+            task, device = torch._C._current_graph_task_id(), grad.device
+            if task not in self._together:
+                self._together.add(task)  # queued twice: behind what FSDP2 and DDP queue for the end of this backward
+                _queue(lambda: _queue(lambda: self.settle(task, device, _groups(model, ddp))))
+
+        for leaf in leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(begins)
+
+    def settle(
+        self, task: int = -1, device: torch.device | None = None, groups: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
+        """Read the flags of everything compared so far, and on `device` whether another rank in `groups` found one.
 
         Raises:
-            VerificationError: a value differs.
+            VerificationError: a value differs, here or on another rank.
         """
         self._queued.discard(task)
+        if device is None and task in self._together:
+            return  # it will be called once more
+        self._together.discard(task)
         recorders, self._order = list(dict.fromkeys(self._order)), []
-        flags = [(recorder, slot, flag) for recorder in recorders for slot, flag in recorder.differing]
+        found = [(recorder, slot, differs) for recorder in recorders for slot, differs in recorder.differing]
         for recorder in recorders:
             recorder.differing = []
-        wrong: dict[Recorder, list[int]] = {}
-        for device in dict.fromkeys(flag.device for _, _, flag in flags):
-            there = [found for found in flags if found[2].device == device]
+        wrong = [(recorder, slot, differs) for recorder, slot, differs in found if isinstance(differs, str)]
+        flags = [(recorder, slot, flag) for recorder, slot, flag in found if isinstance(flag, torch.Tensor)]
+        for at in dict.fromkeys(flag.device for _, _, flag in flags):
+            there = [found for found in flags if found[2].device == at]
             with _quietly():
                 read = torch.stack([flag for _, _, flag in there]).tolist()
-            for (recorder, slot, _), differs in zip(there, read, strict=True):
-                if differs:
-                    wrong.setdefault(recorder, []).append(slot)
+            wrong += [(one, slot, "values") for (one, slot, _), is_set in zip(there, read, strict=True) if is_set]
+        rank = _failed_rank(bool(wrong), device, groups)
         if wrong:
-            raise self.error(list(wrong.items()), "values")
+            raise self.error(wrong)
+        if rank >= 0:
+            raise VerificationError(
+                f"policy '{self.policy}': on rank {rank} backward would compute with other numbers than forward did; "
+                "the message of that rank says where. No rank took an optimizer step.", "", "", f"rank {rank}",
+            )  # fmt: skip
 
-    def error(self, wrong: list[tuple[Recorder, list[int]]], differs: str) -> VerificationError:
-        """The error for recorders with the slots in them that differ; it shows the first in the order of forward."""
-        wrong = sorted(wrong, key=lambda found: found[0].index)
-        recorder, slots = wrong[0]
-        slot = min(slots)
+    def error(self, wrong: list[tuple[Recorder, int, str]]) -> VerificationError:
+        """The error for slots of recorders and what differs in them; it shows the first in the order of forward."""
+        recorder, slot, differs = min(wrong, key=lambda found: (found[0].index, found[1]))
+        regions = dict.fromkeys(one for one, _, _ in wrong)
+        slots = {at for one, at, _ in wrong if one is recorder}
         layout, operator = recorder.layouts[slot], recorder.operators[slot]
         what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
         lines = [
@@ -309,10 +350,10 @@ class Verification:
             "was taken.",
             f"  where: {recorder.name or 'the model'} ({recorder.kind}), saved tensor {slot + 1} of "
             f"{len(recorder.hashes)}, {what}: {_described(layout)}",
-            f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(wrong)} "
-            f"region{'s' if len(wrong) > 1 else ''})",
+            f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(regions)} "
+            f"region{'s' if len(regions) > 1 else ''})",
         ]
-        notes = [note for one, _ in wrong for note in one.notes]
+        notes = [note for one in regions for note in one.notes]
         if notes:
             lines.append("  seen: " + "; ".join(dict.fromkeys(notes)))
         lines += [
@@ -323,6 +364,36 @@ class Verification:
             "'pointwise', which re-run no block; `ckpt-ft check` proves a policy before a run",
         ]
         return VerificationError("\n".join(lines), recorder.name, operator, differs)
+
+
+def _groups(model: nn.Module, ddp: DistributedDataParallel | None) -> list[dist.ProcessGroup]:
+    """The process groups of the ranks that train `model` together. `ddp` is the DDP module that called it, if any.
+
+    Empty if this process trains it alone. Empty also for a part of what DDP wraps, which another rank may not use, and
+    for DDP with uneven inputs (`join`), where another rank may have ended.
+    """
+    if ddp is None:
+        ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    if ddp is not None:
+        return [ddp.process_group] if model in (ddp, ddp.module) and not ddp._join_config.enable else []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh.get_all_groups()
+        for name in ("ds_process_group", "_dp_group"):  # of ZeRO-3; of ZeRO-1 and ZeRO-2
+            if (group := getattr(parameter, name, None)) is not None:
+                return [group]
+    return []
+
+
+def _failed_rank(failed: bool, device: torch.device | None, groups: Sequence[dist.ProcessGroup]) -> int:
+    """The highest rank of `groups` that has failed, or -1."""
+    if not groups:
+        return -1
+    with _quietly():
+        rank = torch.tensor(dist.get_rank() if failed else -1, device=device)
+        for group in groups:
+            dist.all_reduce(rank, dist.ReduceOp.MAX, group)
+        return int(rank)
 
 
 NEVER = Verification(Schedule(0, 0, False), "")  # of what no policy has installed

@@ -1,4 +1,7 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks: a policy leaves loss, gradients and weights as they are to the bit."""
+"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks: a policy leaves loss, gradients and weights as they are to the bit.
+
+Each step is verified.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from torch import nn
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]' (see the Makefile)")
 
-POLICIES = ["full", "every:2", "save:attention+matmul", "segments:2", "pointwise", "head", "full,offload"]
+POLICIES = ["full", "every:2", "save:attention+matmul", "segments:2", "pointwise", "head", "full,offload", "offload"]
 # ZeRO's stage, the model, elements of what persists, policies: norms of 16 elements are partitioned by ZeRO-3, or
 # persist, as those of any model do by default.
 ALL = [
@@ -27,7 +31,7 @@ ALL = [
 ]
 FEW = [
     (2, "dropout", 0, ["save:attention+matmul"]),
-    (3, "lora", 0, ["segments:2", "pointwise", "head"]),
+    (3, "lora", 0, ["segments:2", "pointwise", "head", "offload"]),
     (3, "lora", 20, ["full"]),
 ]
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first and prefetches by it from then on
@@ -54,22 +58,10 @@ def train(model: nn.Module, stage: int, persistent: int) -> dict[str, torch.Tens
 
     persistent: parameters up to this many elements are never freed under ZeRO-3.
     """
-    import deepspeed
     from language_models import batch
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.5)
-    elements = sum(p.numel() for p in trained)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 10_000,
-            "stage3_param_persistence_threshold": persistent,
-        },
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, optimizer = wrap(model, stage, persistent)
+    elements = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     numbers: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         torch.manual_seed(10 * step + dist.get_rank())
@@ -85,13 +77,34 @@ def train(model: nn.Module, stage: int, persistent: int) -> dict[str, torch.Tens
     return numbers
 
 
+def wrap(model: nn.Module, stage: int, persistent: int) -> tuple[Any, torch.optim.Optimizer]:
+    """DeepSpeed's engine, and the optimizer in it."""
+    import deepspeed
+
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 10_000,
+            "stage3_param_persistence_threshold": persistent,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine, optimizer
+
+
 def compare(rank: int, store: str, few: bool) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     from language_models import differing
+    from test_distributed import all_ranks_raise
 
     from ckpt_ft import apply_policy
+    from ckpt_ft.checkpointing import offload
 
+    offload.install.__kwdefaults__["min_bytes"] = 1  # type: ignore[index]
     # Its collectives in shared memory are compiled at the first use, for a minute and more; gloo's are there.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
@@ -100,9 +113,11 @@ def compare(rank: int, store: str, few: bool) -> None:
         assert all(value.abs().max() > 0 for value in plain.values())
         for policy in policies:
             model = build(variant)
-            apply_policy(model, policy)
+            apply_policy(model, policy, verify="always")
             wrong = differing(train(model, stage, persistent), plain)
             assert not wrong, (stage, variant, persistent, policy, wrong)
+    for stage in (2, 3):
+        all_ranks_raise(lambda model, stage=stage: wrap(model, stage, 0)[0], steps=1)  # after which an engine is lost
     dist.destroy_process_group()
 
 

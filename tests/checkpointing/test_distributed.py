@@ -1,4 +1,4 @@
-"""Policies under DDP and FSDP2 on two CPU ranks: the gradients of the wrapped plain model."""
+"""Policies under DDP and FSDP2 on two CPU ranks: the gradients of the wrapped plain model, each step verified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from torch import nn
 
-POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp"]
+POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp", "every:2", "offload", "pointwise"]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -50,7 +50,11 @@ def fsdp2_kept(model: Any) -> nn.Module:
 def work(rank: int, store: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     warnings.filterwarnings("error", "policy .* no block was given the output of the one before")
+    from ckpt_ft.checkpointing import offload
+
+    offload.install.__kwdefaults__["min_bytes"] = 1  # type: ignore[index]
     compare(wrap)
+    all_ranks_raise(wrap)
     if wrap is fsdp2:
         compare(fsdp2_kept)
         joined_blocks_keep_one_input()
@@ -68,13 +72,43 @@ def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert len(plain) == 39
     for policy in POLICIES:
         before = make("llama", "dropout")
-        apply_policy(before, policy)
+        apply_policy(before, policy, verify="always")
         after = wrap(make("llama", "dropout"))
-        apply_policy(after, policy)
+        applied = apply_policy(after, policy, verify="always")
         for model in (wrap(before), after):  # a policy may come before or after the wrapper
             mine = gradients(model)
             assert mine.keys() == plain.keys()
-            assert all(torch.equal(mine[name], plain[name]) for name in plain), policy
+            close = torch.allclose if policy == "pointwise" else torch.equal
+            assert all(close(mine[name], plain[name]) for name in plain), policy
+        assert applied.verification.recorders  # it was
+
+
+class Scaled(nn.SiLU):
+    factor = 1.0  # of the class, where no policy sees it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * Scaled.factor
+
+
+def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 2) -> None:
+    """What differs on rank 1 raises on rank 0 too, which would wait for it otherwise, and both can go on."""
+    from language_models import batch, make
+
+    from ckpt_ft import apply_policy
+    from ckpt_ft.checkpointing.verify import VerificationError
+
+    model: Any = make("llama", "dropout")
+    model.model.layers[1].mlp.act_fn = Scaled()
+    apply_policy(model, "full", verify="always")
+    model = wrap(model)
+    for _ in range(steps):
+        loss = model(**batch()).loss
+        Scaled.factor = 1.0 + dist.get_rank()
+        with pytest.raises(VerificationError) as error:
+            model.backward(loss) if hasattr(model, "backward") else loss.backward()
+        Scaled.factor = 1.0
+        found = error.value.region, error.value.differs
+        assert found == [("", "rank 1"), ("model.layers.1", "values")][dist.get_rank()]
 
 
 def joined_blocks_keep_one_input() -> None:
