@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,15 @@ def _no_collection_after_training() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """For files whose tests collect garbage often: Python's collector leaves out what was there before them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,10 @@ SHOWING = [
 PYTHON = [fence for page in PAGES for fence in fences(page, "python", "py")]
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=() if page.name == "README.md" else pytest.mark.slow) for page in PAGES],
+)
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for fence in (fence for fence in BASH if fence.page == page and not fence.mark):

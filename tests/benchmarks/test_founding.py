@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -89,11 +89,16 @@ def test_errors_are_signed() -> None:
     assert Figure("", "", "", None).error == ""
 
 
-def test_the_script_names_its_experiments() -> None:
-    script = str(ROOT / "benchmarks" / "founding.py")
-    listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, timeout=120)
-    assert listed.returncode == 0
-    assert {line.split()[0] for line in listed.stdout.splitlines()} >= {"homework", "budgets", "traps", "compositions"}
-    wrong = subprocess.run([sys.executable, script, "--only", "home"], capture_output=True, text=True, timeout=120)
-    assert wrong.returncode == 2
-    assert "--only home: no such experiment" in wrong.stderr
+def test_the_script_names_its_experiments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def typed(*words: str) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["founding.py", *words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(ROOT / "benchmarks" / "founding.py"), run_name="__main__")
+        return left.value.code, *capsys.readouterr()
+
+    code, listed, _ = typed("--list")
+    assert code == 0
+    assert {line.split()[0] for line in listed.splitlines()} >= {"homework", "budgets", "traps", "compositions"}
+    code, _, said = typed("--only", "home")
+    assert code == 2
+    assert "--only home: no such experiment" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,8 @@ def test_a_dataset_decides_the_lengths(
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in (8, 8, 8, 90)))
     words = ["plan", config, "--device", "t4", "--budget", "300MiB", "--seq-length", "48", "--batch-size", "4"]
+    make = partial(planning.plan, policies=["none", "full"])
+    monkeypatch.setattr(planning, "plan", make)
     assert typed(monkeypatch, *words, "--jobs", "1", "--json") == 0
     alike = json.loads(capsys.readouterr().out)
     assert typed(monkeypatch, *words, "--jobs", "1", "--json", "--dataset", str(data)) == 0
@@ -176,7 +179,6 @@ def test_a_dataset_decides_the_lengths(
     assert "padded to 35 at batch 4" in rows["data"]
     # As many rows, as long at either end and on average: other lengths are another question all the same.
     asked: list[Lengths] = []
-    make = planning.plan
 
     def counted(workload: Workload, *args: Any, **kwargs: Any) -> planning.Plan:
         assert workload.lengths is not None

@@ -112,7 +112,9 @@ def test_full_result_is_a_pipeline(recipe: ModuleType, tiny: dict[str, str], tmp
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
-@pytest.mark.parametrize("flags", [["--rank", "2"], RANDOM], ids=["cached", "random"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(["--rank", "2"], id="cached"), pytest.param(RANDOM, id="random", marks=pytest.mark.slow)]
+)
 def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
     """Bit for bit, in the middle of an epoch, and so is what is saved."""
     flags = [*flags, "--max_train_steps", "5", "--checkpointing_steps", "2", "--learning_rate", "1e-2"]

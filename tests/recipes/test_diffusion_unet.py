@@ -127,7 +127,9 @@ def test_lora_result_loads(recipe: ModuleType, tiny: dict[str, str], tmp_path: P
     )  # no frozen U-Net
 
 
-@pytest.mark.parametrize("flags", [["--use_ema"], RANDOM], ids=["cached", "random"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(["--use_ema"], id="cached", marks=pytest.mark.slow), pytest.param(RANDOM, id="random")]
+)
 def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, flags: list[str]) -> None:
     """Bit for bit, from a checkpoint in the middle of the first or of a later epoch, and so is what is saved."""
     flags = [*flags, "--max_train_steps", "6", "--checkpointing_steps", "2", "--learning_rate", "1e-3"]
@@ -146,11 +148,11 @@ def test_resuming_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
             assert_same_weights(part / name, tmp_path / "whole" / name)
 
 
-def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "save:conv+attention"])
+def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, policy: str) -> None:
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
-    for policy in ("full", "save:conv+attention"):
-        flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
-        assert train(recipe, tiny["sd2"], tmp_path / policy, *flags) == plain
+    flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
+    assert train(recipe, tiny["sd2"], tmp_path / "policy", *flags) == plain
 
 
 class OutOfMemoryOnce:
@@ -175,10 +177,13 @@ def test_out_of_memory_is_planned_again(
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--checkpointing_steps", "2"]
     plain = train(recipe, tiny["sd1"], tmp_path / "plain", *flags)
     planned: list[int] = []
+    made: dict[int, Plan] = {}
 
     def quick(workload: Workload, budget: str | int, **kwargs: object) -> Plan:
         planned.append(parse_bytes(budget))
-        return plan(workload, budget, **kwargs, policies=["none", "full"])
+        if planned[-1] not in made:
+            made[planned[-1]] = plan(workload, budget, **kwargs, policies=["none", "full"])
+        return made[planned[-1]]
 
     monkeypatch.setattr("ckpt_ft.training.fit.plan", quick)
     step = OutOfMemoryOnce(at)
@@ -421,7 +426,8 @@ def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: in
     assert process.wait(300) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 10])
 def test_killed_at_any_moment(recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, kills: int) -> None:
     """Killed with signal 9 and resumed, a run makes the losses and the weights of one that was left alone."""
     flags = ["--max_train_steps", str(6 + 4 * (kills - 1)), "--checkpointing_steps", "1"]

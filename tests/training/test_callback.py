@@ -198,8 +198,15 @@ def test_the_parity_check_is_refused_under_deepspeed(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
-@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "attached"),
+    [
+        ("gradient_checkpointing", True),
+        pytest.param("gradient_checkpointing", False, marks=pytest.mark.slow),
+        pytest.param("activation_checkpointing", True, marks=pytest.mark.slow),
+        ("activation_checkpointing", False),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_the_librarys_own_checkpointing_gives_way_to_a_policy(
     tmp_path: Path, flag: str, attached: bool, caplog: pytest.LogCaptureFixture
@@ -307,13 +314,22 @@ class Breaks(TrainerCallback):
         raise self.error
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("forward", RuntimeError("broken")),
+        pytest.param("forward", KeyboardInterrupt(), marks=pytest.mark.slow),
+        pytest.param("backward", RuntimeError("broken"), marks=pytest.mark.slow),
+        ("backward", KeyboardInterrupt()),
+        ("step", RuntimeError("broken")),
+        pytest.param("step", KeyboardInterrupt(), marks=pytest.mark.slow),
+    ],
+)
 def test_an_error_in_a_measured_step_leaves_nothing_on(tmp_path: Path, where: str, error: BaseException) -> None:
     model = tiny()
     breaks = Breaks(model, where, error)
     trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=ROWS, callbacks=[breaks])
-    callback = ACCallback("full").attach(trainer)
+    callback = ACCallback(ACArguments(ac_policy="full", ac_report="json")).attach(trainer)
     with pytest.raises(type(error)):
         trainer.train()
     assert _get_current_dispatch_mode() is None

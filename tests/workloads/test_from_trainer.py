@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.measure.profiler import LargestBatch
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.workloads.load import load
@@ -36,7 +38,7 @@ def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
         use_cpu=True, save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-    ACCallback(policy).attach(trainer)
+    ACCallback(ACArguments(ac_policy=policy, ac_report="json")).attach(trainer)
     trainer.train()
     report = json.loads((tmp_path / "memory_report.json").read_text())
     measured = {phase: figures["allocated"] for phase, figures in report["ranks"][0]["peaks"].items()}
@@ -46,7 +48,7 @@ def test_predicted_beside_measured(policy: str, tmp_path: Path) -> None:
     assert report["provenance"]["shapes"] == {"input_ids": [2, 64], "labels": [2, 64]}
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "head"])
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.slow), "full", "head"])
 def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, tmp_path: Path) -> None:
     """`ckpt-ft estimate CONFIG --mixed-precision bf16` beside the highest step that ACCallback measured."""
     config = LlamaConfig(
@@ -63,7 +65,8 @@ def test_an_estimate_is_what_a_trainer_under_mixed_precision_takes(policy: str, 
         save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-    callback = ACCallback(policy, verify="never").attach(trainer)  # a verified step holds 8 bytes per saved tensor
+    # A verified step holds 8 bytes per saved tensor.
+    callback = ACCallback(ACArguments(ac_policy=policy, ac_report="json", ac_verify="never")).attach(trainer)
     trainer.train()
     assert callback.report is not None
     measured = max(phase["allocated"] for phase in callback.report.ranks[0].peaks.values())
@@ -184,11 +187,23 @@ def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
     return -(logits.exp() / logits.exp().sum(-1, keepdim=True)).log().mean() * len(labels) / num_items_in_batch
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+LOSSES = {"label_smoothing": ({"label_smoothing_factor": 0.1}, None), "own": ({}, smoothed)}
+FAST = [
+    ("label_smoothing", False, "none"),
+    ("own", False, "full"),
+    ("label_smoothing", True, "full"),
+    ("own", True, "none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("flags", "loss"), [({"label_smoothing_factor": 0.1}, None), ({}, smoothed)], ids=["label_smoothing", "own"]
+    ("flags", "loss", "bf16", "policy"),
+    [
+        pytest.param(*LOSSES[name], *cell, marks=() if (name, *cell) in FAST else pytest.mark.slow)
+        for name in LOSSES
+        for cell in product((False, True), ("none", "full"))
+    ],
 )
-@pytest.mark.parametrize("bf16", [False, True])
 def test_the_trainers_own_loss_is_in_the_plan_and_in_the_prediction(
     policy: str, flags: dict[str, Any], loss: Any, bf16: bool, tmp_path: Path
 ) -> None:
@@ -209,7 +224,7 @@ def test_the_trainers_own_loss_is_in_the_plan_and_in_the_prediction(
     workload = Workload.from_trainer(planned)
     apply_policy(planned.model, policy)
     trainer = make()
-    callback = ACCallback(policy).attach(trainer)
+    callback = ACCallback(ACArguments(ac_policy=policy, ac_report="json")).attach(trainer)
     trainer.train()
     assert callback.report is not None
     rank = callback.report.ranks[0]
@@ -233,7 +248,7 @@ def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
         str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
     )
     trainer = WithReference(tiny(), args, train_dataset=ROWS, data_collator=PadCollator(0))
-    callback = ACCallback("none").attach(trainer)
+    callback = ACCallback(ACArguments(ac_policy="none", ac_report="json")).attach(trainer)
     trainer.train()
     assert callback.report is not None
     weights = sum(p.nbytes for p in trainer.model.parameters())

@@ -33,9 +33,15 @@ POLICIES = ["none", "full", "every:2", "segments:2", "save:attention+matmul", "p
 
 
 @pytest.mark.filterwarnings("ignore:policy 'save.attention:UserWarning")  # a ResNet has none
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy", "autocast"),
+    [  # of the models that take longest every policy is here in one of the two precisions
+        pytest.param(name, policy, autocast, marks=pytest.mark.slow if name == "unet" and (i + autocast) % 2 else ())
+        for name in MODELS
+        for i, policy in enumerate(POLICIES)
+        for autocast in (False, True)
+    ],
+)
 def test_fake_is_real(name: str, policy: str, autocast: bool) -> None:
     model, loss = MODELS[name]()
     if policy != "none":
