@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from recipe_scripts import forget_process
 
 
 def run_ranks(work: Callable[..., None], *args: Any) -> None:
-    """Call `work(rank, *args)` in two processes; an exception in one of them is raised here.
+    """Call `work(rank, *args)` in two processes with the environment of torchrun; an exception in one is raised here.
 
     They are forked, but for a machine with a GPU: autograd does not run in the forks of a process that has used one.
     """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     method = "spawn" if torch.cuda.is_available() else "fork"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        mp.start_processes(_quietly, args=(work, *args), nprocs=2, start_method=method)
+        mp.start_processes(_rank, args=(port, work, *args), nprocs=2, start_method=method)
 
 
-def _quietly(rank: int, work: Callable[..., None], *args: Any) -> None:
+def _rank(rank: int, port: int, work: Callable[..., None], *args: Any) -> None:
     warnings.simplefilter("ignore")  # a fork inherits pytest's, which raise
     torch.set_num_threads(1)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
+    forget_process()
     work(rank, *args)

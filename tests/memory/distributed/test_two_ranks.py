@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from two_ranks import PROCESSES, cases, workload
+from forked_ranks import run_ranks
+from two_ranks import PROCESSES, cases, main, workload
 
-HERE = Path(__file__).parent
+
+def measure(rank: int, out: str, few: str) -> None:
+    main(out, few)
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_fake_rank_needs_what_real_ones_need(few: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / "two_ranks.py"), str(tmp_path), *(["few"] if few else [])],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(measure, str(tmp_path), "few" if few else "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
     traced: dict[str, list[int]] = {}
     for name, launch, policy, kind, accumulation in cases(few):

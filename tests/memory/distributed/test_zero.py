@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from test_launch import CONFIGS, llama
 from two_ranks import PROCESSES, workload
-from zero_ranks import cases, spans
+from zero_ranks import cases, main, spans
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch, ZeroOptions
 from ckpt_ft.spec.launch_file import read_launch
 
-HERE = Path(__file__).parent
+
+def measure(rank: int, out: str, few: str) -> None:
+    main(out, few)
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_fake_rank_needs_what_deepspeeds_do(few: bool, tmp_path: Path) -> None:
     """Peaks of forward, backward and the update, of the fuller of the two ranks."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install -e '.[deepspeed]'")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
-    path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*command, str(HERE / "zero_ranks.py"), str(tmp_path), *(["few"] if few else [])],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(measure, str(tmp_path), "few" if few else "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
     for name, stage, precision, policy, lora, accumulation, options in cases(few):
         launch = Launch(f"zero{stage}", PROCESSES, mixed_precision=precision, zero=ZeroOptions.read(options, name))

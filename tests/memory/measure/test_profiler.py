@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 from forked_ranks import run_ranks
-from recipe_scripts import forget_process
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -295,11 +293,7 @@ def test_only_the_gpus_bytes_are_resident():
 
 
 def profile_rank(rank, directory):
-    forget_process()
-    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ.update(here, ACCELERATE_USE_CPU="1")
-    store = f"file://{directory}/store"
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", store)])
+    accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with MemoryProfiler(accelerator, model, optimizer) as profiler:
