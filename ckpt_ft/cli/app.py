@@ -17,6 +17,7 @@ from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.spec.settings import typed_as
 
 from . import catalogue, estimate, max_length, planning, policies, recipe
+from .params import words_in_our_names
 
 app = typer.Typer(
     add_completion=False,
@@ -44,11 +45,20 @@ def main() -> None:
 
 def _main() -> int:
     try:
-        return app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        return app(words_in_our_names(sys.argv[1:], _switches) or ["--help"], standalone_mode=False) or 0
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
         raise UserError(one_line(error.format_message())) from error
+
+
+def _switches(command: str) -> dict[str, bool]:
+    """The options of a command that takes a spec, and whether each has no value; {} for other commands."""
+    commands: Any = typer.main.get_command(app)
+    found = commands.commands.get(command)
+    options = [one for one in found.params if one.param_type_name == "option"] if found else []
+    names = {name: one.is_flag for one in options for name in one.opts}
+    return names if "--config" in names else {}
 
 
 def _print_version(asked: bool) -> None:

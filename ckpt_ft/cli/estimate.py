@@ -54,7 +54,7 @@ def estimate(
             files.write(found, trace)
         cache.put(json.dumps(asdict(found)))
     if as_json:
-        print(json.dumps({**asdict(found), "headroom": found.headroom}, indent=2))
+        print(json.dumps({**asdict(found), "headroom": found.headroom, "ignored": spec.host.ignored}, indent=2))
     else:
         print_estimate(found, spec)
 

@@ -65,7 +65,7 @@ def max_length(
             f"{format_at_least(found.needed)}; --lora 16 --dtype bfloat16, or --load-in-4bit with it, needs less"
         )
     if as_json:
-        print(json.dumps({"model": spec.model.name, "device": device, **asdict(found), "command": command}, indent=2))
+        print(json.dumps({"model": spec.title, "device": device, **asdict(found), "command": command}, indent=2))
         return
     console = stdout()
     print_table(_ladder(spec, found, device), console)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.flags import Flag, fields_of, flags
-from ckpt_ft.spec.training_file import read_training_file
+from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
+from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.model_config import hub_id
+from ckpt_ft.workloads.model_config import checkpoint_dtype, hub_id
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -72,6 +73,8 @@ def takes_spec(
                 given |= {n: read.flags[n] for n in own if given[n] is None and n in read.flags}
             elif recipe:
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
+            if typed_flags.get("dtype") == "auto":
+                typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec.policy)
@@ -106,3 +109,40 @@ def require_applicable(text: str) -> None:
     policy = Policy.parse(text)
     if policy.budget is not None:
         raise UserError(f"--policy {text}: budget: acts under torch.compile alone, in a recipe with --torch_compile")
+
+
+def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[str, bool]]) -> list[str]:
+    """Returns a command line in which other libraries' flags, as a Trainer's command has them, are ours.
+
+    Args:
+        words: the words after `ckpt-ft`.
+        switches: returns the options of a command, and whether each has no value.
+
+    Raises:
+        UserError: a setting of another library is refused.
+    """
+    own = switches(words[0]) if words else {}
+    if not own:
+        return list(words)
+    kept, given, ignored = [words[0]], {}, []
+    rest = list(words[1:])
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        plain, option = name.replace("-", "_"), f"--{typed_as(name)}"
+        follows = bool(rest) and not rest[0].startswith("--")
+        if word.startswith("--") and own.get(option) and follows and rest[0].lower() in ("true", "false"):
+            kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
+        elif not word.startswith("--") or option in (*own, "--help") or word == "--":
+            kept.append(word)
+            if option == "--ignore":
+                ignored += (value if equals else rest[0] if rest else "").split(",")
+        elif entry_of(plain, TYPED) is None:
+            known = [*own, *(f"--{name}" for section in TYPED for name in table()[section])]
+            raise UserError(f"No such option: --{name}{meant(f'--{name}', known)}")
+        else:
+            given[plain] = value if equals else rest.pop(0) if follows else True
+    model, found = read_typed(given, ignored) if given else ("", {})
+    for name, value in found.items():
+        kept += [f"--{typed_as(name)}"] if value is True else [f"--{typed_as(name)}={value}"]
+    return [*kept, *([model] if model else [])]

@@ -139,7 +139,7 @@ def max_batch(
     from ckpt_ft.workloads.load import load
 
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
-    name = spec.model.name
+    name = spec.title
     with progress() as say:
         say(f"building {name} from its config")
         workload = load(spec, gpu or "cpu")

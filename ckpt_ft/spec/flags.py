@@ -94,7 +94,8 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in own.setting.implies.items():
                 found.setdefault(key, value)
     if "peft_config" in found:
-        found["peft"] = read_peft(found["peft_config"], f"--peft-config {found['peft_config']}")
+        asked = f"--peft-config {found['peft_config']}"
+        found["peft"] = read_peft(found["peft_config"], asked, found.get("ignored", ()))
     return found | _launch_fields(given, found)
 
 

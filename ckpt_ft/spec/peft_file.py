@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads
+
+from .settings import settle, table
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -19,11 +21,11 @@ NAME = "adapter_config.json"
 _OF_A_CHECKPOINT = ("inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 
 
-def read_peft(given: str, asked: str) -> dict[str, Any]:
+def read_peft(given: str, asked: str, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Returns the content of the file `given`, or of that file in the directory `given`; `asked` names it in errors.
 
     Raises:
-        UserError: the file cannot be read, or is not a PEFT configuration.
+        UserError: the file cannot be read, is not a PEFT configuration, or asks for what is not modelled.
     """
     path = Path(given) / NAME if Path(given).is_dir() else Path(given)
     try:
@@ -34,7 +36,8 @@ def read_peft(given: str, asked: str) -> dict[str, Any]:
         raise UserError(f"{asked}: not JSON ({one_line(error, 200)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
-    return content
+    settle({name: value for name, value in content.items() if name in table()["peft"]}, ["peft"], asked, ignored)
+    return {name: value for name, value in content.items() if name not in ignored}
 
 
 def _refuse(constant: str) -> float:

@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "diffusers": ("ckpt_ft", "diffusers"),
 }
 # Sections whose names are also flags of the command line, in order.
-_TYPED = ("ckpt_ft", "recipes", "transformers", "trl.sft", "trl", "trl.model", "transformers.quantization_config",
+TYPED = ("ckpt_ft", "recipes", "transformers", "trl.sft", "trl", "trl.model", "transformers.quantization_config",
           "recipes.diffusion", "diffusers", "axolotl", "llama_factory")  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def _keys(value: Any, what: str) -> Mapping[str, Any]:
 def _names() -> dict[str, tuple[str, ...]]:
     """Maps every name of a flag to all its names with the same values; our own name is first."""
     found: dict[str, list[str]] = {}
-    for section in _TYPED:
+    for section in TYPED:
         for name, entry in table()[section].items():
             if entry.kind == MODELLED and not entry.values and name not in _OTHER_MEANING:
                 found.setdefault(entry.text, [entry.text]).append(name)

@@ -15,7 +15,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import load_yaml
 
 from .defaults import LORA_R
-from .settings import KINDS, OPTIMIZERS, PAGED, settle, table
+from .settings import KINDS, OPTIMIZERS, PAGED, TYPED, settle, table
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
@@ -41,6 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
+    "typed": {},
     "diffusers": {"batch_size": 4, "optimizer": "adamw", "cache_latents": False},
 }  # fmt: skip
 # Flags that a file sets by the same value.
@@ -108,6 +109,22 @@ def read_training_file(
     return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes))
 
 
+def read_typed(content: Mapping[str, Any], ignored: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """Returns the model and the flags that other libraries' settings set when they are typed on our command line.
+
+    Raises:
+        UserError: a setting is refused.
+    """
+    entries = _Entries(settle(content, TYPED, "the command line", ignored), "typed", "")
+    shared = next((name for name in ("fsdp", "fsdp_config", "deepspeed") if entries.get(name)), "")
+    if shared:
+        raise UserError(f"--{shared}: give --launch fsdp2, zero2 or zero3 with --processes, or a file of accelerate")
+    found = entries.flags()
+    if "optimizer" not in entries.given:
+        del found["optimizer"]
+    return str(entries.get("model") or ""), {n: v for n, v in found.items() if v or (v == 0 and v is not False)}
+
+
 _NAMES = {
     "llm": "recipes/llm.py",
     "trl": "TRL's SFTTrainer",
@@ -149,7 +166,7 @@ class _Entries:
         return _DEFAULTS[self.kind].get(name) if value is None else value
 
     def refuse(self, why: str) -> UserError:
-        return UserError(f"--config {self.path}: {why}")
+        return UserError(f"--config {self.path}: {why}" if self.path else why)
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
@@ -217,8 +234,8 @@ class _Entries:
 
     def _names(self, target: str) -> list[str]:
         """Names of the settings of this kind of file that set `target` and are in it."""
-        content = read_yaml(self.path)
-        known = {n for section in KINDS[self.kind] for n, e in table()[section].items() if e.text == target}
+        content = read_yaml(self.path) if self.path else self.given
+        known = {n for section in KINDS.get(self.kind, TYPED) for n, e in table()[section].items() if e.text == target}
         return [name for name in content if name in known]
 
     def _encodes_each_step(self) -> bool:

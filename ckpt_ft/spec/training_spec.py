@@ -153,7 +153,9 @@ class DataSpec(Part):
 class PrecisionSpec(Part):
     """The dtype of the weights, and autocast."""
 
-    dtype: Dtype = setting("float32", "dtype of the weights: float32, bfloat16 or float16")
+    dtype: Dtype = setting(
+        "float32", "dtype of the weights: float32, bfloat16, float16, or auto for that of the checkpoint"
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = setting(
         "no",
         "autocast: no, bf16 or fp16",
@@ -381,6 +383,12 @@ class TrainingSpec:
                 f"{self.quantisation.bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for "
                 "example"
             )
+        launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
+        if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
+            raise UserError(
+                "adafactor does not run under FSDP2: transformers' keeps factors that are no DTensors; take another "
+                "optimizer, or --launch ddp or zero1"
+            )
 
     @classmethod
     def of(cls, model: str = "", **fields: Any) -> TrainingSpec:
@@ -426,6 +434,12 @@ class TrainingSpec:
         if key == "policy":
             return self.policy
         return getattr(getattr(self, declared()[key].part), declared()[key].name)
+
+    @property
+    def title(self) -> str:
+        """The model's name for the head of an answer, with the settings that the user let pass."""
+        passed = f" ({', '.join(self.host.ignored)} ignored)" if self.host.ignored else ""
+        return self.model.name + passed
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain data."""

@@ -69,7 +69,7 @@ def load(
         workload = replace(workload, make_batch=batches(workload.model), notes=())
     return replace(
         workload,
-        name=name,
+        name=spec.title,
         make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],

@@ -109,6 +109,49 @@ def read_config(name: str) -> dict[str, Any]:
     return dict(known.config) if known else _from_hub(name)
 
 
+# The dtype of published checkpoints, by the start of their names: `torch_dtype` of config.json or the weights
+_DTYPES = {
+    "float32": (
+        "openai-community/gpt2", "google/gemma-2-", "google-bert/", "FacebookAI/", "distilbert/", "answerdotai/",
+        "sentence-transformers/", "BAAI/", "google-t5/", "google/flan-t5", "google/mt5", "facebook/bart",
+        "openai/whisper-tiny", "openai/whisper-base", "openai/whisper-small", "openai/whisper-medium",
+        "facebook/wav2vec2", "google/vit", "microsoft/resnet", "facebook/convnext", "microsoft/swin",
+        "facebook/dinov2", "nvidia/segformer", "openai/clip", "google/paligemma", "allenai/OLMo-2-1124-7B",
+    ),
+    "float16": (
+        "meta-llama/Llama-2-", "microsoft/phi-2", "EleutherAI/pythia", "facebook/opt", "openai/whisper-large-v3",
+        "llava-hf/",
+    ),
+    "bfloat16": (
+        "meta-llama/", "codellama/", "TinyLlama/", "HuggingFaceTB/SmolLM", "deepseek-ai/", "Qwen/", "mistralai/",
+        "google/gemma-", "microsoft/Phi-3", "microsoft/phi-4", "microsoft/Phi-4", "openai/gpt-oss", "tiiuae/falcon",
+    ),
+}  # fmt: skip
+
+
+def checkpoint_dtype(name: str) -> str:
+    """The dtype of a model's checkpoint, which `dtype: auto` loads it in.
+
+    Raises:
+        UserError: neither its configuration nor its weights say it.
+    """
+    config, known = read_config(name), find_model(name)
+    for part in (config, config.get("text_config") or {}):
+        stated = str(part.get("dtype") or part.get("torch_dtype") or "").removeprefix("torch.")
+        if stated:
+            return stated
+    if known is not None:
+        for dtype, starts in _DTYPES.items():
+            if known.name.startswith(starts):
+                return dtype
+    for file in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else ():
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as weights:
+            return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
+    raise UserError(f"dtype auto: nothing says the dtype of {name}'s checkpoint; give float32, bfloat16 or float16")
+
+
 def read_processor(name: str) -> dict[str, Any]:
     """The settings of a model's processor, those of images first; {} if there are none."""
     path, known = Path(name), find_model(name)
@@ -177,7 +220,7 @@ def hub_answers() -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON: {one_line(error, 200)}") from error
     if not isinstance(content, dict):
@@ -190,6 +233,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"{path}: architectures is a list of names, not {str(named)[:50]!r}")
     return content
+
+
+def _number(part: dict[str, Any]) -> Any:
+    """Reads {"__float__": "Infinity"}, as transformers 5 writes numbers that JSON does not have."""
+    named = part.get("__float__")
+    return float(named) if len(part) == 1 and isinstance(named, str) else part
 
 
 def check_sizes(source: str, value: Any, key: str = "") -> None:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 
 from ckpt_ft.cli import app as cli
+from ckpt_ft.cli.params import words_in_our_names
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.settings import known_as, names_of, typed_as
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.model_config import checkpoint_dtype
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 2048,
+}  # fmt: skip
 
 MODEL = (
     "--seq-length --accumulation --max-grad-norm --resolution --aspect-ratio-buckets --train-text-encoder "
     "--encode-each-step --frames --audio-seconds --images --image-size --max-pixels --longest-side --train-towers "
     "--mixed-precision --bf16 --fp16 --lora --lora-r --use-peft --lora-targets --attn-implementation --dora "
-    "--peft-config --freeze --packing --padding --ema --double-quant --quant-storage --load-in-8bit --lora-dropout"
+    "--peft-config --freeze --packing --padding --ema --double-quant --quant-storage --load-in-8bit --lora-dropout "
+    "--ignore"
 )
 GPU = "--device --gpu-memory --gpu-like --dtype --load-in-4bit --prepare-kbit"
 ONE_LAUNCH = "--optimizer --launch --processes --machines --link --alloc-conf"
@@ -68,3 +84,72 @@ def test_a_flag_is_read_under_every_name(row: str) -> None:
         assert typed_as(name) == first.replace("_", "-")
         assert known_as(name, [others[-1], "unrelated"]) == others[-1]
         assert known_as(name.replace("_", "-"), [first]) == first
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("estimate m --learning_rate 1e-4 --logging_steps=10 --report_to none", "estimate m"),
+        (
+            "estimate m --bf16 True --fp16 False --optim adamw_torch_fused",
+            "estimate m --bf16 --optim adamw_torch_fused",
+        ),
+        ("estimate --model_name_or_path m --gradient_checkpointing True", "estimate --policy=full m"),
+        ("plan m --activation_checkpointing False --torch_compile False", "plan m"),
+        ("estimate m --torch_compile --ignore torch_compile", "estimate m --ignore torch_compile"),
+        ("estimate m --lora_target_modules q_proj,v_proj", "estimate m --lora_target_modules q_proj,v_proj"),
+        ("gpus --json", "gpus --json"),
+    ],
+)
+def test_a_trainers_command_line_is_read(typed: str, ours: str) -> None:
+    assert words_in_our_names(typed.split(), cli._switches) == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("estimate m --torch_compile True", "torch_compile: True: a compiled step is predicted only"),
+        ("estimate m --learning_rat 1", "No such option: --learning_rat; did you mean '--learning_rate'?"),
+        ("estimate m --deepspeed zero.json", "--deepspeed: give --launch fsdp2, zero2 or zero3 with --processes"),
+    ],
+)
+def test_what_a_trainers_command_line_cannot_say(typed: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        words_in_our_names(typed.split(), cli._switches)
+    assert says in str(refused.value)
+
+
+def test_names_of_a_trainers_optimizers_are_ours() -> None:
+    for name, ours in (("adamw_torch", "adamw"), ("adamw_torch_fused", "adamw_fused"), ("AdamW", "adamw")):
+        assert fields_of({"optimizer": name})["optimizer"] == ours
+    with pytest.raises(UserError, match="adafactor does not run under FSDP2"):
+        TrainingSpec.of("m", **fields_of({"optimizer": "adafactor", "launch": "fsdp2", "processes": 2}))
+
+
+def test_dtype_auto_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint_dtype("gpt2") == "float32"
+    assert checkpoint_dtype("meta-llama/Llama-2-7b-hf") == "float16"
+    assert checkpoint_dtype("Qwen/Qwen2.5-0.5B") == "bfloat16"
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "torch_dtype": "float16"}')
+    assert checkpoint_dtype(str(tmp_path)) == "float16"
+    file.write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="dtype auto: nothing says the dtype of"):
+        checkpoint_dtype(str(tmp_path))
+    save_file({"weight": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert checkpoint_dtype(str(tmp_path)) == "bfloat16"
+
+
+def test_what_is_ignored_stands_in_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    page = tmp_path / "page.html"
+    words = ["estimate", str(tmp_path), "--seq-length", "16", "--torch_compile", "True", "--ignore", "torch_compile"]
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--html", str(page)])
+    assert cli._main() == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(f"{tmp_path} (torch_compile ignored): policy none")
+    assert "(torch_compile ignored)" in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--json"])
+    assert cli._main() == 0
+    assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile"]

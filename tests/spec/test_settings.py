@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
+from benchmarks import settings as settings_page
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import flags
 from ckpt_ft.spec.settings import (
@@ -216,3 +217,7 @@ def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", accelerator_config={"split_batches": True})
     with pytest.raises(UserError, match="^accelerator_config.split_batches: True: a batch is predicted"):
         check_live(args)
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()
