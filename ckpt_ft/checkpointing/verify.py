@@ -361,7 +361,9 @@ class Verification:
             "scale set around forward, an attribute, a global); an argument or a saved tensor was written in place; "
             "random numbers came from a generator of the model's own",
             "  what to do: make the block depend on its arguments, parameters and buffers alone; or try 'offload' or "
-            "'pointwise', which re-run no block; `ckpt-ft check` proves a policy before a run",
+            "'pointwise', which re-run no block, or 'modules:attention' and 'modules:mlp', which re-run parts of it. "
+            "check_parity(model, batch, 'pointwise') of ckpt_ft tests a policy on one step; so do --ac_check of a "
+            "recipe and `ckpt-ft check`",
         ]
         return VerificationError("\n".join(lines), recorder.name, operator, differs)
 

@@ -18,11 +18,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from recipe_scripts import losses_of, losses_on_two_ranks
 from safetensors.torch import load_file
 
+from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
@@ -153,6 +155,20 @@ def test_a_policy_changes_no_loss(recipe: ModuleType, tiny: dict[str, str], tmp_
     plain = train(recipe, tiny["sd2"], tmp_path / "plain", "--rank", "2", "--lora_dropout", "0.2")
     flags = ["--rank", "2", "--lora_dropout", "0.2", "--ac_policy", policy, "--ac_check"]
     assert train(recipe, tiny["sd2"], tmp_path / "policy", *flags) == plain
+
+
+def test_a_mismatch_in_the_loop_names_the_block_and_how_to_try_others(
+    recipe: ModuleType, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value from outside of the model changes between the loss and backward."""
+    factors, backward, silu = [1.0], Accelerator.backward, torch.nn.SiLU.forward
+    monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: silu(self, x) * factors[-1])
+    monkeypatch.setattr(Accelerator, "backward", lambda *args: (factors.append(2.0), backward(*args)))
+    with pytest.raises(VerificationError) as error:
+        train(recipe, tiny["sd1"], tmp_path, "--ac_policy", "full")
+    assert error.value.region == "down_blocks.0.resnets.0"
+    assert (error.value.operator, error.value.differs) == ("MulBackward0", "values")
+    assert "check_parity(model, batch, 'pointwise')" in str(error.value)
 
 
 class OutOfMemoryOnce:
