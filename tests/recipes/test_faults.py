@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.training.run.manifest import write_manifest
+from ckpt_ft.training.run.checkpoints import write_manifest
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--max_length", "32", "--per_device_train_batch_size", "1"]
 SMALL += ["--logging_steps", "1", "--save_steps", "2", "--disable_tqdm", "true", "--report_to", "none"]

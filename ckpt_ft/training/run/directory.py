@@ -26,14 +26,14 @@ from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import sweep
 from ckpt_ft.units import format_bytes
 
-from .manifest import read_manifest
-from .resume import (
+from .checkpoints import (
     ADAPTER,
     WHOLE,
     check_output_dir,
     check_same_kind,
     checkpoints,
     last_complete_checkpoint,
+    read_manifest,
     resume_path,
 )
 

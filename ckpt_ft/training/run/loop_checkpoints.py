@@ -25,9 +25,8 @@ from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import flush
 from ckpt_ft.reading import library_reads
 
+from .checkpoints import checkpoints, unfit, write_manifest
 from .directory import RunDirectory
-from .manifest import write_manifest
-from .resume import checkpoints, unfit
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

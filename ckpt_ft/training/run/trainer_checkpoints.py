@@ -19,10 +19,9 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ckpt_ft.errors import one_line
 
+from .checkpoints import checkpoints, read_manifest, unfit, write_manifest
 from .directory import RunDirectory
 from .first_step import FirstStep, is_of_the_disk
-from .manifest import read_manifest, write_manifest
-from .resume import checkpoints, unfit
 from .stop import Stop, stopped
 from .trainer_weights import under_any_name
 

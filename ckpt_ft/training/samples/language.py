@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.files import cache_root
-from ckpt_ft.training.run.manifest import make_whole
+from ckpt_ft.training.run.checkpoints import make_whole
 
 from .drawings import questions
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckpt_ft.files import cache_root
-from ckpt_ft.training.run.manifest import make_whole
+from ckpt_ft.training.run.checkpoints import make_whole
 
 from .drawings import drawings
 

@@ -20,6 +20,7 @@ from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.training.run import loop_checkpoints
+from ckpt_ft.training.run.checkpoints import last_complete_checkpoint, resume_path, write_manifest
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import (
     explained_full_disk,
@@ -28,8 +29,6 @@ from ckpt_ft.training.run.loop_checkpoints import (
     save_checkpoint,
 )
 from ckpt_ft.training.run.loss_log import LossLog, read_losses
-from ckpt_ft.training.run.manifest import write_manifest
-from ckpt_ft.training.run.resume import last_complete_checkpoint, resume_path
 
 IDENTITY = {"rank": None}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.run.manifest import make_whole, what_is_wrong
+from ckpt_ft.training.run.checkpoints import make_whole, what_is_wrong
 
 
 def test_a_damaged_directory_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.training.run.checkpoints import (
+    check_output_dir,
+    check_same_kind,
+    last_complete_checkpoint,
+    resume_path,
+    write_manifest,
+)
 from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.manifest import write_manifest
-from ckpt_ft.training.run.resume import check_output_dir, check_same_kind, last_complete_checkpoint, resume_path
 
 
 @pytest.fixture
@@ -59,17 +64,25 @@ def test_a_path_without_a_checkpoint_is_one_line(run: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "trainer_state.json", "manifest.json"])
-@pytest.mark.parametrize("fault", ["missing", "cut", "changed"])
+@pytest.mark.parametrize("fault", ["missing", "cut"])
 def test_a_checkpoint_that_lost_something_is_not_resumed(run: Path, file: str, fault: str) -> None:
     place = run / "checkpoint-10" / file
     content = place.read_bytes()
     if fault == "missing":
         place.unlink()
     else:
-        place.write_bytes(content[:-1] if fault == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+        place.write_bytes(content[:-1])
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
     with pytest.raises(UserError, match=f"no complete checkpoint there .*{file}"):
         resume_path(str(run / "checkpoint-10"), str(run))
+
+
+def test_a_manifest_with_digests_of_an_earlier_version_is_read(run: Path) -> None:
+    manifest = run / "checkpoint-10" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"] = {name: {"bytes": size, "sha256": "0" * 64} for name, size in content["files"].items()}
+    manifest.write_text(json.dumps(content))
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-10")
 
 
 def test_what_a_checkpoint_does_not_name_is_refused(run: Path) -> None:

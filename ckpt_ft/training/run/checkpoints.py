@@ -1,13 +1,114 @@
-"""Selects the checkpoint to resume from: the newest complete one, or the one given. Manifests show completeness."""
+"""Complete checkpoints: how they are marked, and which one a run resumes from.
+
+The manifest of a checkpoint has its run, and the name and size of every file. It is written last and atomically, after
+all files are on the disk. A checkpoint is complete when its files match its manifest. A checkpoint that is partial,
+lacks a file, was overwritten by another run or contains a foreign file is never read.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, field_validator
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.files import flush, flush_tree, make_directory, write
 
-from .manifest import read_manifest, what_is_wrong
+logger = logging.getLogger(__name__)
+NAME = "manifest.json"
+_NO_PLACE = (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
+
+
+class Manifest(BaseModel):
+    """The contents of a complete checkpoint.
+
+    run: the identity of the run that wrote it. files: the size of each file, by its path below the checkpoint, without
+    the manifest itself.
+    """
+
+    run: str
+    files: dict[str, int]
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _sizes(cls, files: dict[str, Any]) -> dict[str, Any]:
+        """Earlier versions wrote a digest beside each size."""
+        return {name: entry["bytes"] if isinstance(entry, dict) else entry for name, entry in files.items()}
+
+
+def write_manifest(checkpoint: Path, run: str) -> None:
+    """Mark `checkpoint` as complete: flushes all its files to the disk, then writes the manifest.
+
+    Raises:
+        OSError: the manifest cannot be written.
+    """
+    flush_tree(checkpoint)
+    write(checkpoint / NAME, Manifest(run=run, files=_sizes_of(checkpoint)).model_dump_json(indent=1))
+    flush(checkpoint)
+    flush(checkpoint.parent)
+
+
+def read_manifest(checkpoint: Path) -> Manifest | None:
+    """Returns the manifest of `checkpoint`, or None if it cannot be read; its files are not checked."""
+    try:
+        return Manifest.model_validate_json((checkpoint / NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def what_is_wrong(checkpoint: Path) -> str | None:
+    """Returns why `checkpoint` is not complete, or None if it is."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return f"without a {NAME} it was not written to its end"
+    try:
+        found = _sizes_of(checkpoint)
+    except OSError as error:
+        return one_line(error)
+    for name in found.keys() - manifest.files.keys():
+        return f"{name} in it is none of its files"
+    for name, size in manifest.files.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != size:
+            return f"{name} has {found[name]} bytes and not {size}"
+    return None
+
+
+def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
+    """Returns the directory `path`, filled by `fill(directory)` the first time; refills a damaged one with a warning.
+
+    Raises:
+        UserError: the directory cannot be created.
+        OSError: the disk is full.
+    """
+
+    def filled(directory: Path) -> None:
+        fill(directory)
+        write_manifest(directory, path.name)
+
+    try:
+        wrong = what_is_wrong(path) if path.is_dir() else None
+        if wrong is not None:
+            logger.warning("%s is made again: %s", path, wrong)
+            shutil.rmtree(path)
+        return make_directory(path, filled)
+    except _NO_PLACE as error:
+        raise UserError(
+            f"{path} cannot be made ({error.strerror}: {error.filename}); CKPT_FT_CACHE names another directory for "
+            "what is made once"
+        ) from error
+
+
+def _sizes_of(checkpoint: Path) -> dict[str, int]:
+    paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / NAME)
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
+
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
