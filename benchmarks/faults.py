@@ -41,7 +41,7 @@ FORKED = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     "ckpt_ft.training.fit",
     "ckpt_ft.training.diffusion.loop",
-    "ckpt_ft.training.diffusion.setup",
+    "ckpt_ft.training.diffusion.workload",
     "ckpt_ft.training.vision_language.models",
     "datasets",
     "diffusers",

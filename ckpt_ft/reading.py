@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from .errors import UserError, WorkFailed, is_oom, one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,3 +90,45 @@ def require_weights(model: nn.Module) -> None:
     lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lacking:
         raise ValueError(f"its weights lack {lacking[0]} and {len(lacking) - 1} others")
+
+
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_WRAPPED = ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "IoError")  # of torch and safetensors
+
+
+class FirstStep:
+    """Turns library errors into `UserError` until `made` is called. Out-of-memory and full-disk errors are unchanged.
+
+    Args:
+        trying: start of the error message, until the step begins.
+    """
+
+    def __init__(self, trying: str) -> None:
+        self.trying: str | None = trying
+
+    def begins(self) -> None:
+        """Mark the start of the first step: setup succeeded with these flags."""
+        if self.trying is not None:
+            self.trying = "the first step failed (CKPT_FT_TRACEBACK=1 shows where)"
+
+    def made(self) -> None:
+        """Mark the end of the first step: the input does not cause later errors."""
+        self.trying = None
+
+    def __enter__(self) -> FirstStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.trying is None or not isinstance(error, Exception) or is_of_the_disk(error):
+            return
+        with library_reads(self.trying):
+            raise error
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether a write failed, by errno or by the messages of torch and safetensors."""
+    if isinstance(error, OSError):
+        return error.errno in _WRITING
+    return any(text in str(error) for text in _WRAPPED)

@@ -37,8 +37,7 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import TrainingState, leave_behind, resume, run_steps, start
-from ckpt_ft.training.diffusion.setup import load_unet_data
-from ckpt_ft.training.diffusion.workload import fit_loop, unet_workload
+from ckpt_ft.training.diffusion.workload import fit_loop, load_unet_data, unet_workload
 from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.loop_checkpoints import explained_full_disk

@@ -42,6 +42,7 @@ from trl import DPOTrainer
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
@@ -49,7 +50,6 @@ from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import DPOArguments, check_preferences, preference_prompts
-from ckpt_ft.training.trainer_run import evaluate, train
 
 # The defaults if no model is given.
 BUILT_IN = {

@@ -49,11 +49,11 @@ from ckpt_ft.training.images.classification import (
     own_resolution,
     position_arguments,
 )
+from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
-from ckpt_ft.training.trainer_run import evaluate, train
 
 # The defaults if no model is given.
 BUILT_IN = {

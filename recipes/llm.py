@@ -40,6 +40,7 @@ from transformers import Trainer, set_seed
 from ckpt_ft.errors import run
 from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
@@ -47,7 +48,6 @@ from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
-from ckpt_ft.training.trainer_run import evaluate, train
 from ckpt_ft.workloads.batches import in_one_sequence
 
 # The defaults if no model is given.

@@ -107,7 +107,7 @@ def kohya(
     output: Annotated[str, typer.Option("--output", help="file to write, NAME.safetensors")],
 ) -> None:
     """Write a U-Net's LoRA under kohya's names, for AUTOMATIC1111, ComfyUI, InvokeAI and others."""
-    from ckpt_ft.training.kohya import to_kohya
+    from ckpt_ft.training.merge import to_kohya
 
     print(f"written: {to_kohya(adapter, output)}")
 

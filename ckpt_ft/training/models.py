@@ -1,9 +1,13 @@
-"""Loads a causal language model and its tokenizer from flags with TRL's names: full fine-tuning, LoRA, QLoRA."""
+"""Loads a causal language model and its tokenizer from flags with TRL's names: full fine-tuning, LoRA, QLoRA.
+
+`--peft_config` adds adapters of any PEFT type, in every recipe. Its file is PEFT's own `adapter_config.json`, which
+may leave out three settings that a recipe knows: the task, the target modules, and the modules trained in full.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.reading import library_reads, require_package
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
-from ckpt_ft.training.flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
+from ckpt_ft.spec.peft_file import configuration, read_peft, takes
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.positions import STRETCHES, is_rotary, stretch_positions, trained_positions
 
-from .peft_flag import HELP as PEFT_CONFIG
-from .peft_flag import Targets, adapter_of, check_peft_flag
-
-logger = logging.getLogger(__name__)
+from .flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+PEFT_CONFIG = "An adapter_config.json of any kind of PEFT (DoRA, LoKr, LoHa, OFT ...), or the directory that has it."
 _RANK, _ALPHA = 16, 32
 # Flags of LoRA: LoraConfig's names and the defaults.
 _LORA = {"lora_r": ("r", _RANK), "lora_alpha": ("lora_alpha", _ALPHA), "lora_dropout": ("lora_dropout", LORA_DROPOUT)}
@@ -237,3 +240,80 @@ def _this_device() -> dict[str, Any]:
     from accelerate import PartialState
 
     return {"": PartialState().device}
+
+
+# Maps requested module names (None for the default) to the target modules, as PEFT expects them.
+Targets = Callable[[Any], Any]
+_BY_DATA = ("corda", "eva", "loftq", "lora_ga")  # LoRA initialisations that need data or another package
+
+
+def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
+    """Validate the flag before anything is loaded.
+
+    beside: LoRA's own flags, by name.
+
+    Raises:
+        UserError: the file is not a PEFT configuration, a plain loop cannot train it, or LoRA's flags are also given.
+    """
+    if path is None:
+        return
+    given = [f"--{name}" for name, value in beside.items() if value]
+    if given:
+        raise UserError(
+            f"--peft_config {path} says all of an adapter, {' and '.join(given)} of another one: give one or the other"
+        )
+    asked = f"--peft_config {path}"
+    content = read_peft(path, asked)
+    if content["peft_type"] == "ADALORA":
+        raise UserError(
+            f"{asked}: ADALORA's ranks are allotted by calls between steps, and by scores that no "
+            "checkpoint holds; give LORA, with a rank_pattern for ranks that differ"
+        )
+    first = content.get("init_lora_weights")
+    if first in _BY_DATA:
+        raise UserError(
+            f"{asked}: init_lora_weights '{first}' is made before training, of data or by another package, "
+            "which no recipe does; give true, gaussian, orthogonal, olora or pissa"
+        )
+    configuration(content, asked)
+
+
+def adapter_of(
+    path: str, targets: Targets | None = None, modules_to_save: Sequence[str] = (), task_type: str | None = None
+) -> PeftConfig:
+    """Returns the configuration in `path`.
+
+    Args:
+        targets: maps the file's target modules to those of the model.
+        modules_to_save: modules that are trained in full, in addition to those in the file.
+        task_type: the recipe's task type, which overrides the file's.
+
+    Raises:
+        UserError: the file is not a PEFT configuration, does not support `modules_to_save`, or is a prompt-learning
+            type and the recipe has no task.
+    """
+    asked = f"--peft_config {path}"
+    content = read_peft(path, asked)
+    if task_type is not None:
+        content["task_type"] = task_type
+    if targets is not None and takes(content, "target_modules", asked):
+        content["target_modules"] = targets(content.get("target_modules"))
+    if modules_to_save:
+        if not takes(content, "modules_to_save", asked):
+            raise UserError(
+                f"{asked}: {content['peft_type']} trains nothing beside itself, and {modules_to_save[0]} is new; give "
+                "a kind that has modules_to_save, LORA for example"
+            )
+        content["modules_to_save"] = sorted({*(content.get("modules_to_save") or ()), *modules_to_save})
+    config = configuration(content, asked)
+    if task_type is None and (config.is_prompt_learning or config.is_adaption_prompt):
+        raise UserError(
+            f"{asked}: {content['peft_type']} is for the language models of recipes/llm.py and recipes/dpo.py; give a "
+            "kind that adapts modules, LORA or LOKR for example"
+        )
+    return config
+
+
+def kind_of(path: str | None) -> str | None:
+    """Returns the PEFT type in the file."""
+    return None if path is None else str(read_peft(path, f"--peft_config {path}")["peft_type"])

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.merge import merge
-from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
+from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")

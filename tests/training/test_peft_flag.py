@@ -10,8 +10,7 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, TransformerArguments
-from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.peft_flag import adapter_of
+from ckpt_ft.training.models import ModelArguments, adapter_of
 
 
 def file(folder: Path, **content: Any) -> str:

@@ -20,8 +20,7 @@ from ckpt_ft.training.flags import (
     check_trackers,
     flag,
 )
-from ckpt_ft.training.peft_flag import HELP as PEFT_CONFIG
-from ckpt_ft.training.peft_flag import check_peft_flag
+from ckpt_ft.training.models import PEFT_CONFIG, check_peft_flag
 
 logger = logging.getLogger(__name__)
 

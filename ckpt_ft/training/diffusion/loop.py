@@ -15,12 +15,11 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import nn
 from tqdm.auto import tqdm
 
-from ckpt_ft.reading import library_reads
+from ckpt_ft.reading import FirstStep, library_reads
 from ckpt_ft.training.fit import Fitted
-from ckpt_ft.training.peft_flag import kind_of
+from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.first_step import FirstStep
 from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint, written
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped

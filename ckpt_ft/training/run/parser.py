@@ -1,15 +1,18 @@
 """Parses flags and YAML into dataclasses: `HfArgumentParser` with `--config file.yaml` and one-line errors.
 
 Entries of the YAML file are inserted before the user's own flags, so both pass through the same types and checks, and
-the command line wins because it comes later.
+the command line wins because it comes later. If a flag names a repository of the Hub and the Hub does not answer, the
+libraries read their cache: by default, the Hub client retries six times over half a minute for every file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
@@ -17,8 +20,7 @@ from transformers import HfArgumentParser
 from ckpt_ft.errors import UserError, meant, one_line
 from ckpt_ft.spec.settings import known_as
 from ckpt_ft.spec.training_file import read_yaml
-
-from .hub import read_cache_where_offline
+from ckpt_ft.workloads.model_config import hub_answers
 
 
 class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -146,3 +148,28 @@ def _unknown(option: str, parser: Parser) -> str:
     if not option.startswith("-"):
         return f"'{option}' belongs to no flag"
     return f"no flag '{option}'{meant(option, (f'--{name}' for name in parser.names))}"
+
+
+# Flags whose value may be the name of a Hub repository.
+_NAMES = (
+    "model_name_or_path", "dataset_name", "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path",
+    "train_data_dir",
+)  # fmt: skip
+
+
+def read_cache_where_offline(groups: Iterable[Any]) -> None:
+    """Switch the Hub libraries to offline mode, with a note, if `groups` of flags name something that is not a local
+    path and the Hub does not answer."""
+    from huggingface_hub import constants
+
+    given = [getattr(group, name, None) for group in groups for name in _NAMES]
+    named = [name for name in given if name and not Path(name).exists()]
+    if not named or constants.HF_HUB_OFFLINE or hub_answers():
+        return
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for subprocesses
+    datasets = sys.modules.get("datasets.config")
+    if datasets is not None:
+        datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = True  # type: ignore[attr-defined]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"note: {constants.ENDPOINT} does not answer; {', '.join(named)}: from the cache here", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ckpt_ft.training.run import hub
+from ckpt_ft.training.run import parser
 
 
 @dataclass
@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub, "hub_answers", lambda: questions.append("asked") is not None)
+    monkeypatch.setattr(parser, "hub_answers", lambda: questions.append("asked") is not None)
     return questions
 
 
@@ -35,7 +35,7 @@ def test_it_is_asked_once_and_said(asked: list[str], capsys: pytest.CaptureFixtu
     import datasets.config
 
     for _ in range(2):
-        hub.read_cache_where_offline([Named("Qwen/Qwen2.5-0.5B"), Named(dataset_name="no/where")])
+        parser.read_cache_where_offline([Named("Qwen/Qwen2.5-0.5B"), Named(dataset_name="no/where")])
     assert asked == ["asked"]
     said = capsys.readouterr().err
     assert said == (f"note: {constants.ENDPOINT} does not answer; Qwen/Qwen2.5-0.5B, no/where: from the cache here\n")
@@ -44,6 +44,6 @@ def test_it_is_asked_once_and_said(asked: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_what_lies_here_asks_nobody(asked: list[str], tmp_path: Path) -> None:
-    hub.read_cache_where_offline([Named(str(tmp_path)), Named()])
+    parser.read_cache_where_offline([Named(str(tmp_path)), Named()])
     assert asked == []
     assert not constants.is_offline_mode()
