@@ -189,6 +189,7 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     asked = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it for GPT-2's Conv1D
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")  # it is about merging
         adapted = get_peft_model(model, _configuration(spec, towers, on_meta))
     if on_meta:
         _train_rank_numbers(adapted)

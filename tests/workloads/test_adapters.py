@@ -18,6 +18,7 @@ from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.workloads.adapters import adapt
 from ckpt_ft.workloads.load import load
+from ckpt_ft.workloads.model_config import read_config
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
@@ -314,3 +315,48 @@ def test_what_does_not_go_together(asked: dict[str, Any], says: str) -> None:
 def test_rows_of_a_model_that_reads_none() -> None:
     with pytest.raises(UserError, match="packed rows: the batches of microsoft/resnet-50, .*, hold no text"):
         load(TrainingSpec.of("microsoft/resnet-50", rows="packed"), "t4")
+
+
+def lora(**more: Any) -> int:
+    """Parameters that LoRA of rank 4 trains in a Llama."""
+    with torch.device("meta"):
+        base = load(TrainingSpec.of(**more, seq_length=32, lora_r=4, lora_dropout=0.0), "cpu").model
+    return sizes(base)[0]
+
+
+def test_lora_of_chosen_modules_and_of_whole_ones(config: str) -> None:
+    q_proj, v_proj = 2 * 4 * (256 + 256), 2 * 4 * (128 + 256)  # in two blocks
+    assert lora(model=config, lora_targets=("q_proj", "v_proj")) == q_proj + v_proj
+    assert lora(model=config, lora_targets=(r"model\.layers\.1\.self_attn\.q_proj",)) == q_proj // 2
+    assert lora(model=config, lora_targets=("q_proj",), lora_modules_to_save=("lm_head",)) == q_proj + 96 * 256
+
+
+def test_lora_of_parameters(tmp_path: Path) -> None:
+    mixtral = {
+        **LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    names = ("mlp.experts.down_proj",)
+    only = lora(model=str(tmp_path), lora_targets=("q_proj",))
+    more = lora(model=str(tmp_path), lora_targets=("q_proj",), lora_target_parameters=names)
+    assert more == only + 2 * 4 * 4 * (256 + 512)  # blocks, experts, rank
+
+
+def test_norms_embeddings_and_head_in_float32(config: str) -> None:
+    narrow = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16"), "cpu").model
+    wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", float32_ends=True), "cpu").model
+    assert sizes(narrow)[1] == 2 * (LINEAR + REST)
+    assert sizes(wide)[1] == 2 * LINEAR + 4 * REST
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "nemotron_h", "granitemoehybrid", "falcon_h1"])
+def test_configurations_with_infinity_are_read(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes it as {"__float__": "Infinity"}."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert "__float__" in text
+    limits = read_config(str(tmp_path))["time_step_limit"]
+    assert limits[1] == float("inf")
