@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from ckpt_ft.spec.settings import KEYS, LIVE, MODELLED, NO_EFFECT, OPTIMIZERS, REFUSED, VALUE, Entry, table
+from ckpt_ft.spec.optimizers import OPTIMIZERS
+from ckpt_ft.spec.settings import KEYS, LIVE, MODELLED, NO_EFFECT, REFUSED, VALUE, Entry, table
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 TITLES = {

@@ -8,7 +8,7 @@ from typing import Any
 from .flags import words_of
 from .launch import Launch
 from .launch_file import sharing_options
-from .settings import OPTIM_OF_TRAINER
+from .optimizers import OPTIM_OF_TRAINER
 from .training_spec import TrainingSpec, declared
 
 _KIND = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}  # all others use DeepSpeed

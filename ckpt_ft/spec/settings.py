@@ -23,30 +23,6 @@ _STARTS = {
 _OFF = {"", "none", "null", "false", "no", "0", "0.0", "[]", "{}"}
 _WORDS = {"true": True, "false": False, "null": None, "none": None}  # values that some files write as strings
 
-# Names of transformers.training_args.OptimizerNames, and axolotl's.
-OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_torch_fused": "adamw_fused",
-    "adamw_fused": "adamw_fused",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "paged_adamw_32bit": "adamw",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "adamw": "adamw",
-    "prodigy": "prodigy",
-}
-PAGED = ("paged_adamw_8bit", "paged_adamw_32bit")
-# Our optimizers and their names in `TrainingArguments.optim`; a Trainer does not have the others.
-OPTIM_OF_TRAINER = {
-    "adamw": "adamw_torch",
-    "adamw_fused": "adamw_torch_fused",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
 # Kinds of training files -> the sections with their settings; the first section that has a name decides.
 _ARGUMENTS = ("trl", "trl.model", "transformers")
 KINDS: dict[str, tuple[str, ...]] = {

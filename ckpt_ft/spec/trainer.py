@@ -8,7 +8,8 @@ from typing import Any
 from ckpt_ft.errors import UserError
 
 from .flags import fields_of
-from .settings import KEYS, KINDS, OPTIMIZERS, REFUSED, entry_of
+from .optimizers import OPTIMIZERS
+from .settings import KEYS, KINDS, REFUSED, entry_of
 from .training_spec import TrainingSpec
 
 _READ = ("batch_size", "accumulation", "max_grad_norm", "bf16", "fp16", "optimizer")

@@ -15,7 +15,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.reading import load_yaml
 
 from .defaults import LORA_R
-from .settings import KINDS, OPTIMIZERS, PAGED, TYPED, settle, table
+from .optimizers import OPTIMIZERS, PAGED
+from .settings import KINDS, TYPED, settle, table
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}

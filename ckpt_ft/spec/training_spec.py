@@ -33,7 +33,7 @@ from .fields import (
     text_of_size,
 )
 from .launch import Launch
-from .settings import OPTIMIZERS
+from .optimizers import OPTIMIZERS, OptimizerName
 
 MOST = 2**24  # tokens, pixels, ...: larger numbers are typos, and would overflow byte counts
 MOST_SIDE = 2**13  # pixels: a blank image of that size is created
@@ -271,9 +271,9 @@ class QuantisationSpec(Part):
 class OptimizerSpec(Part):
     """The optimizer and its options."""
 
-    name: Literal["adamw", "adamw_fused", "adamw_8bit", "adafactor", "prodigy", "sgd", "none"] = setting(
+    name: OptimizerName = setting(
         "adamw_fused",
-        "adamw_fused, adamw, adamw_8bit, adafactor, prodigy, sgd or none, or a Trainer's name for one of them",
+        "adamw_fused, adamw, adamw_8bit, adafactor, sgd, none, or any name of transformers' `optim`",
         key="optimizer",
         read=lambda text: OPTIMIZERS.get(text.lower(), text),
     )

@@ -19,6 +19,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .adapters import notes_on
 from .model_config import read_config
+from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
@@ -70,7 +71,7 @@ def load(
     return replace(
         workload,
         name=spec.title,
-        make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model),
+        make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],
         accumulation=spec.data.accumulation,
@@ -78,7 +79,12 @@ def load(
         lengths=lengths or workload.lengths,
         launch=spec.launch.launch,
         alloc_conf=spec.host.alloc_conf,
-        notes=(*workload.notes, *notes_on(spec), *([gpu.note] if gpu and gpu.note else [])),
+        notes=(
+            *workload.notes,
+            *notes_on(spec),
+            *notes_on_optimizer(spec.optimizer.name),
+            *([gpu.note] if gpu and gpu.note else []),
+        ),
     )
 
 

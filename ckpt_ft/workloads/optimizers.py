@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,44 +11,95 @@ import torch
 from torch import nn
 
 from ckpt_ft.reading import require_package
+from ckpt_ft.standins.optimizers import LAYOUTS, RANK, Tabulated
 
 _EMA_DECAY = 0.9999  # default of EMAModel
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def optimizer_maker(name: str, ema: bool = False, model: nn.Module | None = None) -> Callable[[nn.Module], Any] | None:
+def optimizer_maker(
+    name: str, ema: bool = False, model: nn.Module | None = None, device: str = ""
+) -> Callable[[nn.Module], Any] | None:
     """Returns a function that creates the optimizer `name` for a model's trainable parameters; None for "none".
 
     Args:
         ema: whether a moving average of the weights is updated after each step.
         model: the model with its weights, for Prodigy, which keeps no copy of parameters that are initially zero.
+        device: the device of the trace.
 
     Raises:
         UserError: its package is not installed.
     """
     if name == "none":
         return None
-    make: Callable[[nn.Module], Any] = partial(make_optimizer, name=name)
+    make: Callable[[nn.Module], Any] = partial(make_optimizer, name=name, on_cpu=device == "cpu")
     if name == "prodigy":
         require_package("prodigyopt", "the optimizer prodigy")
         make = partial(_prodigy, zeros=frozenset() if model is None else _zeros(model))
     return (lambda model: Averaged(make(model))) if ema else make
 
 
-def make_optimizer(model: nn.Module, name: str) -> Any:
+def make_optimizer(model: nn.Module, name: str, on_cpu: bool = False) -> Any:
     """Creates the optimizer `name` for the trainable parameters of `model`."""
+    if name in LAYOUTS:
+        return Tabulated(model, LAYOUTS[name], on_cpu)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trainable, lr=1e-2)
+    if name == "adagrad":
+        return torch.optim.Adagrad(trainable, lr=1e-2)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(trainable, lr=1e-4)
+    if name == "muon":
+        return Muon(model)
     if name == "adafactor":
         from transformers import Adafactor
 
-        return Adafactor(trainable, scale_parameter=False, relative_step=False, lr=1e-4)
-    if name == "adamw_8bit":
-        from ckpt_ft.standins.adamw_8bit import AdamW8bit
-
-        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        return AdamW8bit(trainable, lr=1e-4, whole=embeddings)
+        return Adafactor(_decayed_first(model), scale_parameter=False, relative_step=False, lr=1e-4)
     return torch.optim.AdamW(trainable, lr=1e-4, fused=True if name == "adamw_fused" else None)
+
+
+def notes_on(name: str) -> tuple[str, ...]:
+    """Assumptions about an optimizer that users may not expect, one sentence each."""
+    if name.startswith(("galore", "apollo")):
+        return (f"{name}: the gradients of all linear layers are projected, to rank {RANK} as in transformers",)
+    return (f"{name}: its states wait in host memory between steps",) if name == "grokadamw" else ()
+
+
+def _decayed_first(model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters in the groups of transformers' Trainer: without norms and biases, then those.
+
+    [transformers/trainer.py, create_optimizer and get_decay_parameter_names]
+    """
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    groups: tuple[list[nn.Parameter], ...] = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups[id(p) in norms or bool(_UNDECAYED.search(name.lower()))].append(p)
+    return [{"params": group} for group in groups if group]
+
+
+class Muon:
+    """PyTorch's Muon for the matrices inside a model, and AdamW for embeddings, head, norms and biases."""
+
+    def __init__(self, model: nn.Module) -> None:
+        outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        outside |= {id(p) for p in head.parameters()} if head is not None else set()
+        groups: tuple[list[nn.Parameter], ...] = [], []
+        for p in model.parameters():
+            if p.requires_grad:
+                groups[p.ndim == 2 and id(p) not in outside].append(p)
+        self.parts = [
+            kind(group, lr=1e-3) for kind, group in zip((torch.optim.AdamW, torch.optim.Muon), groups, strict=True)
+            if group
+        ]  # fmt: skip
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """The steps of both."""
+        for part in self.parts:
+            part.step()
 
 
 def _zeros(model: nn.Module) -> frozenset[str]:

@@ -120,6 +120,11 @@ def trace_steps(
             continue
 
 
+def _steps(parameter: nn.Parameter) -> Any:
+    """The hooks that run once a parameter's gradient is complete."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
 # -- what surrounds the steps -----------------------------------------------------------------------------------------
 
 
@@ -268,8 +273,8 @@ class _Trace:
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
-        """Run the steps."""
-        if self.traced is None:
+        """Run the steps. Blocks are not skipped if hooks act on gradients: they run where a gradient is computed."""
+        if self.traced is None or any(p._backward_hooks or _steps(p) for p in self.model.parameters()):
             for number, step in enumerate(self.steps):
                 self._between_steps(number)
                 tracker.start_step()

@@ -1,0 +1,235 @@
+"""Optimizers of other libraries, as tables of what they keep and make, hold what the libraries hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.spec.optimizers import NAMES, OPTIM_OF_TRAINER, OPTIMIZERS, OptimizerName
+from ckpt_ft.standins.optimizers import LAYOUTS, Tabulated
+from ckpt_ft.workloads.optimizers import make_optimizer, notes_on, optimizer_maker
+from ckpt_ft.workloads.workload import optimizer_step
+
+IDS = torch.arange(128).view(2, 64)
+_OF_ANOTHER_DEVICE = {"adamw_torch_xla", "adamw_torch_npu_fused"}  # a TPU's, an NPU's
+
+
+def language_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer_step(model, optimizer, [IDS], lambda model, ids: model(input_ids=ids, labels=ids).loss)
+
+
+def measured(model: nn.Module, optimizer: Any, steps: int = 2) -> int:
+    """The highest peak of `steps` real steps on the CPU."""
+    peaks = []
+    with Tracker(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None) as tracker:
+        for _ in range(steps):
+            tracker.start_step()
+            step(model, optimizer)
+            peaks.append(tracker.trace().peak_allocated)
+    return max(peaks)
+
+
+def predicted(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return trace_step(language_model(dtype), step, make_optimizer=optimizer_maker(name, device="cpu"), device="cpu")
+
+
+def of_library(name: str, model: nn.Module, tmp_path: Path) -> Any:
+    """The library's own optimizer, as a Trainer makes it."""
+    gap = "update_proj_gap=2" if name.startswith(("galore", "apollo")) else None  # 200 steps by default
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, optim=OPTIM_OF_TRAINER[name], optim_target_modules="all-linear", optim_args=gap
+    )
+    return Trainer(model=model, args=args).create_optimizer()
+
+
+def test_every_name_of_transformers_is_known() -> None:
+    known = {name.value for name in OptimizerNames}
+    assert known - OPTIMIZERS.keys() == _OF_ANOTHER_DEVICE & known
+    assert set(OPTIMIZERS.values()) <= set(NAMES) == set(get_args(OptimizerName))
+    assert set(OPTIM_OF_TRAINER.values()) <= known
+    assert {OPTIMIZERS[name] for name in OPTIM_OF_TRAINER.values()} == set(OPTIM_OF_TRAINER)
+
+
+@pytest.mark.filterwarnings("ignore")  # of those libraries
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("galore_adamw", "galore_torch"), ("galore_adafactor", "galore_torch"),
+        ("galore_adamw_layerwise", "galore_torch"), ("apollo_adamw", "apollo_torch"),
+        ("apollo_adamw_layerwise", "apollo_torch"), ("lomo", "lomo_optim"), ("grokadamw", "grokadamw"),
+        ("schedule_free_adamw", "schedulefree"), ("schedule_free_radam", "schedulefree"),
+        ("schedule_free_sgd", "schedulefree"), ("stable_adamw", "optimi"),
+        ("adafactor", "transformers"), ("adagrad", "torch"), ("rmsprop", "torch"),
+    ],
+)  # fmt: skip
+def test_a_step_peaks_as_with_the_library(name: str, package: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    model = language_model(dtype)
+    optimizer = of_library(name, model, tmp_path)
+    getattr(optimizer, "train", lambda: None)()
+    assert predicted(name, dtype).peak_allocated == pytest.approx(measured(model, optimizer, 6), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "kind"),
+    [
+        ("came", "came_pytorch", "CAME"),
+        ("adam_mini", "adam_mini", "Adam_mini"),
+        ("optimi_adamw", "optimi", "AdamW"),
+    ],
+)
+def test_a_step_peaks_as_with_a_library_that_no_trainer_names(name: str, package: str, kind: str) -> None:
+    made: Callable[..., Any] = getattr(pytest.importorskip(package), kind)
+    model = language_model()
+    if name == "adam_mini":
+        optimizer = made(list(model.named_parameters()), lr=1e-4, dim=256, n_heads=4, verbose=False)
+    else:
+        optimizer = made(model.parameters(), lr=1e-4)
+    assert predicted(name).peak_allocated == pytest.approx(measured(model, optimizer), rel=2e-3)
+
+
+def states(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the states; a tensor that several share counts once."""
+    held: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            parts = (
+                [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+                if hasattr(value, "codes")
+                else [value]
+            )
+            held |= {id(part): part.nbytes for part in parts if isinstance(part, torch.Tensor) and part.ndim}
+    return sum(held.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        *((name, "bitsandbytes") for name, row in LAYOUTS.items() if row.source.startswith("bitsandbytes")),
+        ("adamw_torch_4bit", "torchao"), ("adamw_torch_8bit", "torchao"),
+    ],
+)  # fmt: skip
+def test_states_are_those_of_the_library(name: str, package: str, tmp_path: Path) -> None:
+    """Where a GPU's kernel makes no temporaries and the CPU's does, only states can be compared here."""
+    pytest.importorskip(package)
+    model = language_model(torch.bfloat16)
+    try:
+        optimizer = of_library(name, model, tmp_path)
+        with torch.compiler.set_stance("force_eager"):
+            step(model, optimizer)
+    except RuntimeError as error:
+        if "cget_managed_ptr" in str(error):
+            pytest.skip("paged AdEMAMix needs CUDA")
+        raise
+    twin = make_optimizer(language_model(torch.bfloat16), name)
+    step_of = {p.shape: p for p in model.parameters()}
+    assert step_of
+    for p in (p for group in twin.param_groups for p in group["params"]):
+        p.grad = torch.zeros_like(p)
+    twin.step()
+    maps = sum(level.nbytes for level in twin.levels)
+    assert states(twin) + maps == pytest.approx(states(optimizer), abs=1024)
+
+
+LAYER = nn.Linear(512, 256, bias=False)
+N, L = 512 * 256, 128  # elements, rank
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("adamw_8bit", 2 * (N + 4 * N // 256)), ("adamw_32bit", 8 * N), ("ademamix", 12 * N),
+        ("ademamix_8bit", 3 * (N + 4 * N // 256)), ("lion_8bit", N + 4 * N // 256), ("lion_32bit", 4 * N),
+        ("rmsprop_8bit", N + 4 * N // 256), ("rmsprop_32bit", 4 * N),
+        ("adamw_torch_8bit", 2 * (N + 4 * N // 256 + 4 * 256)),
+        ("adamw_torch_4bit", 2 * (N // 2 + 4 * N // 256 + 4 * 16)),
+        ("ao_adamw_4bit", 2 * (N // 2 + 4 * N // 128 + 4 * 16)), ("ao_adamw_8bit", 2 * (N + 4 * N // 256 + 4 * 256)),
+        ("ao_adamw_fp8", 2 * (N + 4 * N // 256)),
+        ("galore_adamw", 4 * (256 * 256 + 2 * L * 512)), ("apollo_adamw", 4 * (L * 256 + 2 * L * 512)),
+        ("galore_adamw_8bit", 4 * 256 * 256 + 2 * (L * 512 + 4 * L * 512 // 256)),
+        ("galore_adafactor", 4 * (256 * 256 + 512 + L)),
+        ("lomo", 0), ("adalomo", 4 * (512 + 256)), ("grokadamw", 0), ("schedule_free_adamw", 8 * N),
+        ("schedule_free_radam", 8 * N), ("schedule_free_sgd", 4 * N), ("stable_adamw", 8 * N), ("optimi_adamw", 8 * N),
+        ("adamw_anyprecision", 8 * N), ("came", 4 * (N + 2 * (512 + 256))), ("adam_mini", 4 * (N + 256)),
+    ],
+)  # fmt: skip
+def test_states_of_a_matrix(name: str, nbytes: int) -> None:
+    """By the sources that the table names, without the libraries."""
+    layer = nn.Linear(512, 256, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = Tabulated(layer, LAYOUTS[name])
+    if LAYOUTS[name].release:
+        layer(torch.ones(1, 512)).sum().backward()
+    else:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    if hasattr(optimizer, "fused_backward"):
+        optimizer._release([layer.weight])
+    assert states(optimizer) == nbytes
+    assert torch.equal(layer.weight, before)
+    assert (layer.weight.grad is None) == bool(LAYOUTS[name].release)
+
+
+def test_no_row_is_untested() -> None:
+    tested = {row[0] for row in test_states_of_a_matrix.pytestmark[0].args[1]}
+    assert {name.removesuffix("_layerwise") for name in LAYOUTS} == tested
+
+
+def test_lomo_holds_few_gradients() -> None:
+    """The weights are updated in backward: neither gradients of the whole model nor states are held."""
+    adam, lomo = predicted("adamw"), predicted("lomo")
+    parameters = sum(p.nbytes for p in language_model().parameters())
+    assert adam.peak_allocated - lomo.peak_allocated > 2 * parameters
+    assert lomo.peaks["optimizer"] < 1.2 * parameters
+
+
+def test_muon_updates_the_matrices_inside() -> None:
+    model = language_model()
+    optimizer = make_optimizer(model, "muon")
+    step(model, optimizer)
+    own = [sum(v.nbytes for s in part.state.values() for v in s.values() if v.ndim) for part in optimizer.parts]
+    inside = sum(p.nbytes for p in model.model.layers.parameters() if p.ndim == 2)
+    rest = sum(p.nbytes for p in model.parameters()) - inside
+    assert own == [2 * rest, inside]
+    assert predicted("muon").peak_allocated == pytest.approx(measured(language_model(), None), rel=1)
+
+
+def test_what_is_assumed_is_said() -> None:
+    assert "all linear layers are projected, to rank 128" in notes_on("galore_adamw")[0]
+    assert notes_on("adamw") == ()
+
+
+def test_a_trace_counts_states_as_the_optimizers() -> None:
+    trace = predicted("adamw_8bit")
+    held = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
+    assert held == states_of_8bit(language_model())
+
+
+def states_of_8bit(model: nn.Module) -> int:
+    """bitsandbytes' blocks; embeddings and small tensors keep float32 moments, as a Trainer tells it."""
+    embedding = model.get_input_embeddings().weight
+    small = sum(8 * p.numel() for p in model.parameters() if p.numel() < 4096 or p is embedding)
+    large = sum(
+        2 * (p.numel() + 4 * p.numel() // 256) for p in model.parameters() if p.numel() >= 4096 and p is not embedding
+    )
+    return small + large  # without the two maps of levels, which all tensors share
