@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def test_plans(tmp_path: Path) -> None:
             assert settings.plan is not None
             settings.plan.table()
             assert settings.plan.why
+            assert html.escape(settings.plan.why) in settings.plan._repr_html_()
         except UserError as error:
             refused += 1
             assert_one_line(error, number)
@@ -90,6 +92,8 @@ def test_reports(tmp_path: Path) -> None:
             report = MemoryReport.from_json(path)
             report.print(console)
             report.to_markdown()
+            assert html.escape(report.ranks[0].device) in report._repr_html_()
+            report.to_html(tmp_path / "report.html")
         except UserError as error:
             refused += 1
             assert_one_line(error, number)

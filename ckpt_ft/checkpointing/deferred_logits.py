@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -21,16 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_ft.errors import WorkFailed
 from ckpt_ft.units import MIB
 
+from . import rng
 from .autocast import AutocastState
-from .verify import Recorder, SavedTensorProof, Verification
+from .verify import Recorder, SavedTensorProof
 
 
 class Layer(Protocol):
     """The interface of `head.OutputLayer`."""
 
     module: nn.Module
-    name: str
-    verification: Verification
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
         """Return `function(hidden)`, run within one call of the module."""
@@ -39,13 +39,27 @@ class Layer(Protocol):
         """Return the layer's output for some positions; to be used within `call`."""
 
 
+class Step:
+    """An operation of the model on its logits, applied to some of their rows."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.versions = [(x, x._version) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        for tensor, version in self.versions:
+            unchanged(tensor, version, f"a tensor that the logits are given to ({self.function.__name__})")
+        return self.function(logits, *self.args, **self.kwargs)
+
+
 @dataclass(frozen=True)
 class Projection:
     """Maps hidden states to logits: the layer, its autocast state, and the model's operations after it."""
 
     layer: Layer
     autocast: AutocastState
-    steps: tuple[tuple[Callable[..., torch.Tensor], list[Any], dict[str, Any]], ...] = ()
+    steps: tuple[Step, ...] = ()
+    given: tuple[Recorder, int, torch.Tensor, rng.Snapshot] | None = None  # in a verified step: see `proof`
 
     def rows(
         self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -58,27 +72,65 @@ class Projection:
         """
         with self.autocast.context():
             logits = self.layer.rows(hidden, parameters)
-        for function, args, kwargs in self.steps:
-            logits = function(logits, *args, **kwargs)
+        for step in self.steps:
+            logits = step(logits)
         return logits
 
     def whole(self, hidden: torch.Tensor, version: int) -> torch.Tensor:
         """Compute all logits at once, with gradients even under `no_grad`."""
-        with torch.enable_grad():
+        with self.proof(), torch.enable_grad():
             return self.layer.call(self.rows, unchanged(hidden, version))
 
+    @contextmanager
+    def proof(self) -> Iterator[None]:
+        """In a verified step, check that the layer computes later what it would have computed when it was called.
 
-def unchanged(hidden: torch.Tensor, version: int) -> torch.Tensor:
-    """Return `hidden`, the output layer's input.
+        Raises:
+            WorkFailed: its input has other bits, or it draws random numbers after others were drawn.
+        """
+        if self.given is None:
+            yield
+            return
+        recorder, slot, hidden, drawn = self.given
+        recorder.restored(slot, hidden)
+        before = rng.snapshot(hidden.device)
+        yield
+        if before != drawn and rng.snapshot(hidden.device) != before:
+            raise recorder.failed(slot, "random state: the model draws between its output layer and its loss")
+
+    def check_rows(self, hidden: torch.Tensor) -> None:
+        """Check that the layer computes each position from that position alone; within `Layer.call`.
+
+        Raises:
+            WorkFailed: a position's logits depend on what else is in its chunk, or on earlier calls.
+        """
+        module = self.layer.module
+        if type(module).forward is nn.Linear.forward or _draws(module) or len(hidden) < 2:
+            return
+        with torch.no_grad():
+            both, alone = self.rows(torch.stack([hidden[0], hidden[-1]])), self.rows(hidden[:1])
+            rounding = torch.finfo(both.dtype).eps ** 0.5  # of other kernels
+            differs = (both[:1] - alone).abs().max() > rounding * both.abs().max()
+        if differs:
+            raise WorkFailed(
+                f"policy 'head': {type(module).__name__}, the output layer, computes a position's logits from other "
+                "positions or from earlier calls as well, so its loss cannot be computed in chunks; leave 'head' out"
+            )
+
+
+def unchanged(tensor: torch.Tensor, version: int, what: str = "the output layer's input") -> torch.Tensor:
+    """Return `tensor`.
 
     Raises:
-        WorkFailed: `hidden` was modified in place after the layer's call.
+        WorkFailed: it was modified in place after the model used it.
     """
-    if hidden._version != version:
-        raise WorkFailed(
-            "policy 'head': the output layer's input was written to before the loss was computed; leave 'head' out"
-        )
-    return hidden
+    if tensor._version != version:
+        raise WorkFailed(f"policy 'head': {what} was written to before the loss was computed; leave 'head' out")
+    return tensor
+
+
+def _draws(layer: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
 
 
 # Size of one chunk's fp32 logits. About four such tensors are alive at once: logits, cast, log-softmax and gradient.
@@ -108,18 +160,20 @@ def cross_entropy(
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     projection, hidden = input.projection, input.positions()
     rows = max(1, CHUNK_BYTES // (4 * input.width))
-    if len(hidden) <= rows:
-        return projection.layer.call(lambda hidden: loss(projection.rows(hidden), target, reduction=reduction), hidden)
+    layer, recorder = projection.layer, projection.given and projection.given[0]
 
     def sum_of_chunks(hidden: torch.Tensor) -> torch.Tensor:
-        weights, layer = Weights(projection), projection.layer
-        recorder = layer.verification.region(layer.name, layer.module) if layer.verification.active else None
+        if recorder is not None:
+            projection.check_rows(hidden)
+        if len(hidden) <= rows:
+            return loss(projection.rows(hidden), target, reduction=reduction)
+        weights = Weights(projection)
 
         def chunk(proof: _ChunkProof, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             with proof:
                 return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
-        random = any(isinstance(module, nn.Dropout) and module.p for module in projection.layer.module.modules())
+        random = _draws(layer.module)
         losses = [
             checkpoint(partial(chunk, _ChunkProof(recorder)), *part, use_reentrant=False, preserve_rng_state=random)
             for part in zip(hidden.split(rows), target.split(rows), strict=True)
@@ -127,8 +181,9 @@ def cross_entropy(
         weights.drop_copies()
         return torch.stack(losses).sum()
 
-    total = projection.layer.call(sum_of_chunks, hidden)
-    if reduction == "sum":
+    with projection.proof():
+        total = layer.call(sum_of_chunks, hidden)
+    if reduction == "sum" or len(hidden) <= rows:
         return total
     counted = target != ignore_index
     return total / (counted.sum() if weight is None else (weight[target.clamp_min(0)] * counted).sum())
@@ -391,7 +446,7 @@ class Logits:
         return None
 
     def _then(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Projection:
-        return replace(self.projection, steps=(*self.projection.steps, (function, args, kwargs)))
+        return replace(self.projection, steps=(*self.projection.steps, Step(function, args, kwargs)))
 
     def _derive(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
         """Apply `function` and return a view or a copy, as `function` would for a tensor."""

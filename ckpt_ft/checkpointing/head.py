@@ -23,8 +23,9 @@ from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
+from . import rng
 from .autocast import AutocastState
-from .deferred_logits import Logits, Projection
+from .deferred_logits import Logits, Projection, Step
 from .libraries import FSDP2, is_a
 from .standin import Installed, StandIn, Treated, warn_once
 
@@ -106,7 +107,9 @@ class OutputLayer(StandIn):
     def defer(self, hidden: torch.Tensor) -> Logits:
         """Return deferred logits of `hidden`, which will be computed in the current autocast state."""
         autocast = AutocastState.now(hidden.device.type)
-        return Logits(Projection(self, autocast, _output_cast(self.module)), hidden, _width(self.module))
+        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
+        given = recorder and (recorder, recorder.saved(hidden, "its input"), hidden, rng.snapshot(hidden.device))
+        return Logits(Projection(self, autocast, _output_cast(self.module), given), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:
         """Return `function(hidden)`, run as the layer's forward, so that FSDP's hooks gather its weight.
@@ -249,10 +252,10 @@ def _fsdp_state(layer: nn.Module) -> Any:
     return layer._get_fsdp_state()  # type: ignore[operator]
 
 
-def _output_cast(layer: nn.Module) -> tuple[Any, ...]:
+def _output_cast(layer: nn.Module) -> tuple[Step, ...]:
     """Return the cast that FSDP2 applies to the output of `layer`, as a step of a `Projection`."""
     dtype = _fsdp_state(layer)._mp_policy.output_dtype if is_a(layer, FSDP2) else None
-    return () if dtype is None else ((torch.Tensor.to, [dtype], {}),)
+    return () if dtype is None else (Step(torch.Tensor.to, [dtype], {}),)
 
 
 def _without_logits(output: Any) -> Any:

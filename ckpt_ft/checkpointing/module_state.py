@@ -294,12 +294,25 @@ class Found:
         """The `requires_grad` of each parameter."""
         return tuple([value.requires_grad for value in self._parameters])
 
-    def bits(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the current parameters or buffers with names, except those that a sharding engine manages."""
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the current parameters with names, except those that a sharding engine manages."""
         for path, module in next(iter(self._modules)).named_modules():
-            for name, value in (module._parameters if kind == "parameter" else module._buffers).items():
+            for name, value in module._parameters.items():
                 if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
-                    yield f"{kind} '{f'{path}.{name}'.lstrip('.')}'", value
+                    yield f"parameter '{f'{path}.{name}'.lstrip('.')}'", value
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the modules' current buffers, and tensors and arrays of any size in attributes, with names."""
+        for (module, table, key), _, value in self._held():
+            if not _is_managed(value):
+                yield _named(module, key if table in ("", "_buffers") else table), value
+        for module in self._modules:
+            for name, value in module.__dict__.items():
+                inside = value.values() if isinstance(value, dict) else value
+                held = inside if isinstance(value, (dict, list, deque)) and len(value) <= _LONG else (value,)
+                for array in filter(is_array, held):
+                    if array.dtype.kind in "biuf" and array.flags.writeable:
+                        yield _named(module, name), torch.from_numpy(array)
 
 
 class Copies:
@@ -438,6 +451,10 @@ def _is_managed(value: Any) -> bool:
 
 def _without_values(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor) or value.is_meta
+
+
+def _named(module: nn.Module, name: str) -> str:
+    return f"'{name}' of {type(module).__name__}"
 
 
 def _shown(value: Any) -> str:

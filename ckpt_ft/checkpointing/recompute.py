@@ -120,7 +120,7 @@ class FirstRun:
         self.proof: SavedTensorProof | None = None
         if recorder is not None:
             self.proof = SavedTensorProof(recorder)
-            self.parameters = [(recorder.saved(p, name), p) for name, p in self.found.bits("parameter")]
+            self.parameters = [(recorder.saved(p, name), p) for name, p in self.found.parameters()]
             self.proof.enter_first_run()
         self.keeping.__enter__()
 
@@ -138,7 +138,7 @@ class FirstRun:
 class SecondRun:
     """Sets generators and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("before", "buffers", "first", "random", "there")
+    __slots__ = ("before", "first", "random", "state", "there")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -153,7 +153,7 @@ class SecondRun:
             )
         if first.recorder is not None and first.proof is not None:
             self.before = rng.snapshot(*first.devices, host=True)
-            self.buffers = [(first.recorder.saved(b, name), b) for name, b in first.found.bits("buffer")]
+            self.state = [(first.recorder.saved(x, name), x) for name, x in first.found.tensors()]
             for change in first.found.changes():
                 first.recorder.note(change)
         self.there = first.found.swap_in()
@@ -175,11 +175,11 @@ class SecondRun:
             self._prove(first.recorder)
 
     def _prove(self, recorder: Recorder) -> None:
-        """That the second run left random state, parameters and buffers as it found them."""
+        """That the second run left random state, parameters, buffers and attributes as it found them."""
         first = self.first
-        for slot, tensor in (*first.parameters, *self.buffers):
+        for slot, tensor in (*first.parameters, *self.state):
             recorder.restored(slot, tensor)
-        self.buffers = []
+        self.state = []
         if moved := self.before.moved(rng.snapshot(*first.devices, host=True)).states:
             recorder.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
 

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
 
-WIDTH, ROWS = 4, 3
+WIDTH, ROWS, VOCABULARY = 4, 3, 5
 Given = dict[str, Any]  # what the model hands to its blocks by keyword
 
 HABITS: dict[str, type[Habit]] = {}
@@ -190,6 +191,22 @@ class KeepsAnArray(Habit):
     def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
         self.array += 0.1
         return x + self.linear(x) * float(self.array[0])
+
+
+class KeepsArraysInADict(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrays = {"calls": np.zeros(1)}
+
+    def forward(self, x: torch.Tensor, given: Given) -> torch.Tensor:
+        self.arrays["calls"] += 0.1
+        return x + self.linear(x) * float(self.arrays["calls"][0])
+
+
+class KeepsALargeArray(KeepsAnArray):
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros(2**17 + 1)
 
 
 class StartsToKeepLater(Habit):
@@ -589,6 +606,223 @@ class Model(nn.Module):
         return self.last(x)
 
 
+# --- what a language model does with its logits, one after the other, before their loss
+
+
+def _logits(act: Callable[[HabitsForCausalLM, Any], Any]) -> Callable[[HabitsForCausalLM, Any], Any]:
+    LOGITS[act.__name__.strip("_")] = act
+    return act
+
+
+Loss = Callable[..., torch.Tensor]
+LOGITS: dict[str, Callable[[HabitsForCausalLM, Any], Any]] = {}
+
+
+@_logits
+def _cast(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x.double()
+
+
+@_logits
+def _scaled(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x / 0.5
+
+
+@_logits
+def _scaled_in_place(lm: HabitsForCausalLM, x: Any) -> Any:
+    x *= 0.5
+    return x
+
+
+@_logits
+def _soft_capped(lm: HabitsForCausalLM, x: Any) -> Any:
+    return 2 * torch.tanh(x / 2)
+
+
+@_logits
+def _soft_capped_in_place(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x.div_(2).tanh_() * 2
+
+
+@_logits
+def _biased(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x + lm.bias
+
+
+@_logits
+def _scaled_by_a_parameter(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x * lm.scale
+
+
+@_logits
+def _bias_written_afterwards(lm: HabitsForCausalLM, x: Any) -> Any:
+    bias = torch.linspace(-1, 1, VOCABULARY)
+    y = x + bias
+    bias.mul_(3)
+    return y
+
+
+@_logits
+def _scaled_by_a_random_number(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x * torch.rand(())
+
+
+@_logits
+def _scaled_by_a_global(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x * outside["scale"]
+
+
+@_logits
+def _scaled_by_row(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x * torch.linspace(0.5, 1, x.shape[1])[:, None]
+
+
+@_logits
+def _dropped_out(lm: HabitsForCausalLM, x: Any) -> Any:
+    return F.dropout(x, 0.3, lm.training)
+
+
+@_logits
+def _masked(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x.masked_fill(torch.arange(VOCABULARY) == VOCABULARY - 1, -10.0)
+
+
+@_logits
+def _view_written(lm: HabitsForCausalLM, x: Any) -> Any:
+    view = x[:, :1]
+    view.mul_(2)
+    return x
+
+
+@_logits
+def _column_assigned(lm: HabitsForCausalLM, x: Any) -> Any:
+    x[..., 0] = 0
+    return x
+
+
+@_logits
+def _copy_of_a_part(lm: HabitsForCausalLM, x: Any) -> Any:
+    first = x[:, :1].contiguous()
+    x.mul_(0.5)
+    return torch.cat([first, x[:, 1:]], 1)
+
+
+@_logits
+def _centred(lm: HabitsForCausalLM, x: Any) -> Any:
+    return x - x.mean(1, keepdim=True)
+
+
+@_logits
+def _kept(lm: HabitsForCausalLM, x: Any) -> Any:
+    lm.last_logits = x.detach()
+    return x
+
+
+@_logits
+def _added_to_the_last(lm: HabitsForCausalLM, x: Any) -> Any:
+    last, lm.last_scale = lm.last_scale, float(x.detach().abs().max()) / 10
+    return x * (1 + last)
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": F.cross_entropy,
+    "sum": lambda x, t: F.cross_entropy(x, t, reduction="sum") / 10,
+    "each": lambda x, t: F.cross_entropy(x, t, reduction="none").square().mean(),
+    "ignored": lambda x, t: F.cross_entropy(x, t, ignore_index=1),
+    "weighted": lambda x, t: F.cross_entropy(input=x, target=t, weight=torch.linspace(0.5, 2, VOCABULARY)),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "soft targets": lambda x, t: F.cross_entropy(x, F.one_hot(t, VOCABULARY) * 0.5 + 0.1),
+    "in two parts": lambda x, t: F.cross_entropy(x[:2], t[:2]) + 0.5 * F.cross_entropy(x[2:], t[2:]),
+    "twice": lambda x, t: F.cross_entropy(x, t) + 0.5 * F.cross_entropy(x, t.flip(0)),
+    "with a z-loss": lambda x, t: F.cross_entropy(x, t) + 0.01 * x.logsumexp(-1).square().mean(),
+    "nll": lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
+    "selected": lambda x, t: F.cross_entropy(x[t > 0], t[t > 0]),
+}
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {}  # kinds of output layers
+
+
+def _layer(kind: type[nn.Linear]) -> None:
+    LAYERS[kind.__name__] = lambda: kind(WIDTH, VOCABULARY)
+
+
+@_layer
+class Linear(nn.Linear):
+    pass
+
+
+@_layer
+class FrozenLinear(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+
+
+@_layer
+class LinearOfAGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * outside["scale"]
+
+
+@_layer
+class LinearWithDropout(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.3, self.training))
+
+
+@_layer
+class CountingLinear(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+@_layer
+class CentringLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(-2, keepdim=True))
+
+
+@_layer
+class HookedLinear(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_forward_hook(lambda module, args, out: 0.5 * out)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The output layer of a language model, what it does with its logits and its loss."""
+
+    layer: str = "Linear"
+    logits: tuple[str, ...] = ()
+    loss: str = "mean"
+
+
+class HabitsForCausalLM(PreTrainedModel):
+    """A `Model` with an output layer, whose loss is of the logits."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, body: Model, readout: Readout) -> None:
+        super().__init__(PretrainedConfig())
+        self.body, self.readout, self.body.last = body, readout, nn.Identity()
+        self.output = LAYERS[readout.layer]()
+        self.bias, self.scale = nn.Parameter(torch.linspace(-1, 1, VOCABULARY)), nn.Parameter(torch.ones(()))
+        self.last_scale = 0.0
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+        logits = self.output(self.body(x)[None])
+        for name in self.readout.logits:
+            logits = LOGITS[name](self, logits)
+        return LOSSES[self.readout.loss](logits.view(-1, VOCABULARY), labels), logits
+
+
 def _given(step: int) -> Given:
     ones = torch.ones(WIDTH)
     return {
@@ -627,7 +861,15 @@ def _surroundings(model: Model) -> Iterator[None]:
         outside["scale"] = outside["scale"] + 0.5
 
 
-def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
+def _loss(model: nn.Module) -> torch.Tensor:
+    x = torch.randn(ROWS, WIDTH)
+    if isinstance(model, HabitsForCausalLM):
+        loss: torch.Tensor = model(x, labels=torch.arange(ROWS) % VOCABULARY)[0]
+        return loss
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def train(model: Model | HabitsForCausalLM, steps: int = 3) -> list[torch.Tensor]:
     """What each step leaves: loss, gradients, buffers; then the weights and the states of all generators."""
     outside["scale"] = 1.0
     torch.manual_seed(1)
@@ -635,21 +877,22 @@ def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
     np.random.seed(1)
     optimizer: torch.optim.Optimizer | None = None
     found: list[torch.Tensor] = []
+    body = model.body if isinstance(model, HabitsForCausalLM) else model
     for step in range(steps):
-        model.step = step
-        forwards = 2 if {"two forwards", "attribute between forwards"} & model.around else 1
+        body.step = step
+        forwards = 2 if {"two forwards", "attribute between forwards"} & body.around else 1
         losses = []
         for forward in range(forwards):
-            if "attribute between forwards" in model.around:
+            if "attribute between forwards" in body.around:
                 for module in model.modules():
                     if isinstance(module, nn.Dropout):
                         module.p = 0.1 + 0.2 * forward
                     if isinstance(module, Scaled):
                         module.scale = 1.0 + forward
-            with _surroundings(model):
-                losses.append(model(torch.randn(ROWS, WIDTH)).square().mean())
+            with _surroundings(body):
+                losses.append(_loss(model))
         loss = torch.stack(losses).sum()
-        if "eval in backward" in model.around:
+        if "eval in backward" in body.around:
             model.eval()
         loss.backward()
         model.train()
@@ -666,9 +909,12 @@ def train(model: Model, steps: int = 3) -> list[torch.Tensor]:
     return [*found, torch.get_rng_state(), host]
 
 
-def build(blocks: tuple[tuple[str, ...], ...], around: frozenset[str]) -> Model:
+def build(
+    blocks: tuple[tuple[str, ...], ...], around: frozenset[str], readout: Readout | None = None
+) -> Model | HabitsForCausalLM:
     torch.manual_seed(0)
-    return Model(blocks, around)
+    model = Model(blocks, around)
+    return model if readout is None else HabitsForCausalLM(model, readout)
 
 
 HABITS.pop("_Normed")

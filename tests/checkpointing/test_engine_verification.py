@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import build
 from torch import nn
 
 from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing import deferred_logits, offload
-from ckpt_ft.checkpointing.verify import VerificationError
+from ckpt_ft.checkpointing import deferred_logits, head, offload
+from ckpt_ft.checkpointing.verify import Schedule, Verification, VerificationError
+from ckpt_ft.errors import WorkFailed
 
 WIDTH = 8
 factor = 1.0
@@ -94,6 +96,50 @@ def test_head_compares_the_second_run_of_a_chunk(monkeypatch: pytest.MonkeyPatch
         model.lm_head.weight.data.mul_(1.5)
     with pytest.raises(VerificationError, match=r"where: lm_head \(Linear\)"):
         loss.backward()
+
+
+class MeanOfPositions(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(-2, keepdim=True))
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("kind", [MeanOfPositions, Counting])
+@pytest.mark.parametrize("rows", [5, 1000])
+def test_head_refuses_layers_whose_rows_are_not_their_own(
+    kind: type[nn.Linear], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_logits, "CHUNK_BYTES", rows * 99 * 4)
+    model, inputs = build("llama")
+    model.lm_head = kind(32, 99, bias=False)
+    apply_policy(model, "head")
+    with pytest.raises(WorkFailed, match=f"{kind.__name__}, the output layer, computes a position's logits from"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [lambda hidden, bias: hidden.data.mul_(2), lambda hidden, bias: bias.mul_(2), lambda hidden, bias: torch.rand(1)],
+)
+def test_head_compares_what_it_computes_later(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's input, tensors that the model adds to its logits, and random state: they change before the loss."""
+    verification = Verification(Schedule.parse("always"), "head")
+    verification.begin_step()
+    layer = head.OutputLayer(nn.Sequential(nn.Linear(4, 7), nn.Dropout(0.3)))
+    layer.module.out_features = 7  # type: ignore[assignment]
+    layer.verification = verification
+    hidden, bias = torch.randn(5, 4, requires_grad=True), torch.randn(7)
+    logits = layer.defer(hidden) + bias
+    written(hidden, bias)
+    with pytest.raises(WorkFailed, match=r"its input: \(5, 4\)|given to \(add\) was written|draws between"):
+        F.cross_entropy(logits, torch.arange(5))
 
 
 def test_the_norms_statistics_are_not_compared() -> None:

@@ -378,6 +378,51 @@ def test_a_generator_of_ones_own_raises() -> None:
         numbers(model)
 
 
+class CountsInALargeArray(Block):
+    """What it counts is read by nobody, so that no gradient shows that the second run counts as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = np.zeros(2**18)  # 2 MiB, above what is copied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.mlp(x)
+
+
+class CountsInArraysOfADict(CountsInALargeArray):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"calls": np.zeros(1)}  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["calls"] += 1  # type: ignore[call-overload]
+        return self.mlp(x)
+
+
+class CountsThroughData(CountsInALargeArray):
+    """From its third call on, so that its first one does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.calls = torch.zeros(2000), 0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.seen.data.add_(1)  # type: ignore[attr-defined]
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("block", [CountsInALargeArray, CountsInArraysOfADict, CountsThroughData])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_that_the_second_run_writes_once_more_raises(block: type[Block], policy: str) -> None:
+    model = Net(block)
+    apply_policy(model, policy, verify="always")
+    with pytest.raises(VerificationError, match=f"'seen' of {block.__name__}"):
+        numbers(model, 4)
+
+
 class OtherDraws(Block):
     calls: ClassVar[list[int]] = [0]
 
