@@ -1,91 +1,427 @@
-"""Runs tiny models of transformers under every policy with each step verified: none that is equal may raise.
+"""Trains tiny models of transformers and diffusers plain and under policies with each step verified.
 
-    python benchmarks/verify_libraries.py [--models llama bert ...] [--policies full pointwise ...] [--steps 2]
+    python benchmarks/verify_libraries.py [--library transformers diffusers] [--models llama bert ...]
+        [--policies full pointwise ...] [--json FILE] [--seconds 600]
 
-Each model is made from its default configuration with few and narrow layers, in train mode with dropout. A model that
-cannot be made so small, or that does not train from token ids alone, is skipped and named.
+Each model is made from its configuration's defaults with few and narrow layers, in train mode with dropout. For each
+policy, loss, gradients and buffers of the second of two steps are compared with plain training: bit for bit, and
+within 1e-5 of a tensor's largest value under `pointwise` and `head`. A model that cannot be made so small by the
+general rule of `shrunk`, or that does not train from inputs made by the names of its arguments, is not built; one that
+does not repeat its own plain step is not compared. With `--json`, results are added to those in the file, and models
+that it has are skipped: a long run can be made in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import inspect
+import json
+import random
+import re
+import signal
+import time
 import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
 
 from ckpt_ft import apply_policy
-from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 
-POLICIES = ("full", "every:2", "segments:2", "save:attention+matmul", "modules:mlp", "pointwise", "head", "offload")
-SMALL = {
-    "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "intermediate_size": 64, "ffn_dim": 64, "d_ff": 64,
-    "n_inner": 64, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_attention_heads": 4,
-    "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "vocab_size": 99,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_local_experts": 4,
-    "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
+POLICIES = ("full", "every:2,pointwise", "save:attention+matmul")
+TASKS = (  # the first that a type of model has is trained
+    "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC",
+    "SEQUENCE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "VIDEO_CLASSIFICATION", "TIME_SERIES_PREDICTION",
+)  # fmt: skip
+MOST_PARAMETERS, SECONDS = 5_000_000, 60
+
+# How `shrunk` sets an integer by its name: the first pattern that matches decides.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"^(vocab_size|.*vocab_size)$", 99),
+    (r"(pad|unk|mask|cls|sep)_token_id", 0),
+    (r"bos_token_id|decoder_start_token_id", 1),
+    (r"eos_token_id", 2),
+    (r"max_.*position|n_positions|n_ctx|max_seq|context_length|block_size|sliding_window", 64),
+    (r"experts_per_tok|num_selected|top_?k|moe_k|num_experts_per", 2),
+    (r"n_group|topk_group|n_shared_experts|num_shared", 1),
+    (r"expert.*(size|dim|inter)|moe.*(size|dim|inter)", 32),
+    (r"experts", 4),
+    (r"(key_value|kv)_heads|kv_n_heads|num_kv", 2),
+    (r"(mamba|ssm|linear)_.*(n|num)_heads", 8),
+    (r"period|offset", 99),
+    (r"head_(dim|size)|dim_head|d_kv|size_per_head|attention_channels|rotary_dim", 8),
+    (r"lora_rank|low_rank|time_step_rank|dt_rank", 8),
+    (r"heads?$|n_head|heads_", 4),
+    (r"groups$", 4),
+    (r"dense_replace|first_k_dense|num_nextn|mtp", 0),
+    (r"layers?$|^n_layer|depth$|num_.*blocks|hidden_layers", 2),
+    (r"intermediate|ffn|d_ff|n_inner|mlp_(dim|size|hidden)", 64),
+    (r"image_size|sample_size", 32),
+    (r"patch_size", 8),
+    (r"hidden|embe?d|d_model|width|^dim$|_dim$|inner|channels_out|projection", 32),
+)  # fmt: skip
 
 
-def names() -> list[str]:
-    """The causal language models that the installed transformers knows."""
-    return sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VARIANTS: tuple[dict[str, int], ...] = (  # tried one after the other
+    {},
+    {"head_dim": 16},
+    {"head_dim": 32, "hidden_size": 64},
+    {"num_hidden_layers": 4},
+    {"num_hidden_layers": 6},
+    {"intermediate_size": 32, "num_key_value_heads": 4},
+    {"n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "head_dim": 4},
+)
 
 
-def tiny(name: str) -> torch.nn.Module:
-    """A small model of that type."""
-    config = transformers.AutoConfig.for_model(name)
-    for key, value in SMALL.items():
-        if isinstance(getattr(config, key, None), int):
-            setattr(config, key, value)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+def sized(name: str, value: int) -> int:
+    """The small value of a setting; a value that is smaller already stays."""
+    for pattern, small in SIZES:
+        if re.search(pattern, name):
+            return small if "token_id" in name else min(value, small)
+    return value
+
+
+def shrunk(config: Any) -> dict[str, Any]:
+    """The settings of a small configuration, for its class, from one with the defaults."""
+    settings: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            settings[name] = shrunk(value)
+        elif isinstance(value, bool) or name.startswith("_"):
+            continue
+        elif isinstance(value, int):
+            settings[name] = sized(name, value)
+        elif isinstance(value, (list, tuple)) and value and all(type(x) is int for x in value):
+            if re.search(r"depths|layer_counts|num_layers|blocks", name):
+                settings[name] = [1] * len(value)
+            elif re.search(r"hidden|embed|dim|channels|widths", name):
+                settings[name] = [8 * (i + 1) for i in range(len(value))]
+            elif re.search(r"heads", name):
+                settings[name] = [min(x, 2) for x in value]
+    settings.pop("layer_types", None)
+    for name in ("use_cache", "return_dict"):
+        if hasattr(config, name):
+            settings[name] = name == "return_dict"
+    return settings
+
+
+def families() -> dict[str, str]:
+    """Types of models by name with the class that is trained, of the installed transformers."""
+    found: dict[str, str] = {}
+    for task in TASKS:
+        for name, classes in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            found.setdefault(name, classes if isinstance(classes, str) else classes[0])
+    return found
+
+
+def transformers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of a type and the inputs of its step."""
+    kind = getattr(transformers, families()[name])
+    default = transformers.AutoConfig.for_model(name)
+    errors = []
+    for other in VARIANTS:
+        settings = shrunk(default)
+        try:
+            config = type(default)(**settings | {key: value for key, value in other.items() if key in settings})
+            config.use_cache = False  # a KV cache lays keys out anew, and a checkpointed block has none
+            model, inputs = made(kind, config), model_inputs(kind, config)
+            loss_of(model(**inputs)).backward()
+            return model, inputs
+        except Exception as error:  # of any library's kind: the next rule
+            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
+    raise ValueError(errors[0])
+
+
+def made(kind: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """An instance of a class of models.
+
+    Raises:
+        ValueError: it has too many parameters.
+    """
+    with torch.device("meta"):
+        if (count := sum(p.numel() for p in kind(*args, **kwargs).parameters())) > MOST_PARAMETERS:
+            raise ValueError(f"not small: {count:,} parameters")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if sum(p.numel() for p in model.parameters()) > 5_000_000:
-        raise ValueError("not small")
+    model: nn.Module = kind(*args, **kwargs)
     return model.train()
 
 
+def model_inputs(kind: Any, config: Any) -> dict[str, Any]:
+    """Inputs of a class of transformers by its name and the names of its arguments."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 99, (2, 16))
+    size = getattr(config, "image_size", None) or 32
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    values = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2, channels, height, width),
+        "pixel_values_videos": torch.randn(2, getattr(config, "frames_per_clip", 2), channels, height, width),
+        "input_values": torch.randn(2, 4000),
+        "input_features": torch.randn(2, 64, getattr(config, "num_mel_bins", 80)),
+    }
+    takes = inspect.signature(kind.forward).parameters
+    main = kind.main_input_name if kind.main_input_name in values else next(name for name in values if name in takes)
+    inputs = {main: values[main]}
+    if "labels" in takes:
+        if kind.__name__.endswith("Classification"):
+            inputs["labels"] = torch.tensor([0, 1])
+        elif kind.__name__.endswith("SemanticSegmentation"):
+            inputs["labels"] = torch.randint(0, 2, (2, height, width))
+        elif kind.__name__.endswith("CTC"):
+            inputs["labels"] = ids[:, :3]
+        else:
+            inputs["labels"] = ids
+    return inputs
+
+
+# --- diffusers
+
+DIFFUSERS_SIZES: dict[str, Any] = {
+    "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "num_single_layers": 2, "sample_size": 8,
+    "num_refiner_layers": 1, "n_refiner_layers": 1, "n_layers": 2, "depth": 2, "cross_attention_dim": 32,
+    "joint_attention_dim": 32, "caption_channels": 32, "caption_projection_dim": 32, "pooled_projection_dim": 32,
+    "text_embed_dim": 32, "text_dim": 32, "text_embed_2_dim": 32, "pooled_text_dim": 32, "hidden_size": 32, "dim": 32,
+    "hidden_dim": 32, "ffn_dim": 64, "intermediate_size": 64, "inner_dim": 32, "n_heads": 2, "n_kv_heads": 2,
+    "num_heads": 2, "num_kv_heads": 2, "num_key_value_heads": 2, "cap_feat_dim": 32, "time_embed_dim": 32,
+    "timestep_guidance_channels": 16, "freq_dim": 16, "axes_dims_rope": (4, 4, 8), "axes_dim_rope": (4, 4, 8),
+    "rope_axes_dim": (4, 4, 8), "axes_lens": (32, 32, 32), "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "in_visual_dim": 4, "out_visual_dim": 4,
+    "in_text_dim": 32, "in_text_dim2": 32, "model_dim": 32, "ff_dim": 64, "time_dim": 32, "num_text_blocks": 1,
+    "num_visual_blocks": 1, "norm_num_groups": 4, "layers_per_block": 1, "block_out_channels": (8, 16),
+    "num_mmdit_layers": 1, "num_single_dit_layers": 1, "pos_embed_max_size": 16, "embedding_dim": 32,
+    "num_embeddings": 4, "additional_embeddings": 4, "clip_embed_dim": 32, "vocab_size": 32, "patch_size": 2,
+    "sample_width": 8, "sample_height": 8, "sample_frames": 5, "text_hidden_dim": 32, "encoder_hidden_dim": 32,
+}  # fmt: skip
+BLOCKS = {"down_block_types": slice(0, 2), "up_block_types": slice(-2, None)}  # as many as `block_out_channels`
+
+
+def diffusers_model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model of a class of diffusers and inputs by the names of its arguments."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    parameters = inspect.signature(kind.__init__).parameters
+    settings: dict[str, Any] = {}
+    for key, parameter in parameters.items():
+        value = DIFFUSERS_SIZES.get(key)
+        if key in BLOCKS and isinstance(parameter.default, tuple):
+            settings[key] = parameter.default[BLOCKS[key]]
+        elif isinstance(parameter.default, tuple) and isinstance(value, int):
+            continue
+        elif value is not None and parameter.default is not None:
+            settings[key] = value
+    errors = []
+    for drop in ((), ("axes_dims_rope", "axes_dim_rope", "patch_size", "in_channels", "out_channels")):
+        try:
+            model = made(kind, **{key: value for key, value in settings.items() if key not in drop})
+        except Exception as error:  # the next rule
+            errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
+            continue
+        for inputs in diffusers_inputs(model):
+            try:
+                torch.manual_seed(0)
+                loss_of(model(**inputs)).backward()
+                return model, inputs
+            except Exception as error:  # other shapes
+                errors.append(f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")
+    raise ValueError(errors[-1] if errors else "no settings")
+
+
+def diffusers_inputs(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs as images, as videos and as packed tokens."""
+    torch.manual_seed(1)
+    config = model.config
+    channels = config.get("in_channels") or 4
+    text = next((config[key] for key in TEXT_WIDTHS if isinstance(config.get(key), int)), 32)
+    for shape in ((2, channels, 8, 8), (2, channels, 5, 8, 8), (2, 5, channels, 8, 8), (2, 16, channels)):
+        packed = len(shape) == 3
+        values = {
+            "hidden_states": torch.randn(shape),
+            "sample": torch.randn(shape),
+            "latents": torch.randn(shape),
+            "timestep": torch.tensor([3, 4]) if not packed else torch.tensor([0.3, 0.4]),
+            "timesteps": torch.tensor([3, 4]),
+            "encoder_hidden_states": torch.randn(2, 6, text),
+            "encoder_attention_mask": torch.ones(2, 6, dtype=torch.bool),
+            "encoder_hidden_states_mask": torch.ones(2, 6, dtype=torch.bool),
+            "prompt_embeds": torch.randn(2, 6, text),
+            "pooled_projections": torch.randn(2, config.get("pooled_projection_dim") or 32),
+            "class_labels": torch.tensor([1, 2]),
+            "guidance": torch.tensor([1.0, 2.0]),
+            "img_ids": torch.arange(48).view(16, 3) % 4,
+            "txt_ids": torch.zeros(6, 3),
+            "img_shapes": [[(1, 4, 4)]] * 2,
+            "txt_seq_lens": [6, 6],
+            "original_size": torch.full((2, 2), 8.0),
+            "target_size": torch.full((2, 2), 8.0),
+            "crop_coords": torch.zeros(2, 2),
+            "num_frames": 5, "height": 8, "width": 8,
+        }  # fmt: skip
+        names = [
+            key for key, parameter in inspect.signature(model.forward).parameters.items()
+            if key in values and (parameter.default is parameter.empty or key in NEEDED)
+        ]  # fmt: skip
+        yield {key: values[key] for key in names}
+
+
+TEXT_WIDTHS = (
+    "joint_attention_dim", "caption_channels", "text_embed_dim", "text_dim", "in_text_dim", "cap_feat_dim",
+    "cross_attention_dim", "text_hidden_dim",
+)  # fmt: skip
+NEEDED = {
+    "hidden_states", "encoder_hidden_states", "timestep", "pooled_projections", "class_labels", "img_ids", "txt_ids",
+    "encoder_attention_mask", "encoder_hidden_states_mask", "img_shapes",
+}  # fmt: skip
+
+
+def diffusers_names() -> list[str]:
+    """U-Nets, transformers and autoencoders of the installed diffusers."""
+    import diffusers
+
+    pattern = r"(UNet.*Model|Transformer\w*Model|Transformer\w*|^Autoencoder\w+|^VQModel|Prior)$"
+    return sorted(
+        name for name in dir(diffusers)
+        if re.search(pattern, name) and inspect.isclass(getattr(diffusers, name))
+        and issubclass(getattr(diffusers, name), diffusers.ModelMixin)
+    )  # fmt: skip
+
+
+# --- what both share
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's loss, or the mean square of its first tensors."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss.float().mean()
+    values = list(output.values()) if hasattr(output, "values") else list(output)
+    floats = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad]
+    return torch.stack([v.float().square().mean() for v in floats]).sum()
+
+
+def numbers(model: nn.Module, inputs: dict[str, Any], before: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Loss, gradients and buffers of the second of two steps, from the buffers `before`."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    for _ in range(2):
+        model.zero_grad()
+        loss = loss_of(model(**inputs))
+        loss.backward()
+    found = {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def differing(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], bound: float) -> list[str]:
+    """Names of what differs by more than a bound, relative to the largest value."""
+    if ours.keys() != plain.keys():
+        return sorted(ours.keys() ^ plain.keys())
+    largest = max((float(x.abs().max()) for x in plain.values() if x.is_floating_point() and x.numel()), default=0.0)
+    found = []
+    for name, wanted in plain.items():
+        if (
+            torch.equal(ours[name], wanted)
+            or not wanted.numel()
+            or (wanted.isnan().any() and ours[name].isnan().any())
+        ):
+            continue
+        scale = max(float(wanted.abs().max()), 1e-3 * largest)
+        if not bound or float((ours[name] - wanted).abs().max()) > bound * scale:
+            found.append(name)
+    return found
+
+
+def verdicts(model: nn.Module, inputs: dict[str, Any], policies: list[str]) -> dict[str, str]:
+    """By policy: "equal", "raised: ...", "differs: ..." or "no match: ..."."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plain = numbers(model, inputs, before)
+    if again := differing(numbers(model, inputs, before), plain, 0):
+        return dict.fromkeys(policies, f"not deterministic: {again[0]}")
+    found = {}
+    for policy in policies:
+        try:
+            applied = apply_policy(model, policy, verify="always")
+        except UserError as error:
+            found[policy] = f"no match: {error}"
+            continue
+        try:
+            names = differing(
+                numbers(model, inputs, before), plain, 1e-5 if re.search("pointwise|head", policy) else 0
+            )
+            found[policy] = f"differs: {', '.join(names[:3])} ({len(names)})" if names else "equal"
+        except Exception as error:  # of any kind: it is reported
+            found[policy] = f"raised: {type(error).__name__}: {error}"
+        applied.remove()
+    return found
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"longer than {SECONDS} s")
+
+
 def main() -> None:
-    """Run, print one line for each model, and fail if a step raised under a policy and trains without one."""
+    """Run, print one line for each model, and fail if a step raised or differed under a policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", nargs="+", default=["transformers", "diffusers"])
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after a model that ends later")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    ids = torch.randint(3, 99, (2, 16))
-    proved = skipped = 0
-    raised = []
-    for name in args.models or names():
-        try:
-            model = tiny(name)
-            model(input_ids=ids, labels=ids).loss.backward()
-        except Exception as error:  # of any library's kind: this model does not train so
-            skipped += 1
-            print(f"{name}: skipped ({type(error).__name__})")
-            continue
-        found = []
-        for policy in args.policies:
+    begin = time.monotonic()
+    results: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    results["versions"] = {name: version(name) for name in ("torch", "transformers", "diffusers")}
+    signal.signal(signal.SIGALRM, _too_long)
+    for library in args.library:
+        found = results.setdefault(library, {})
+        build = transformers_model if library == "transformers" else diffusers_model
+        names = args.models or (list(families()) if library == "transformers" else diffusers_names())
+        for name in names:
+            if name in found:
+                continue
+            if time.monotonic() - begin > args.seconds:
+                break
+            signal.alarm(SECONDS)
             try:
-                applied = apply_policy(model, policy, verify="always")
-            except UserError:
-                continue  # matches nothing here
-            try:
-                for _ in range(args.steps):
-                    model(input_ids=ids, labels=ids).loss.backward()
-                found.append(policy)
-                proved += 1
-            except (VerificationError, UserError, RuntimeError) as error:
-                raised.append(f"{name} {policy}: {type(error).__name__}: {error}")
-            applied.remove()
-        print(f"{name}: {', '.join(found)}", flush=True)
-    print(f"{proved} pairs of model and policy proved, {skipped} models skipped, {len(raised)} raised")
-    if raised:
-        raise SystemExit("\n".join(raised))
+                model, inputs = build(name)
+                found[name] = verdicts(model, inputs, args.policies)
+            except Exception as error:  # of any library's kind: this model does not train so
+                found[name] = f"not built: {type(error).__name__}: {error}"[:300]
+            signal.alarm(0)
+            shown = (
+                found[name] if isinstance(found[name], str) else ", ".join(f"{k} {v}" for k, v in found[name].items())
+            )
+            print(f"{name}: {shown}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    wrong = []
+    for library in args.library:
+        built = {name: found for name, found in results[library].items() if isinstance(found, dict)}
+        counts = collections.Counter(v.partition(":")[0] for found in built.values() for v in found.values())
+        print(f"{library}: {len(built)} of {len(results[library])} classes built; by policy and class: {dict(counts)}")
+        wrong += [
+            f"{name} {policy}: {found}"
+            for name, of in built.items()
+            for policy, found in of.items()
+            if found.startswith(("raised", "differs"))
+        ]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
