@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +32,14 @@ from ckpt_ft.training.samples.drawings import drawn_shapes
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
 QUIET = ["--disable_tqdm", "true", "--ac_report", "none", "--eval_strategy", "no"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drawn_once() -> Iterator[None]:
+    """Six thousand images are drawn in a second; the data set that holds them is never changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_ft.training.images.classification.drawn_shapes", cache(drawn_shapes))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, changed, check_numbers, flag
-from ckpt_ft.training.samples.drawings import drawn_shapes
+from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
 from .files import UNDECODABLE, image_files, named_columns, readable
@@ -224,8 +224,9 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     elif args.train_data_dir is not None:
         rows, source = _load_folder(args.train_data_dir, args.caption_column), args.train_data_dir
     else:
-        shapes = drawn_shapes(resolution=resolution).select_columns(["image", "text"])
-        return _first_rows(shapes, args.max_train_samples).cast_column("image", ImageFeature(decode=False))
+        count = min(args.max_train_samples or COMBINATIONS, COMBINATIONS)
+        shapes = drawn_shapes(count, resolution).select_columns(["image", "text"])
+        return shapes.cast_column("image", ImageFeature(decode=False))
     rows = _first_rows(rows.cast_column("image", ImageFeature(decode=False)), args.max_train_samples)
     missing = next((number for number, text in enumerate(rows["text"], start=1) if not _is_caption(text)), None)
     if missing is not None:

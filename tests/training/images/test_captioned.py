@@ -15,6 +15,7 @@ from PIL import Image
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
+from ckpt_ft.training.samples.drawings import COMBINATIONS, Drawing, drawings
 
 
 def folder(path: Path, entries: list[Any], images: int = 2) -> Path:
@@ -35,6 +36,16 @@ def test_a_folder(tmp_path: Path) -> None:
     assert rows[1]["image"]["path"] == str(tmp_path / "a" / "1.png")
     first = load_captioned(ImageArguments(train_data_dir=str(tmp_path / "a"), max_train_samples=1), 32)
     assert len(first) == 1
+
+
+def test_shapes_are_drawn_as_far_as_they_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    draw = Drawing.image
+    monkeypatch.setattr(Drawing, "image", lambda self, size: (drawn.append(self.caption), draw(self, size))[1])
+    rows = load_captioned(ImageArguments(max_train_samples=3), 16)
+    assert list(rows["text"]) == drawn == [drawing.caption for drawing in drawings()[:3]]
+    assert rows[0]["image"]["bytes"].startswith(b"\x89PNG")
+    assert len(load_captioned(ImageArguments(max_train_samples=COMBINATIONS + 1), 8)) == COMBINATIONS
 
 
 def test_captions_beside_the_images(tmp_path: Path) -> None:
