@@ -21,7 +21,7 @@ from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.planning.batch_size import find_max_batch_size, predict_max_batch_size
-from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.budget import Candidate
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import MIB, format_bytes

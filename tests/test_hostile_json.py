@@ -14,8 +14,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.report import MaxBatch, MemoryReport, PolicyRow, Prediction, RankMemory
-from ckpt_ft.planning.budget import MemoryBudget
-from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.spec.peft_file import read_peft
 from ckpt_ft.spec.training_spec import TrainingSpec

@@ -174,7 +174,7 @@ class StepFiles:
     def write(self, result: Estimate, trace: StepTrace) -> None:
         """Write those that were asked for."""
         if self.html:
-            from ckpt_ft.export.step_page import estimate_page
+            from ckpt_ft.export.page import estimate_page
 
             estimate_page(result, trace).write(self.html)
         if self.snapshot:

@@ -223,7 +223,7 @@ def _make(
 ) -> Plan:
     from ckpt_ft.export.plan_page import plan_page
     from ckpt_ft.planning.budget import memory_budget
-    from ckpt_ft.planning.budget_sweep import budget_sweep
+    from ckpt_ft.planning.plan import budget_sweep
     from ckpt_ft.planning.plan import plan as make_plan
     from ckpt_ft.workloads.load import load
 

@@ -1,23 +1,32 @@
-"""An HTML page as one self-contained file: its data as JSON, and the style and scripts that draw it.
+"""An HTML page as one self-contained file, and the page of a step: every allocation, drawn by the scripts in assets/.
 
-The page opens from disk, and its content security policy allows no network access. The scripts in assets/ draw with
-SVG and one canvas: a chart library would be larger than the rest of the page, and none draws ten thousand allocations
-one by one.
+A page has its data as JSON, and the style and scripts that draw it. It opens from disk, and its content security
+policy allows no network access. The scripts draw with SVG and one canvas: a chart library would be larger than the
+rest of the page, and none draws ten thousand allocations one by one. They get columns of whole numbers: one allocation
+takes a few bytes, so a step of 20,000 events takes some hundred KB and nothing is left out.
 """
 
 from __future__ import annotations
 
 import html
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.files import write
+from ckpt_ft.units import format_bytes, format_number
 
+from .holders import merge_layer_numbers, short_op
 from .timeline import CATEGORY_COLOURS
+
+if TYPE_CHECKING:
+    from ckpt_ft.memory.record.trace import StepTrace
+    from ckpt_ft.planning.estimate import Estimate
 
 SCRIPTS = ("base", "step", "chart", "icicle", "table", "step_view", "plan", "report", "main")
 
@@ -77,3 +86,148 @@ def _categories() -> str:
 def _inside_script(text: str) -> str:
     """JSON in which no text can end the <script> element or open a comment."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+STEP_TITLE = "Memory over the step"
+
+
+@dataclass
+class StepView:
+    """The data of a measured step. A moment is the number of events since the step began.
+
+    last: the last moment. phases: (moment, phase that begins there). peak: the moment of the peak.
+    reserved: (moment, bytes reserved from there on), where they change.
+    microseconds: from each moment to the next, on the device; None if its speed is not modelled.
+    limit: bytes that the allocator can reserve on `device`; None without a card.
+    bytes, category, place, op, phase, made, life: columns with one entry per allocation, sorted by category and age.
+        `category`, `place`, `op` and `phase` are positions in the lists of texts below. `made` is the moment of the
+        allocation minus that of the entry before it in the same category. `life` is a number of moments, -1 for an
+        allocation that outlives the step.
+    group: for each place, its position in `groups`: the names with a model's repeated layers merged.
+    """
+
+    name: str
+    device: str
+    source: str
+    last: int
+    phases: list[tuple[int, str]]
+    peak: int
+    reserved: list[tuple[int, int]]
+    microseconds: list[int] | None
+    limit: int | None
+    bytes: list[int]
+    category: list[int]
+    place: list[int]
+    op: list[int]
+    phase: list[int]
+    made: list[int]
+    life: list[int]
+    categories: list[str]
+    places: list[str]
+    group: list[int]
+    groups: list[str]
+    ops: list[str]
+    phase_names: list[str]
+
+    @classmethod
+    def from_trace(cls, trace: StepTrace, name: str = "", limit: int | None = None) -> StepView:
+        """The measured step of `trace`; `limit` is the number of bytes that may be reserved."""
+        numbers = {category: i for i, category in enumerate(CATEGORY_COLOURS)}
+        lifetimes = sorted(trace.lifetimes(), key=lambda lifetime: numbers[lifetime.storage.category])
+        storages = [lifetime.storage for lifetime in lifetimes]
+        places, groups, ops = _Texts(), _Texts(), _Texts()
+        times = None if trace.device == "cpu" else trace.moment_times(trace.schedule())
+        phase_names = ["", *trace.peaks]
+        return cls(
+            name=name,
+            device=trace.device,
+            source=trace.source,
+            last=len(trace.events) - trace.start,
+            phases=[(at - trace.start, phase) for at, phase in trace.phase_marks],
+            peak=trace.peak_at - trace.start + 1,
+            reserved=_changes(trace),
+            microseconds=None if times is None else [round(1e6 * b) - round(1e6 * a) for a, b in pairwise(times)],
+            limit=limit,
+            bytes=[lifetime.nbytes for lifetime in lifetimes],
+            category=[numbers[storage.category] for storage in storages],
+            place=[places.number(storage.place) for storage in storages],
+            op=[ops.number(short_op(storage.op)) for storage in storages],
+            phase=[phase_names.index(storage.phase) for storage in storages],
+            made=_differences((lifetime.storage.category, lifetime.made) for lifetime in lifetimes),
+            life=[-1 if lifetime.freed is None else lifetime.freed - lifetime.made for lifetime in lifetimes],
+            categories=list(CATEGORY_COLOURS),
+            places=list(places),
+            group=[groups.number(merge_layer_numbers(place)) for place in places],
+            groups=list(groups),
+            ops=list(ops),
+            phase_names=phase_names,
+        )
+
+
+def step_page(trace: StepTrace, title: str = "", limit: int | None = None) -> Page:
+    """The page of `StepTrace.to_html`."""
+    view = StepView.from_trace(trace, title or f"a step on {trace.device}", limit)
+    return Page(view.name, f"{trace.source}, {trace.device}", [Section("step", STEP_TITLE, view)])
+
+
+def estimate_page(result: Estimate, trace: StepTrace) -> Page:
+    """The page of `estimate --html`."""
+    shape = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in result.shape.items())
+    launched = f", {result.launch}: this is each GPU" if result.launch else ""
+    limit = None if result.capacity is None else result.capacity - result.context
+    view = StepView.from_trace(trace, result.model, limit)
+    return Page(
+        f"{result.model} under {result.policy}",
+        f"predicted for {result.device}: batch {result.batch_size}, {shape}{launched}",
+        [Section("figures", "", _estimate_figures(result)), Section("step", STEP_TITLE, view)],
+        " ".join(f"{note}." for note in result.notes),
+    )
+
+
+def _estimate_figures(result: Estimate) -> list[Figure]:
+    phase = max(result.peaks, key=result.peaks.__getitem__)
+    found = [Figure("peak allocated", format_bytes(result.peak_allocated), f"in {phase}")]
+    if result.device != "cpu":
+        context = f"plus {format_bytes(result.context)} of CUDA context"
+        found.append(Figure("peak reserved", format_bytes(result.peak_reserved), context))
+    if result.headroom is not None and result.capacity is not None:
+        fits = result.headroom >= 0
+        room = format_bytes(abs(result.headroom))
+        found.append(
+            Figure(
+                "fits" if fits else "does not fit",
+                f"{room} {'to spare' if fits else 'too much'}",
+                f"of {format_bytes(result.capacity)}",
+            )
+        )
+    if result.seconds is not None:
+        found.append(Figure("seconds a step", format_number(result.seconds), f"bound by {result.bound}"))
+    return found
+
+
+class _Texts(dict[str, int]):
+    """A list of distinct texts in the order of their first use."""
+
+    def number(self, text: str) -> int:
+        return self.setdefault(text, len(self))
+
+
+def _changes(trace: StepTrace) -> list[tuple[int, int]]:
+    """(moment, bytes reserved from there on), where they change."""
+    start, reserved = trace.start, trace.replay.reserved
+    first = reserved[start - 1] if start else 0
+    changes = [(0, first)]
+    for moment, nbytes in enumerate(reserved[start:], 1):
+        if nbytes != changes[-1][1]:
+            changes.append((moment, nbytes))
+    return changes
+
+
+def _differences(made: Iterable[tuple[str, int]]) -> list[int]:
+    """Each moment minus the one before it in the same category."""
+    before: dict[str, int] = {}
+    differences = []
+    for category, moment in made:
+        differences.append(moment - before.get(category, 0))
+        before[category] = moment
+    return differences

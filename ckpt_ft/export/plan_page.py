@@ -11,15 +11,14 @@ from ckpt_ft.tables import Table
 from ckpt_ft.units import format_at_least, format_bytes, format_number
 
 from .holders import holders_table, merge_layer_numbers, short_op
-from .page import Figure, Page, Section
-from .step_page import STEP_TITLE, StepView
+from .page import STEP_TITLE, Figure, Page, Section, StepView
 from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.cost.schedule import Span
     from ckpt_ft.memory.record.trace import StepTrace
-    from ckpt_ft.planning.budget_sweep import BudgetSweep
-    from ckpt_ft.planning.candidate import Candidate
+    from ckpt_ft.planning.budget import Candidate
+    from ckpt_ft.planning.plan import BudgetSweep
     from ckpt_ft.planning.results import Plan
 
 OUTLINE_MOMENTS = 400

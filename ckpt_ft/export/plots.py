@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ckpt_ft.planning.candidate import Candidate
+    from ckpt_ft.planning.budget import Candidate
 
 # The positions that are tried for a label: distances from its point in points, and directions.
 _AWAY = (9, 22, 36, 52, 70)

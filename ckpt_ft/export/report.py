@@ -10,8 +10,7 @@ from ckpt_ft.tables import DASH, Table, code_span, markdown_table, print_table
 from ckpt_ft.units import format_bytes
 
 from .holders import holders_table
-from .page import Figure, Page, Section
-from .step_page import STEP_TITLE, StepView
+from .page import STEP_TITLE, Figure, Page, Section, StepView
 from .timeline import CATEGORY_COLOURS, PHASES
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.workload import MIXED_PRECISION
 
-from .budget import MemoryBudget
-from .candidate import Candidate, better
+from .budget import Candidate, MemoryBudget, better
 from .estimates import LOW, Estimates
 from .search import ends, pick_first, search, settle, timed
 from .tracing import Tracer, trace_all

@@ -20,10 +20,8 @@ from ckpt_ft.spec.training_spec import MOST
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.workload import Workload, or_loop
 
-from .batch_size import find_max_batch_size
-from .budget import MemoryBudget, memory_budget
-from .candidate import Candidate, better
-from .empirical_search import Trial
+from .batch_size import Trial, find_max_batch_size
+from .budget import Candidate, MemoryBudget, better, memory_budget
 from .estimates import HIGH, Estimates
 from .launches import Launches
 from .plan import searching

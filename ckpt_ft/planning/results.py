@@ -16,8 +16,7 @@ from ckpt_ft.reading import read_json
 from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
 
-from .budget import MemoryBudget
-from .candidate import Candidate, better, frontier
+from .budget import Candidate, MemoryBudget, better, frontier
 from .provenance import check_versions, fingerprint, versions
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ckpt_ft.checkpointing.towers import find_towers
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
-from .candidate import Candidate, better, frontier, seconds
+from .budget import Candidate, better, frontier, seconds
 from .estimates import LOW, Estimates
 from .tracing import trace_all
 

@@ -31,8 +31,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload
 
 from .batch_size import largest_in_room
-from .budget import MemoryBudget
-from .candidate import Candidate, seconds
+from .budget import Candidate, MemoryBudget, seconds
 from .estimates import Estimates
 from .results import Fix, Suggestion, Suggestions
 from .search import blocks_of, with_term

@@ -19,10 +19,8 @@ from ckpt_ft.cli import planning as planning_commands
 from ckpt_ft.errors import UserError, WorkFailed
 from ckpt_ft.export import plan_page
 from ckpt_ft.export.page import Page
-from ckpt_ft.planning import budget_sweep
 from ckpt_ft.planning import plan as planning
-from ckpt_ft.planning.budget import MemoryBudget
-from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan, Stopped
 from ckpt_ft.spec.command import launch_words
 from ckpt_ft.spec.launch import Launch, launches_on
@@ -282,7 +280,7 @@ def test_the_page_of_several_launches_is_of_the_picks(
     make = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **more: make(*args, **more, policies=["none"]))
     sweep: list[Launch | None] = []
-    monkeypatch.setattr(budget_sweep, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
+    monkeypatch.setattr(planning, "budget_sweep", lambda workload, *args, **more: sweep.append(workload.launch))
     monkeypatch.setattr(plan_page, "plan_page", lambda sweep: Page("", ""))
     words = ["plan", config, "--device", "t4", "--seq-length", "32", "--batch-size", "2", "--jobs", "1", "--json"]
     assert typed(monkeypatch, *words, "--gpus", "2", "--launch", "ddp", "--html", str(tmp_path / "plan.html")) == 0

@@ -11,8 +11,7 @@ import pytest
 
 from ckpt_ft.cli import app as cli
 from ckpt_ft.cli import planning
-from ckpt_ft.planning.budget import MemoryBudget
-from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.budget import Candidate, MemoryBudget
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.units import GIB
 

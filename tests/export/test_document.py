@@ -8,8 +8,7 @@ from pathlib import Path
 
 from made_traces import HOSTILE, layered
 
-from ckpt_ft.export.page import Page, Section
-from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.page import Page, Section, StepView
 
 
 def data_of(text: str) -> dict[str, object]:

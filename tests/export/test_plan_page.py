@@ -11,7 +11,7 @@ import small_models
 from frames import settled
 
 from ckpt_ft.export.plan_page import choice_view, plan_page
-from ckpt_ft.planning.budget_sweep import BudgetSweep, budget_sweep
+from ckpt_ft.planning.plan import BudgetSweep, budget_sweep
 from ckpt_ft.units import MIB, format_bytes
 
 if TYPE_CHECKING:

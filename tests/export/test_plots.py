@@ -14,7 +14,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.timeline import Timeline
-from ckpt_ft.planning.candidate import Candidate
+from ckpt_ft.planning.budget import Candidate
 from ckpt_ft.units import GIB, MIB
 
 HELD = [Holder("layers.*.mlp", "aten.mm.default", "activations", 6 * MIB, 2)]

@@ -10,7 +10,7 @@ import pytest
 from frames import settled
 from made_traces import HOSTILE, layered
 
-from ckpt_ft.export.step_page import StepView
+from ckpt_ft.export.page import StepView
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.memory.measure.report import MAX_POINTS, History, MemoryReport, Prediction, RankMemory
 from ckpt_ft.memory.record.events import PHASES

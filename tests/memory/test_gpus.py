@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpu_variants import GPU_VARIANTS
-from ckpt_ft.memory.gpus import GPU, GPUS, current_gpu, find_gpu, match_device
+from ckpt_ft.memory.gpus import GPU, GPU_VARIANTS, GPUS, current_gpu, find_gpu, match_device
 from ckpt_ft.units import GIB, MIB
 
 AMD = {"mi250", "mi300x", "mi325x", "mi355x"}

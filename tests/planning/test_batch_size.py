@@ -22,7 +22,7 @@ from ckpt_ft.checkpointing.apply import applied_policy, apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.tracker import Tracker
-from ckpt_ft.planning import batch_size, empirical_search, tracing
+from ckpt_ft.planning import batch_size, tracing
 from ckpt_ft.planning.batch_size import find_max_batch_size, keep_effective, predict_max_batch_size
 from ckpt_ft.planning.budget import memory_budget
 from ckpt_ft.planning.tracing import Traced
@@ -151,7 +151,7 @@ def test_the_users_memory_fraction_is_kept(users: float, during: float, monkeypa
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, device: fractions.append(value))
 
     def run_out() -> None:
-        with empirical_search._limited(torch.device("cuda", 0), 20 * 2**30):
+        with batch_size._limited(torch.device("cuda", 0), 20 * 2**30):
             assert fractions[-1] == during
             raise torch.OutOfMemoryError
 
@@ -181,7 +181,7 @@ def test_a_wrong_prediction_is_put_right(factor: float, monkeypatch: pytest.Monk
 def test_memory_is_free_again_after_running_out() -> None:
     small = MODELS["llama"]()
     room = memory_budget("4MiB", None)
-    runner = empirical_search.Runner(small.workload(), room, torch.device("cpu"))
+    runner = batch_size.Runner(small.workload(), room, torch.device("cpu"))
 
     def alive() -> int:
         gc.collect()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import small_models
 
-from ckpt_ft.planning.budget_sweep import OTHERS, BudgetSweep, budget_sweep
-from ckpt_ft.planning.plan import plan
+from ckpt_ft.planning.plan import OTHERS, BudgetSweep, budget_sweep, plan
 from ckpt_ft.units import MIB
 
 FEW = {"batch_size": 8, "policies": ["none", "full", "first:2"]}

@@ -12,12 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.gpus import find_gpu
-from ckpt_ft.planning.budget import memory_budget
-from ckpt_ft.planning.candidate import Candidate
-from ckpt_ft.planning.estimates import HIGH, LOW
+from ckpt_ft.planning.budget import Candidate, memory_budget
+from ckpt_ft.planning.estimates import HIGH, LOW, Growth
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
-from ckpt_ft.planning.scaling import Growth
 from ckpt_ft.planning.tracing import Tracer
 from ckpt_ft.spec.launch import Launch, launches_on
 from ckpt_ft.spec.launch_file import accelerate_config, read_launch

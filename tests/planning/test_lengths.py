@@ -11,7 +11,7 @@ from small_models import llama
 from torch import nn
 
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.planning.candidate import seconds
+from ckpt_ft.planning.budget import seconds
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.planning.tracing import trace_policies

@@ -22,8 +22,8 @@ from ckpt_ft.memory.rules import cuda, fake_kernels
 
 from .data_dependent_ops import DataDependentOps
 from .fakes import CPU, Fakes, are_fakes
-from .interrupts import Interrupts
 from .memo import Memo, Remembered
+from .patches import Interrupts
 from .values import Values
 
 aten = torch.ops.aten

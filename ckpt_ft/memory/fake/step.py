@@ -43,8 +43,7 @@ from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 from .dispatcher import FakeOps, compute_capability
 from .faked_model import faked_model
 from .fakes import Fakes
-from .interrupts import Interrupts
-from .patches import device_calls, lists_of_fakes, quiet, tensors_of_fakes, triton_launches, unnoticed
+from .patches import Interrupts, device_calls, lists_of_fakes, quiet, tensors_of_fakes, triton_launches, unnoticed
 from .replay_step import ReplayStep
 from .skipped_blocks import SkippedBlocks, Traced
 

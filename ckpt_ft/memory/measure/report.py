@@ -20,8 +20,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export import plots
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
+from ckpt_ft.export.page import StepView
 from ckpt_ft.export.report import headline, lines, markdown_report, print_report, report_page, tables
-from ckpt_ft.export.step_page import StepView
 from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
 from ckpt_ft.memory.record.events import PHASES

@@ -294,7 +294,7 @@ class StepTrace:
 
         limit: bytes that may be reserved, drawn as a line; None for the memory that the card leaves.
         """
-        from ckpt_ft.export.step_page import step_page
+        from ckpt_ft.export.page import step_page
 
         if limit is None and self.device != "cpu":
             limit = self._card.usable

@@ -5,8 +5,8 @@ Three tables, each row with its source (paths are PyTorch's):
 - rules: ops whose results differ on CUDA; replaced below autograd.
 - after: memory that an op allocates besides its results: temporary scratch, and persistent workspaces.
 
-Autocast's lists are in autocast.py, attention kernels in sdpa.py, workspaces of convolutions in cudnn.py, save_on_cpu
-in save_on_cpu.py. The allocator rounds to blocks of 512 bytes.
+Autocast's lists are in autocast.py, attention kernels in sdpa.py, workspaces of convolutions in cudnn.py.
+The allocator rounds to blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
 from ckpt_ft.memory.record.dispatch import After, Rule
 from ckpt_ft.memory.record.recorder import Recorder
+from ckpt_ft.memory.rules import autocast, cudnn, sdpa
 
-from . import autocast, cudnn, save_on_cpu, sdpa
 from .fake_kernels import as_dtype
 
 aten = torch.ops.aten
@@ -265,7 +266,7 @@ def behave_like(arch: int) -> Iterator[None]:
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
         stack.enter_context(autocast.cuda_means_cpu())
-        stack.enter_context(save_on_cpu.leaves_the_device())
+        stack.enter_context(leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
         for module in {sys.modules[kind.__module__] for kind in vars(torch.optim).values() if isinstance(kind, type)}:
@@ -288,3 +289,22 @@ def fakes_are_tensors() -> Iterator[None]:
     finally:
         for types in lists:
             types.remove(FakeTensor)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True).copy_(tensor)
+
+
+def _to_device(host: Tensor) -> Tensor:
+    return torch.empty_like(host).copy_(host)
+
+
+def _init(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    saved_tensors_hooks.__init__(self, _to_host, _to_device)
+
+
+@contextmanager
+def leaves_the_device() -> Iterator[None]:
+    """Saved tensors go to pinned host memory, which a trace excludes; unpinned copies are timed like pinned ones."""
+    with patch.object(save_on_cpu, "__init__", _init):
+        yield

@@ -15,10 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.measure import meters
 from ckpt_ft.memory.measure import profiler as profiler_module
-from ckpt_ft.memory.measure.meters import CpuMeter, CudaMeter
-from ckpt_ft.memory.measure.profiler import MemoryProfiler, resident_bytes
+from ckpt_ft.memory.measure.profiler import CpuMeter, CudaMeter, MemoryProfiler, resident_bytes
 from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.units import GIB
@@ -273,11 +271,11 @@ def test_oom_dumps_the_allocators_state(monkeypatch, tmp_path):
     observers, dumped = [], []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
-    monkeypatch.setattr(meters.OomSnapshot, "_attached", False)
-    snapshot = meters.OomSnapshot(tmp_path / "new" / "oom.pickle")
-    meters.OomSnapshot(tmp_path / "other.pickle")  # forgotten at once: the last one alive counts
+    monkeypatch.setattr(profiler_module.OomSnapshot, "_attached", False)
+    snapshot = profiler_module.OomSnapshot(tmp_path / "new" / "oom.pickle")
+    profiler_module.OomSnapshot(tmp_path / "other.pickle")  # forgotten at once: the last one alive counts
     assert len(observers) == 1
-    snapshot = meters.OomSnapshot(snapshot.path)
+    snapshot = profiler_module.OomSnapshot(snapshot.path)
     observers[0](0, 1, 2, 3)
     assert dumped == [str(tmp_path / "new" / "oom.pickle")]
     assert snapshot.path.parent.is_dir()
