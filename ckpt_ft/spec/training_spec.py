@@ -245,6 +245,9 @@ class QuantisationSpec(Part):
         False,
         "with 4 or 8 bits: embeddings, norms and head in float32, as peft.prepare_model_for_kbit_training leaves them",
     )
+    packed: Mapping[str, Any] | None = setting(
+        None, "the quantization_config of a checkpoint that another library than bitsandbytes has packed", flag=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

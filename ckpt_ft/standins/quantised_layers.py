@@ -26,19 +26,26 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 
-def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module], skip: tuple[str, ...] | None) -> None:
-    """Replace each linear layer that bitsandbytes would quantise by `make(layer)`.
+def replace_linears(
+    model: nn.Module,
+    make: Callable[[nn.Linear], nn.Module],
+    skip: tuple[str, ...] | None,
+    listed: list[str] | None = None,
+) -> None:
+    """Replace each linear layer that transformers would quantise by `make(layer)`.
 
-    skip: last parts of the names of layers to leave; None for the layers that transformers leaves.
+    Args:
+        skip: last parts of the names of layers to leave; None for the layers that transformers leaves.
+        listed: without `skip`, the layers that the quantisation's configuration leaves.
     """
-    stays = _of_transformers(model) if skip is None else lambda name: name.rpartition(".")[2] in skip
+    stays = _of_transformers(model, listed) if skip is None else lambda name: name.rpartition(".")[2] in skip
     for name, module in list(model.named_modules()):
         layer = _as_linear(module)
         if layer is not None and not stays(name):
             model.set_submodule(name, make(layer))
 
 
-def _of_transformers(model: nn.Module) -> Callable[[str], bool]:
+def _of_transformers(model: nn.Module, listed: list[str] | None) -> Callable[[str], bool]:
     """A function that tells by a layer's name whether transformers leaves it: heads, tied layers, T5's `wo`."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if kind is None or not isinstance(model, kind):
@@ -46,7 +53,7 @@ def _of_transformers(model: nn.Module) -> Callable[[str], bool]:
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    kept = HfQuantizer.get_modules_to_not_convert(model, listed, model._keep_in_fp32_modules)
     return lambda name: not should_convert_module(name, kept)
 
 

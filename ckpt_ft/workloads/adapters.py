@@ -21,6 +21,7 @@ from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
 
+from .quantised_bases import method_of, pack
 from .workload import DTYPES
 
 aten = torch.ops.aten
@@ -169,6 +170,8 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
     """Applies the quantised weights, frozen parts and adapters of `spec` to `model`, as transformers and PEFT do."""
     if spec.quantisation.bits:
         _quantise(model, spec)
+    if spec.quantisation.packed is not None:
+        pack(model, spec.quantisation.packed)
     if spec.precision.float32_ends:
         _widen_ends(model)
     for part in spec.model.frozen:
@@ -213,6 +216,12 @@ def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
                 f"{bits}: embeddings, norms and head in {spec.precision.dtype}, as loaded, without peft's k-bit "
                 "preparation"
             )
+    if spec.quantisation.packed is not None:
+        kept = method_of(spec.quantisation.packed)[0].keeps
+        notes.append(
+            f"the checkpoint's weights are packed by {spec.quantisation.packed['quant_method']}, and unpacked "
+            f"{'in forward and kept for the backward pass' if kept else 'where they are used'}"
+        )
     if spec.quantisation.load_in_8bit:
         notes.append("8 bits: no column of an input is an outlier")
     if spec.kernels.attn_implementation == "flash_attention_2" and spec.data.rows == "padded":

@@ -21,6 +21,7 @@ from .adapters import notes_on
 from .model_config import read_config
 from .optimizers import notes_on as notes_on_optimizer
 from .optimizers import optimizer_maker
+from .quantised_bases import as_quantised
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
 from .workload import MIXED_PRECISION, MakeBatch, Workload
@@ -59,6 +60,7 @@ def load(
     config: Mapping[str, Any] = read_config(name)
     if spec.trainer.trainer == "reward":
         config = as_reward_model(config)
+    spec = as_quantised(name, config, spec)
     workload = _by_kind(name, config, spec)
     if spec.trainer.trainer:
         workload = trainer_step(workload, spec.edit(seq_length=workload.shape.get("seq_length")))

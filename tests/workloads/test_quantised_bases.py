@@ -1,0 +1,153 @@
+"""A checkpoint's quantization_config decides: packed bytes, what is unpacked, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.standins.packed_layers import PACKINGS, PackedLinear
+from ckpt_ft.workloads.load import load
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320,
+}  # fmt: skip
+N = 2 * (4 * 256 * 256 + 3 * 256 * 512)  # packed weights
+ROWS, COLUMNS = 2 * (4 * 256 + 2 * 512 + 256), 2 * (4 * 256 + 2 * 256 + 512)
+REST = 2 * (2 * 320 * 256 + 5 * 256)  # bytes of embeddings, head and norms in bfloat16
+LORA = TrainingSpec.of(lora_r=8, dtype="bfloat16", device="cpu", seq_length=32)
+
+
+def checkpoint(path: Path, quantisation: Any) -> str:
+    (path / "config.json").write_text(json.dumps({**SIZES, "quantization_config": quantisation}))
+    return str(path)
+
+
+def frozen(path: Path, quantisation: Any, spec: TrainingSpec = LORA) -> int:
+    """Bytes of the base: everything but the adapters and the rotary frequencies."""
+    model = load(spec.edit(model=checkpoint(path, quantisation))).model
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return sum(t.nbytes for name, t in held if "lora" not in name and "inv_freq" not in name)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "nbytes"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, N // 2 + N // 128 * 5 // 2 + 4 * COLUMNS),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, N + 3 * ROWS + 4 * COLUMNS),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, N // 2 + N // 64 * 5 // 2),
+        (
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
+            N // 2 + N // 64 * 4,
+        ),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, N + 5 * ROWS),
+        ({"quant_method": "torchao", "quant_type": "float8_weight_only"}, N + 4 * ROWS),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, N + 4 * N // 128**2),
+        ({"quant_method": "eetq", "weights": "int8"}, N + 2 * ROWS),
+        ({"quant_method": "quanto", "weights": "int8"}, N + 2 * ROWS),
+        ({"quant_method": "quanto", "weights": "int4"}, N // 2 + N // 128 * 4),
+        (
+            {"quant_method": "aqlm", "nbits_per_codebook": 16, "in_group_size": 8, "num_codebooks": 1},
+            N // 4 + 14 * 2**20 + 2 * ROWS,
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, N // 2 + 4 * N // 64 + 14 * 64),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, N + 4 * ROWS),
+        ({"quant_method": "compressed-tensors"}, 2 * N),
+        ({"quant_method": "mxfp4", "dequantize": True}, 2 * N),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_quantised_base(tmp_path: Path, quantisation: Any, nbytes: int) -> None:
+    assert frozen(tmp_path, quantisation) == REST + nbytes
+
+
+def test_layers_that_the_configuration_leaves_stay_whole(tmp_path: Path) -> None:
+    quantisation = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    left = frozen(tmp_path, {**quantisation, "modules_to_not_convert": ["lm_head", "down_proj"]})
+    n = 256 * 512
+    assert left - frozen(tmp_path, quantisation) == 2 * (2 * n - n // 2 - n // 128 * 5 // 2 - 4 * 512)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "changes", "says"),
+    [
+        ({"quant_method": "gptq"}, {"lora_r": 0}, "is quantised by gptq, and such weights cannot be trained"),
+        ({"quant_method": "compressed-tensors"}, {"lora_r": 0}, "by compressed-tensors, and such weights cannot be"),
+        ({"load_in_4bit": True}, {"lora_r": 0}, "is quantised by bitsandbytes, and such weights cannot be trained"),
+        ({"quant_method": "mxfp4"}, {}, "its checkpoints train if they are loaded with dequantize=True"),
+        ({"quant_method": "spqr"}, {}, "is quantised by spqr, over which transformers trains nothing"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, {}, "transformers trains over 8 bits only"),
+        ({"quant_method": "awq", "bits": 4}, {"load_in_4bit": True}, "by awq already: leave --load-in-4bit"),
+        ({"quant_method": "sinq"}, {}, "by sinq in 8 bits, which is not modelled (bitsandbytes, gptq, "),
+        ({"quant_method": "gptq", "bits": 3}, {}, "is quantised by gptq in 3 bits, which is not modelled"),
+        ("gptq", {}, "quantization_config is an object with a quant_method"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path: Path, quantisation: Any, changes: dict[str, Any], says: str) -> None:
+    spec = LORA.edit(model=checkpoint(tmp_path, quantisation))
+    with pytest.raises(UserError) as refused:
+        load(spec.edit(**changes))
+    assert says in str(refused.value)
+
+
+def test_experts_that_a_method_packs_are_refused(tmp_path: Path) -> None:
+    config = {
+        **SIZES, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="packed weights of experts are not modelled"):
+        load(LORA.edit(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_what_a_step_unpacks(method: str) -> None:
+    """Over two layers: each unpacked weight, or one at a time."""
+    size, rows = 1024, 8
+    unpacked = 2 * size**2
+
+    def step(model: nn.Module, optimizer: object) -> None:
+        model(torch.ones(rows, size, dtype=torch.bfloat16).requires_grad_()).sum().backward()
+
+    with torch.device("meta"):
+        layers = [
+            PackedLinear(nn.Linear(size, size, bias=False, dtype=torch.bfloat16), PACKINGS[method], 8, 0)
+            for _ in range(2)
+        ]
+    trace = trace_step(nn.Sequential(*layers), step, device="cpu")
+    base = sum(t.nbytes for layer in layers for t in (layer.weight, *layer.buffers()))
+    peak = trace.peak_allocated - base
+    float32 = 4 * unpacked if method == "torchao float8" else 0  # the codes and their product, beside one weight
+    expected = 2 * unpacked + float32 if PACKINGS[method].keeps else unpacked
+    assert peak == pytest.approx(expected, abs=unpacked // 8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchaos_layers_are_those_of_the_table(tmp_path: Path, kind: str) -> None:
+    """The live layers, which PEFT wraps, against the estimate of the same checkpoint."""
+    quantization = pytest.importorskip("torchao.quantization")
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).to(torch.bfloat16)
+    quantization.quantize_(model.model, getattr(quantization, kind)())
+    live = get_peft_model(model.requires_grad_(False), LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05))
+    estimate = load(
+        LORA.edit(
+            model=checkpoint(tmp_path, {"quant_method": "torchao", "quant_type": {"default": {"_type": kind}}}),
+            optimizer="adamw", max_grad_norm=0.0, batch_size=2,
+        )
+    )  # fmt: skip
+    traces = [
+        trace_step(each.train(), estimate.step(2), make_optimizer=estimate.make_optimizer, device="cpu")
+        for each in (live, estimate.model)
+    ]
+    assert traces[1].peak_allocated == pytest.approx(traces[0].peak_allocated, rel=2e-3)
