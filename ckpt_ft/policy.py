@@ -13,6 +13,8 @@ A policy is a string, the comma-separated union of terms:
     pointwise           outputs of norms, activations, gated products and dropout are recomputed; no block is re-run
     offload             tensors that are still saved are moved to host memory
     head                lm_head and its loss in chunks that are recomputed
+    tile, tile:N        the MLP of each block in N pieces along the sequence, each recomputed (Bekman et al. 2025,
+                        arXiv:2506.13996); without N, pieces have as many tokens as the MLP's input is wide
     budget:0.5          torch.compile's activation memory budget
     auto                the planner chooses
 
@@ -38,11 +40,12 @@ MEMBERS = ("attention", "mlp")
 TOWERS = ("language", "vision", "audio")
 ALIASES = {"per_block": "full", "per_stage": "stages", "aggressive": "stages:3+4"}
 _FLAGS = ("pointwise", "offload", "head", "auto")
-_WHOLE = ("offload", "head", "auto", "budget")  # fields that apply to the whole model, not to a tower
-_TERMS = (*SCOPES, "save", *_FLAGS, "budget", *ALIASES)
+_WHOLE = ("offload", "head", "tile", "auto", "budget")  # fields that apply to the whole model, not to a tower
+_TERMS = (*SCOPES, "save", *_FLAGS, "tile", "budget", *ALIASES)
 _FORMS = (
     "none, full, every:N, first:N, segments:N, sqrt, stages, stages:3+4, modules:attention+mlp, "
-    "save:attention+matmul, pointwise, offload, head, budget:0.5, auto; for one tower full@language, pointwise@vision"
+    "save:attention+matmul, pointwise, offload, head, tile, tile:8, budget:0.5, "
+    "auto; for one tower full@language, pointwise@vision"
 )
 _OP_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 _GROUP = re.compile(r"(\w+)/(\d+)")
@@ -58,6 +61,7 @@ class Policy:
         members: stage numbers (from 1) of `stages:3+4`, or "attention" / "mlp" of `modules:...`.
         save: op groups whose outputs are kept inside checkpointed modules.
         pointwise, offload, head, auto: the terms of these names.
+        tile: the N of `tile:N`; 0 for `tile`, None without the term.
         budget: torch.compile's activation memory budget, 0.0 to 1.0.
         towers: (tower, its policy) for each tower of `TOWERS` with its own terms.
     """
@@ -69,6 +73,7 @@ class Policy:
     pointwise: bool = False
     offload: bool = False
     head: bool = False
+    tile: int | None = None
     budget: float | None = None
     auto: bool = False
     towers: tuple[tuple[str, Policy], ...] = ()
@@ -115,6 +120,11 @@ class Policy:
         return self.scope != "none" or any(policy.checkpoints for _, policy in self.towers)
 
     @property
+    def reorders(self) -> bool:
+        """Whether sums may be added in another order than without the policy."""
+        return self.discards or self.head or self.tile is not None
+
+    @property
     def discards(self) -> bool:
         """Whether `pointwise` applies to any part of the model."""
         return self.pointwise or any(policy.pointwise for _, policy in self.towers)
@@ -130,6 +140,8 @@ class Policy:
             terms.append("pointwise")
         terms += [f"{term}@{tower}" for tower, policy in self.towers for term in str(policy).split(",")]
         terms += [name for name in _FLAGS if name in _WHOLE and getattr(self, name)]
+        if self.tile is not None:
+            terms.append(f"tile:{self.tile}" if self.tile else "tile")
         if self.budget is not None:
             terms.append(f"budget:{self.budget}".removesuffix(".0"))
         return ",".join(terms) or "none"
@@ -193,6 +205,8 @@ def _fields_of(name: str, detail: str, text: str) -> dict[str, Any]:
         return {"scope": name, "members": tuple(detail.split("+")) if detail else ()}
     if name == "save":
         return {"save": tuple(detail.split("+"))}
+    if name == "tile":
+        return {"tile": _number(name, detail, text) if detail else 0}
     if name == "budget":
         try:
             return {"budget": float(detail)}
@@ -210,7 +224,7 @@ def _add(fields: dict[str, Any], key: str, new: Any, text: str) -> None:
         fields[key] = tuple(dict.fromkeys((*fields.get(key, ()), *new)))
     elif old == new:
         fields[key] = new
-    elif key in ("scope", "budget"):
+    elif key in ("scope", "budget", "tile"):
         raise UserError(f"policy '{text}': {key}s {old} and {new} contradict each other; keep one")
     else:
         scope = fields["scope"]
@@ -272,6 +286,11 @@ def _validate_unions(policy: Policy) -> None:
     matmuls = [group for group in policy.save if group.partition("/")[0] == "matmul"]
     if len(set(matmuls)) > 1:
         raise UserError(f"save: {' and '.join(map(repr, matmuls))} contradict each other; keep one")
+    if policy.tile is not None:
+        if type(policy.tile) is not int or policy.tile < 0:
+            raise UserError(f"'tile' takes a whole number of at least 1, as in tile:8 (given: {policy.tile!r})")
+        if matmuls:
+            raise UserError(f"'tile' recomputes the matmuls of each MLP, and save:{matmuls[0]} keeps them; drop one")
     for tower, own in policy.towers:
         if tower not in TOWERS:
             raise UserError(f"no tower '{tower}'{meant(str(tower), TOWERS)} ({', '.join(TOWERS)})")
@@ -283,7 +302,7 @@ def _validate_unions(policy: Policy) -> None:
     if policy.budget is not None:
         if not (isinstance(policy.budget, (int, float)) and 0 <= policy.budget <= 1):
             raise UserError(f"budget is a number from 0 to 1, not {policy.budget}")
-        if policy.checkpoints or policy.discards or policy.offload:
+        if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None:
             raise UserError("'budget' lets torch.compile choose what to recompute; it goes with 'head' only")
 
 

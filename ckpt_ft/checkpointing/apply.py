@@ -98,10 +98,10 @@ def _install(applied: AppliedPolicy) -> None:
         if has(module, "gradient_checkpointing") and module.gradient_checkpointing is True:
             module.gradient_checkpointing = False
             applied.switched_off.append(module)
-    if policy.checkpoints or policy.discards or policy.offload:
+    if policy.checkpoints or policy.discards or policy.offload or policy.tile is not None:
         applied.found = find_blocks(model)
     applied.parts = parts_of(policy, model, applied.found)
-    if policy.checkpoints or policy.discards or policy.offload or policy.head:
+    if policy.head or applied.found.blocks:
         applied.one_device = OneDevice(model, str(policy))
     if policy.checkpoints:
         _install_checkpoints(applied)
@@ -165,13 +165,19 @@ def _selection(policy: Policy, module: nn.Module) -> Selection | None:
 
 def _install_engines(applied: AppliedPolicy) -> None:
     policy, model = applied.policy, applied.model
+    tiled: list[nn.Module] = []
+    if policy.tile is not None:
+        from . import tile
+
+        applied.engines.append(tile.install(model, applied.found.blocks, policy.tile))
+        tiled = [stand_in.module for stand_in in applied.engines[-1].stand_ins]
     if policy.discards:
         from .pointwise import install as pointwise
 
         under = _modules(part for part in applied.parts if part.policy.pointwise)
         others = _modules(part for part in applied.parts if part.tower and not part.policy.pointwise)
         checkpoints = [region.module for region in applied.regions]
-        applied.engines.append(pointwise.install(model, under, skip=[*checkpoints, *others.values()]))
+        applied.engines.append(pointwise.install(model, under, skip=[*checkpoints, *others.values(), *tiled]))
     if policy.head:
         from . import head
 

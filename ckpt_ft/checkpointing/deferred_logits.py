@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn._reduction import legacy_get_string
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +23,8 @@ from ckpt_ft.units import MIB
 
 from . import rng
 from .autocast import AutocastState
-from .verify import Recorder, SavedTensorProof
+from .chunks import ChunkProof, Weights
+from .verify import Recorder
 
 
 class Layer(Protocol):
@@ -135,7 +135,6 @@ def _draws(layer: nn.Module) -> bool:
 
 # Size of one chunk's fp32 logits. About four such tensors are alive at once: logits, cast, log-softmax and gradient.
 CHUNK_BYTES = 64 * MIB
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def cross_entropy(
@@ -167,15 +166,15 @@ def cross_entropy(
             projection.check_rows(hidden)
         if len(hidden) <= rows:
             return loss(projection.rows(hidden), target, reduction=reduction)
-        weights = Weights(projection)
+        weights = Weights(layer.module, projection.autocast)
 
-        def chunk(proof: _ChunkProof, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        def chunk(proof: ChunkProof, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             with proof:
                 return loss(projection.rows(hidden, weights.of_chunk()), target, reduction="sum")
 
         random = _draws(layer.module)
         losses = [
-            checkpoint(partial(chunk, _ChunkProof(recorder)), *part, use_reentrant=False, preserve_rng_state=random)
+            checkpoint(partial(chunk, ChunkProof(recorder)), *part, use_reentrant=False, preserve_rng_state=random)
             for part in zip(hidden.split(rows), target.split(rows), strict=True)
         ]
         weights.drop_copies()
@@ -187,103 +186,6 @@ def cross_entropy(
         return total
     counted = target != ignore_index
     return total / (counted.sum() if weight is None else (weight[target.clamp_min(0)] * counted).sum())
-
-
-class _ChunkProof:
-    """In a verified step, checks that a chunk's second run saves bit for bit the same tensors as its first."""
-
-    def __init__(self, recorder: Recorder | None) -> None:
-        self.proof = None if recorder is None else SavedTensorProof(recorder)
-        self.begun = False
-
-    def __enter__(self) -> None:
-        if self.proof is not None:
-            (self.proof.enter_second_run if self.begun else self.proof.enter_first_run)()
-            self.begun = True
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.proof is not None:
-            self.proof.exit()
-
-
-class Weights:
-    """The output layer's parameters that its chunks cannot use directly.
-
-    A half-precision sum of hundreds of chunks' gradients would be less accurate than one matmul, so each gradient is
-    added to an fp32 sum, which the parameter receives once. Autocast would cast fp32 weights for each chunk, or once
-    with half-precision accumulation; here they are cast once in forward and once in backward.
-    """
-
-    def __init__(self, projection: Projection) -> None:
-        dtype, autocast = projection.autocast.dtype, projection.autocast.enabled
-        self.shared: dict[str, _Shared] = {}
-        for prefix, module in projection.layer.module.named_modules():
-            cast = autocast and type(module).forward is nn.Linear.forward
-            for key, p in module.named_parameters(recurse=False):
-                used_as = dtype if cast and p.dtype == torch.float32 else p.dtype
-                if used_as != p.dtype or (p.requires_grad and p.dtype in _HALF):
-                    self.shared[f"{prefix}.{key}".lstrip(".")] = _Shared(p, used_as)
-
-    def of_chunk(self) -> dict[str, torch.Tensor]:
-        """Return the parameters for one chunk, by name."""
-        return {name: shared.of_chunk() for name, shared in self.shared.items()}
-
-    def drop_copies(self) -> None:
-        """Free the half-precision copies, as autocast does on exit."""
-        for shared in self.shared.values():
-            shared.copy = None
-
-
-class _Shared:
-    """One parameter, the sum of its chunks' gradients, and its copy in the dtype of the computation."""
-
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        self.parameter, self.dtype = parameter, dtype
-        self.copy: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
-        self.begin = _Total.apply(parameter, self) if parameter.requires_grad else None
-
-    def of_chunk(self) -> torch.Tensor:
-        data = self.parameter.detach()  # read at each use: FSDP and ZeRO free it in between
-        if self.dtype != data.dtype:
-            if self.copy is None:
-                self.copy = data.to(self.dtype)
-            data = self.copy
-        return data if self.begin is None else _Use.apply(self.begin, data, self)
-
-    def add(self, gradient: torch.Tensor) -> None:
-        self.total = gradient.float() if self.total is None else self.total.add_(gradient)
-
-
-class _Total(torch.autograd.Function):
-    """Returns an empty tensor that all chunks' weights depend on; its backward runs last and returns their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shared: _Shared) -> torch.Tensor:
-        ctx.shared = shared
-        return torch.empty(0, device=parameter.device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        shared: _Shared = ctx.shared
-        total, shared.total, shared.copy = shared.total, None, None
-        return None if total is None else total.to(shared.parameter.dtype), None
-
-
-class _Use(torch.autograd.Function):
-    """Returns a parameter for one chunk; its backward adds the gradient to the shared sum."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: torch.Tensor, data: torch.Tensor, shared: _Shared) -> torch.Tensor:
-        ctx.shared = shared
-        return data.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.shared.add(gradient)
-        return torch.empty(0, device=gradient.device), None, None
 
 
 _ELEMENTWISE = {"add", "clamp", "div", "mul", "sub", "tanh", "true_divide"}

@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from ckpt_ft.errors import UserError, WorkFailed
 
 from . import rng
 from .autocast import AutocastState
+from .chunks import Unhooked
 from .deferred_logits import Logits, Projection, Step
 from .libraries import FSDP2, is_a
 from .standin import Installed, StandIn, Treated, warn_once
@@ -85,7 +85,7 @@ class OutputLayer(StandIn):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.without_hooks = _WithoutHooks(self)
+        self.unhooked = Unhooked(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if local.instead is not None:
@@ -128,21 +128,7 @@ class OutputLayer(StandIn):
 
     def rows(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run the layer's own forward without hooks; use `parameters` (by name) instead of its own if given."""
-        if not parameters:
-            return self.forward(hidden)
-        inside = {f"layer.{name}": value for name, value in parameters.items()}
-        return functional_call(self.without_hooks, inside, (hidden,))
-
-
-class _WithoutHooks(nn.Module):
-    """A module whose call runs only an output layer's own forward."""
-
-    def __init__(self, stand_in: OutputLayer) -> None:
-        super().__init__()
-        self.layer, self.stand_in = stand_in.module, stand_in
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.stand_in.forward(hidden)
+        return self.unhooked.run(hidden, parameters)
 
 
 class NoLogits:

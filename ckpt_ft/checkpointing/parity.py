@@ -111,7 +111,7 @@ def check_parity(
                 policy(other)
             else:
                 parsed = Policy.parse(policy)
-                name, tolerance = str(parsed), _reordered(plain) if parsed.pointwise or parsed.head else 0.0
+                name, tolerance = str(parsed), _reordered(plain) if parsed.reorders else 0.0
                 other = model
                 apply_policy(model, parsed, verify="never")  # a difference is measured here, not raised
             with_policy = outcome_of(other, batch, loss, seed)

@@ -255,7 +255,7 @@ class Verification:
         """A forward of the whole model begins, with gradients and not compiled."""
         self.steps += 1
         self.inside = True
-        self.active = self.schedule.due(self.steps) and _can_hash()
+        self.active = self.schedule.due(self.steps) and can_hash()
 
     def end_forward(self) -> None:
         """That forward has ended."""
@@ -273,7 +273,7 @@ class Verification:
         """
         if not (self.active or (changed and self.schedule.changes) or (not self.inside and self.schedule.due(calls))):
             return None
-        return Recorder(self, name, type(module).__name__) if self.active or _can_hash() else None
+        return Recorder(self, name, type(module).__name__) if self.active or can_hash() else None
 
     def compared(self, recorder: Recorder) -> None:
         """Note that `recorder` holds flags; they are read when the backward that runs ends, or now if none runs."""
@@ -433,7 +433,7 @@ class _Quiet:
 _quietly = _Quiet
 
 
-def _can_hash() -> bool:
+def can_hash() -> bool:
     """Whether tensors have bits to read here and flags can be read: no fake mode, no CUDA graph that is captured."""
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
         return False

@@ -29,7 +29,7 @@ from .search import settle
 from .tracing import Report
 
 GRANULARITY = 256  # tokens
-LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,offload")  # each keeps less than the one before
+LADDER = ("none", "pointwise,head", "full", "full,head", "full,head,tile:16", "full,head,offload,tile:16")
 _TARGET = "effective_batch"
 
 

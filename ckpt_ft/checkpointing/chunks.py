@@ -1,0 +1,134 @@
+"""What `head` and `tile` share: a module runs on one chunk of tokens after the other, and backward recomputes each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from .autocast import AutocastState
+from .standin import StandIn
+from .verify import Recorder, SavedTensorProof
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class ChunkProof:
+    """In a verified step, checks that a chunk's second run saves bit for bit the same tensors as its first."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.proof = None if recorder is None else SavedTensorProof(recorder)
+        self.begun = False
+
+    def __enter__(self) -> None:
+        if self.proof is not None:
+            (self.proof.enter_second_run if self.begun else self.proof.enter_first_run)()
+            self.begun = True
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.proof is not None:
+            self.proof.exit()
+
+
+class Unhooked(nn.Module):
+    """A module whose call runs only a stand-in's original forward, for `torch.func.functional_call`."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__()
+        self.layer, self.stand_in = stand_in.module, stand_in
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.stand_in.forward(hidden)
+        return output
+
+    def run(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run the forward; use `parameters` (by name) instead of the module's own if given."""
+        if not parameters:
+            return self.forward(hidden)
+        inside = {f"layer.{name}": value for name, value in parameters.items()}
+        output: torch.Tensor = functional_call(self, inside, (hidden,))
+        return output
+
+
+class Weights:
+    """The parameters of a module that its chunks cannot use directly.
+
+    A half-precision sum of hundreds of chunks' gradients would be less accurate than one matmul, so each gradient is
+    added to an fp32 sum, which the parameter receives once. Autocast would cast fp32 weights for each chunk, or once
+    with half-precision accumulation; here they are cast once in forward and once in backward.
+    """
+
+    def __init__(self, module: nn.Module, autocast: AutocastState) -> None:
+        dtype = autocast.dtype
+        self.shared: dict[str, _Shared] = {}
+        for prefix, inner in module.named_modules():
+            cast = autocast.enabled and type(inner).forward is nn.Linear.forward
+            for key, p in inner.named_parameters(recurse=False):
+                used_as = dtype if cast and p.dtype == torch.float32 else p.dtype
+                if used_as != p.dtype or (p.requires_grad and p.dtype in _HALF):
+                    self.shared[f"{prefix}.{key}".lstrip(".")] = _Shared(p, used_as)
+
+    def of_chunk(self) -> dict[str, torch.Tensor]:
+        """Return the parameters for one chunk, by name."""
+        return {name: shared.of_chunk() for name, shared in self.shared.items()}
+
+    def drop_copies(self) -> None:
+        """Free the half-precision copies, as autocast does on exit."""
+        for shared in self.shared.values():
+            shared.copy = None
+
+
+class _Shared:
+    """One parameter, the sum of its chunks' gradients, and its copy in the dtype of the computation."""
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        self.parameter, self.dtype = parameter, dtype
+        self.copy: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.begin = _Total.apply(parameter, self) if parameter.requires_grad else None
+
+    def of_chunk(self) -> torch.Tensor:
+        data = self.parameter.detach()  # read at each use: FSDP and ZeRO free it in between
+        if self.dtype != data.dtype:
+            if self.copy is None:
+                self.copy = data.to(self.dtype)
+            data = self.copy
+        return data if self.begin is None else _Use.apply(self.begin, data, self)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.total = gradient.float() if self.total is None else self.total.add_(gradient)
+
+
+class _Total(torch.autograd.Function):
+    """Returns an empty tensor that all chunks' weights depend on; its backward runs last and returns their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, shared: _Shared) -> torch.Tensor:
+        ctx.shared = shared
+        return torch.empty(0, device=parameter.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        shared: _Shared = ctx.shared
+        total, shared.total, shared.copy = shared.total, None, None
+        return None if total is None else total.to(shared.parameter.dtype), None
+
+
+class _Use(torch.autograd.Function):
+    """Returns a parameter for one chunk; its backward adds the gradient to the shared sum."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: torch.Tensor, data: torch.Tensor, shared: _Shared) -> torch.Tensor:
+        ctx.shared = shared
+        return data.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.shared.add(gradient)
+        return torch.empty(0, device=gradient.device), None, None

@@ -1,0 +1,141 @@
+"""`tile`: runs the MLP of each block on pieces of the tokens, and recomputes each piece in backward.
+
+The intermediate tensors of an MLP are several times as wide as its input and are the peak of a checkpointed step on a
+long sequence. In pieces, those of one piece exist at a time (ALST's TiledMLP, Bekman et al. 2025, arXiv:2506.13996;
+deepspeed.runtime.sequence_parallel.ulysses_sp). Each piece is a checkpoint of its own. Half-precision gradients of the
+weights add up over the pieces in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ckpt_ft.errors import UserError, WorkFailed
+
+from .autocast import AutocastState
+from .blocks import submodules
+from .chunks import ChunkProof, Unhooked, Weights
+from .module_state import modules_in
+from .rng import has_dropout
+from .standin import Installed, StandIn, Treated, warn_once
+from .verify import can_hash
+
+# Modules whose output at a token depends on other tokens.
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RNNBase)
+_TOLERANCE = 1e-2  # relative; of half precision
+
+
+class Tiled(StandIn):
+    """Replaces the forward of an MLP.
+
+    Args:
+        pieces: the number of pieces of a micro-batch; 0 for pieces with as many tokens as the input is wide.
+    """
+
+    def __init__(self, module: nn.Module, pieces: int) -> None:
+        super().__init__(module)
+        self.pieces = pieces
+        self.unhooked = Unhooked(self)
+        self.checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = (*args, *kwargs.values())[0]
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        if len(args) + len(kwargs) != 1 or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
+            warn_once(f"policy 'tile': a {type(self.module).__name__} is given more than hidden states; it runs whole")
+            return self.forward(*args, **kwargs)
+        tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+        pieces = self.pieces or -(-tokens // width)
+        if min(pieces, tokens) < 2:
+            return self.forward(*args, **kwargs)
+        if not self.checked and can_hash():
+            self._check(hidden)
+        return self._in_pieces(hidden, -(-tokens // pieces))
+
+    def _in_pieces(self, hidden: torch.Tensor, size: int) -> torch.Tensor:
+        """The output of the MLP for `hidden` (..., width), computed for `size` tokens of the batch at a time."""
+        sharded = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())  # ZeRO-3 gathers each
+        weights = None if sharded else Weights(self.module, AutocastState.now(hidden.device.type))
+        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
+
+        def run(proof: ChunkProof, piece: torch.Tensor) -> torch.Tensor:
+            with proof:
+                return self.unhooked.run(piece, {} if weights is None else weights.of_chunk())
+
+        random = has_dropout(self.module)
+        rows = hidden.reshape(1, -1, hidden.shape[-1])  # pieces of it are contiguous
+        outputs = [
+            checkpoint(partial(run, ChunkProof(recorder)), piece, use_reentrant=False, preserve_rng_state=random)
+            for piece in rows.split(size, dim=1)
+        ]
+        if weights is not None:
+            weights.drop_copies()
+        return torch.cat(outputs, dim=1).view(hidden.shape)
+
+    def _check(self, hidden: torch.Tensor) -> None:
+        """Raise if the output at a token depends on the token after it, or is no tensor like the input."""
+        self.checked = True
+        if has_dropout(self.module):
+            return
+        with torch.no_grad():
+            rows = hidden.detach().reshape(1, -1, hidden.shape[-1])
+            two, one = (self.forward(rows[:, :count]) for count in (2, 1))
+        kind = type(self.module).__name__
+        if not isinstance(one, torch.Tensor) or one.shape != rows[:, :1].shape:
+            raise WorkFailed(f"policy 'tile': the output of a {kind} is no tensor like its input; leave 'tile' out")
+        if not bool(torch.allclose(two[:, :1], one, _TOLERANCE, _TOLERANCE * float(one.abs().max()))):
+            raise WorkFailed(
+                f"policy 'tile': the output of a {kind} at a token depends on other tokens; leave 'tile' out"
+            )
+
+
+def install(model: nn.Module, blocks: Mapping[str, nn.Module], pieces: int) -> Installed:
+    """Run the MLPs of `blocks` in pieces.
+
+    Raises:
+        UserError: no block has an MLP that treats each token alone.
+    """
+    found = {id(mlp): mlp for mlp in _mlps(blocks)}
+    if not found:
+        kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks.values()))
+        raise UserError(
+            f"policy 'tile': the blocks of {type(model).__name__} ({kinds}) have no MLP that is one module and treats "
+            "each token alone; leave 'tile' out"
+        )
+    counts = Counter(type(mlp).__name__ for mlp in found.values())
+    said = f"its input, in {pieces} pieces" if pieces else "its input, in pieces as long as it is wide"
+    rows = [Treated(kind, count, "everything inside", said) for kind, count in counts.items()]
+    return Installed("tile", [Tiled(mlp, pieces) for mlp in found.values()], rows)
+
+
+def _mlps(blocks: Mapping[str, nn.Module]) -> Iterable[nn.Module]:
+    for name, block in blocks.items():
+        for mlp in submodules(name, block, "mlp").values():
+            inside = list(modules_in(mlp))
+            if not any(isinstance(module, _MIXING) for module in inside) and _returns_its_width(inside):
+                yield mlp
+
+
+def _returns_its_width(inside: list[nn.Module]) -> bool:
+    """Whether a linear layer puts out what the first one takes in: BERT's two halves of an MLP do not."""
+    shapes = [shape for module in inside if (shape := _shape(module)) is not None]
+    return bool(shapes) and any(out == shapes[0][0] for _, out in shapes[1:])
+
+
+def _shape(layer: nn.Module) -> tuple[int, int] | None:
+    """The input and output width of a linear layer, also a quantised one, or transformers' Conv1D."""
+    for takes, gives in (("in_features", "out_features"), ("nx", "nf")):
+        widths = getattr(layer, takes, None), getattr(layer, gives, None)
+        if isinstance(widths[0], int) and isinstance(widths[1], int):
+            return widths[0], widths[1]
+    return None

@@ -1,0 +1,203 @@
+"""`tile`: the MLP in pieces has the numbers of the whole, the memory of one piece, and sums of gradients in fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.checkpointing.parity import check_parity
+from ckpt_ft.checkpointing.tile import Tiled
+from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.memory.fake.step import trace_step
+from ckpt_ft.policy import Policy
+from ckpt_ft.units import MIB
+
+_SIZES = {
+    "vocab_size": 99, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _llama(**more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**_SIZES, use_cache=False, **more)).train()
+
+
+def _lora() -> nn.Module:
+    return get_peft_model(_llama(), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2))
+
+
+def _gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64, **ids)).train()
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.arange(2 * 21).view(2, 21) % 99
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    "policy", ["tile:4", "tile", "full,tile:4,head", "save:attention,tile:3", "pointwise,tile:4", "segments:2,tile:4"]
+)
+def test_in_pieces_the_numbers_are_those_of_the_whole(policy: str) -> None:
+    assert check_parity(_llama(), _batch(), policy).ok
+
+
+@pytest.mark.parametrize("make", [_lora, _gpt2])
+def test_with_dropout_the_second_run_of_each_piece_draws_the_same(make: Any) -> None:
+    """The pieces draw other numbers than the whole, so that verification compares them with themselves."""
+    model = make()
+    apply_policy(model, "full,tile:4", verify="always")
+    for _ in range(2):
+        model(**_batch()).loss.backward()
+
+
+def test_half_precision_gradients_add_up_in_fp32() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(1, 512, 16)
+
+    def gradient(dtype: torch.dtype, pieces: int) -> Tensor:
+        torch.manual_seed(1)
+        mlp = LlamaMLP(LlamaConfig(**_SIZES)).to(dtype)
+        if pieces > 1:
+            Tiled(mlp, pieces)
+        mlp(rows.to(dtype)).float().square().sum().backward()
+        return mlp.down_proj.weight.grad.double()
+
+    true, whole, tiled = gradient(torch.float64, 1), gradient(torch.bfloat16, 1), gradient(torch.bfloat16, 64)
+    assert (tiled - true).norm() < 1.2 * (whole - true).norm()
+
+
+def test_autocast_casts_the_weights_once() -> None:
+    model = _llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(**_batch()).loss
+    plain.backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    apply_policy(model, "full,tile:4")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**_batch()).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-3)
+    for name, p in model.named_parameters():
+        assert (p.grad - before[name]).norm() <= 2**-6 * before[name].norm(), name
+
+
+class _Operator(nn.Module):
+    """An MLP on a tensor of its own, as Liger-Kernel's benchmark of tiled MLPs runs it."""
+
+    def __init__(self, batch: int, tokens: int, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+        self.mlp = LlamaMLP(LlamaConfig(**{**_SIZES, **sizes}))
+        self.x = nn.Parameter(torch.empty(batch, tokens, hidden))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens", "published"),
+    [(1, 1024, 144.25), (1, 16384, 1344.25), (4, 1024, 90.25), (4, 4096, 168.25), (4, 16384, 480.25)],
+)
+def test_a_forward_has_the_published_bytes(pieces: int, tokens: int, published: float) -> None:
+    """Liger-Kernel 0.6.3, benchmark/data, tiled_swiglu on an RTX 4090: plain PyTorch and DeepSpeed's TiledMLP.
+
+    Their figures hold 8 MiB more in every row, whatever its size.
+    """
+    with torch.device("meta"):
+        operator = _Operator(2, tokens, 2048, 4096).to(torch.bfloat16)
+    if pieces > 1:
+        Tiled(operator.mlp, pieces)
+
+    def step(model: nn.Module, _: object) -> None:
+        model.out = model.mlp(model.x)
+        model.out = None
+
+    trace = trace_step(operator, step, device="rtx-4090")
+    assert trace.peak_allocated / MIB == pytest.approx(published - 8.125, abs=0.25)
+
+
+def test_bert_has_no_mlp_in_one_module() -> None:
+    small = {key: _SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    model = BertForMaskedLM(BertConfig(**small, num_hidden_layers=2, num_attention_heads=2))
+    with pytest.raises(UserError, match=r"blocks of BertForMaskedLM \(BertLayer\) have no MLP that is one module"):
+        apply_policy(model, "tile")
+
+
+class _Shifting(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.roll(-1, dims=1))
+
+
+def test_an_mlp_that_mixes_tokens_is_refused_in_its_first_step() -> None:
+    model = _llama()
+    model.model.layers[1].mlp.__class__ = _Shifting
+    apply_policy(model, "tile:4")
+    with pytest.raises(WorkFailed, match="a _Shifting at a token depends on other tokens"):
+        model(**_batch())
+
+
+def test_one_piece_and_evaluation_run_as_ever() -> None:
+    model = _llama()
+    expected = model(**_batch()).logits
+    applied = apply_policy(model, "tile:1")
+    assert torch.equal(model(**_batch()).logits, expected)
+    with torch.no_grad():
+        assert torch.equal(model(**_batch()).logits, expected)
+    assert "LlamaMLP" in applied.explain()
+    applied.remove()
+    assert "forward" not in vars(model.model.layers[0].mlp)
+
+
+def test_the_policy_reads_and_prints() -> None:
+    for text in ("tile", "tile:8", "full,head,tile", "offload,tile:2"):
+        policy = Policy.parse(text)
+        assert str(policy) == text
+        assert Policy.parse(json.loads(json.dumps(policy.to_dict()))) == policy
+    for text, says in (
+        ("tile:0", "'tile' needs a whole number of at least 1 after it"),
+        ("tile@language", "'tile' is of the whole model"),
+        ("tile:2,tile:4", "tiles 2 and 4 contradict each other"),
+        ("save:matmul,tile", "'tile' recomputes the matmuls of each MLP, and save:matmul keeps them"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Policy.parse(text)
+
+
+def _rank(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    gradients = []
+    for policy in ("full", "full,tile:4"):
+        model = _llama()
+        apply_policy(model, policy, verify="always")
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        model(**_batch()).loss.backward()
+        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_on_two_ranks_with_sharded_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    mp.spawn(_rank, args=(str(tmp_path / "store"),), nprocs=2)
