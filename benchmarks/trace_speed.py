@@ -29,9 +29,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ckpt_ft.errors import run
-from ckpt_ft.memory.fake.faked_model import faked_model
-from ckpt_ft.memory.fake.fakes import Fakes
-from ckpt_ft.memory.fake.memo import forget
+from ckpt_ft.memory.fake.dispatcher import forget
+from ckpt_ft.memory.fake.faked_model import Fakes, faked_model
 from ckpt_ft.memory.fake.step import trace_step, trace_steps
 from ckpt_ft.units import GIB
 

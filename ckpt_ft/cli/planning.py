@@ -233,14 +233,8 @@ def _make(
     with progress() as say:
         say(f"building {spec.model.name} from its config")
         workload = load(spec, request.gpu or "cpu", lengths, images.batches if images else None)
-        given: dict[str, Any] = {
-            "batch_size": request.batch_size,
-            "max_batch_size": request.max_batch_size,
-            "target": request.target,
-            "margin": request.margin,
-            "jobs": jobs,
-            "report": say,
-        }
+        given: dict[str, Any] = {**vars(request), "jobs": jobs, "report": say}
+        del given["gpu"]
         if html and not spec.launch.launches:
             sweep = budget_sweep(workload, budget, **given)
             found = sweep.plan

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_ft.memory.record.tracker import Tracker
 
-from .fakes import Fakes
+from .faked_model import Fakes
 from .skipped_blocks import is_whole
 
 

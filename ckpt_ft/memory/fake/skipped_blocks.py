@@ -32,8 +32,7 @@ from ckpt_ft.memory.record.splice import FIRST, NotPeriodic, SkippedRun, Unit, s
 from ckpt_ft.memory.record.tracker import Tracker
 
 from .block_equivalence import BuiltAlike, Call, CallKinds, Source, are_known
-from .faked_model import tensors_held
-from .fakes import Fakes
+from .faked_model import Fakes, tensors_held
 
 Traced = set[tuple[int, str]]  # numbers of steps, and names of the runs that are traced whole in them
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -41,8 +41,7 @@ from ckpt_ft.standins import flash_attention, fused_head
 from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
 from .dispatcher import FakeOps, compute_capability
-from .faked_model import faked_model
-from .fakes import Fakes
+from .faked_model import Fakes, faked_model
 from .patches import Interrupts, device_calls, lists_of_fakes, quiet, tensors_of_fakes, triton_launches, unnoticed
 from .replay_step import ReplayStep
 from .skipped_blocks import SkippedBlocks, Traced
@@ -144,7 +143,7 @@ def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[
 def torch_like(gpu: GPU | None) -> Iterator[Fakes]:
     """Makes torch create fake tensors, and treat them as `gpu` would; None for the CPU."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # memo.py is faster, and gives a slice of something larger its whole storage
+    mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
     with quiet(), cuda.fakes_are_tensors(), unnoticed(), tensors_of_fakes():
         if gpu is None:
             with mode:

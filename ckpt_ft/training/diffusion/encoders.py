@@ -5,6 +5,7 @@ Every error is one line that names the part.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _DEFAULT_RESOLUTION = 1024  # of a transformer whose configuration names none
 
 
-class FrozenEncoders:
+class FrozenEncoders(ABC):
     """The VAE and the text encoders of a pipeline, frozen and in eval mode.
 
     Attributes:
@@ -55,21 +56,21 @@ class FrozenEncoders:
         return [self.vae, *self.text_encoders]
 
     @property
+    @abstractmethod
     def token(self) -> int:
         """Pixels along a side that the trained model takes a whole number of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def blank(self, images: int, size: Size) -> dict[str, Any]:
         """Returns the arguments of `encode` for `images` black images of `size` (height, width) without captions."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the `moments` of the latents, and the encoded prompts, of a batch of `FramedImages`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Returns encoded prompts by the names of the pipeline's arguments."""
-        raise NotImplementedError
 
     def _freeze(self) -> None:
         for module in self.modules:

@@ -5,20 +5,18 @@ It lists the most used TrainingArguments; `--help-all` prints the parser's list 
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_ft.training.flags import OVERWRITE
 
 _WIDEST = 100
 _FEW = 5  # more choices than this are listed in the text
-_FLAGS = 34  # width of the flag column, in characters
+_FLAGS = 38  # widest column of flags, in characters
 
 
 class Line(NamedTuple):
@@ -85,10 +83,18 @@ def answer_help(description: str | None, groups: Mapping[str, Group], argv: Sequ
     if not {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
         return
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    print(f"usage: {Path(sys.argv[0]).name} [flags]\n\n{(description or '').strip()}")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags]", description=description, add_help=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=_FLAGS, width=width),
+    )  # fmt: skip
     for title, group in groups.items():
         lines = map(_line, fields(group)) if isinstance(group, type) else group
-        print(f"\n{title}:\n" + "\n".join(_shown(lines, width)))
+        shown = parser.add_argument_group(title)
+        for line in lines:
+            text = f"{line.text} [{line.default}]" if line.default else line.text
+            taken = {"metavar": line.value} if line.value else {"action": "store_true"}
+            shown.add_argument(f"--{line.name}", help=text.replace("%", "%%"), **taken)  # type: ignore[arg-type]
+    parser.print_help()
     raise SystemExit(0)
 
 
@@ -108,15 +114,3 @@ def _line(field: Field[Any]) -> Line:
         if str(field.type).startswith(kind):
             value = short
     return Line(field.name, value, said, text)
-
-
-def _shown(lines: Iterable[Line], width: int) -> Iterable[str]:
-    for line in lines:
-        flag = f"  --{line.name} {line.value}".rstrip()
-        text = f"{line.text} [{line.default}]" if line.default else line.text
-        wrapped = textwrap.wrap(text, width - _FLAGS - 2, break_on_hyphens=False)
-        column = [flag] if len(flag) <= _FLAGS else [flag, ""]
-        if len(flag) > _FLAGS:
-            wrapped.insert(0, "")
-        for left, right in zip_longest(column, wrapped, fillvalue=""):
-            yield f"{left:{_FLAGS}}  {right}".rstrip()

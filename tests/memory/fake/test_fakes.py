@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ckpt_ft.memory.fake.fakes import CPU, Fakes, are_fakes
+from ckpt_ft.memory.fake.faked_model import CPU, Fakes, are_fakes
 
 
 def described(tensor: Tensor) -> tuple[object, ...]:

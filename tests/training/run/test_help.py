@@ -61,7 +61,7 @@ def test_no_help_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     with pytest.raises(SystemExit):
         answer_help("A recipe.", {"all": [Line("one", "N", "1", "The one.")]}, ["-h"])
-    assert "all:\n  --one N                           The one. [1]\n" in capsys.readouterr().out
+    assert "all:\n  --one N  The one. [1]\n" in capsys.readouterr().out
 
 
 def test_every_flag_is_behind_help_all(capsys: pytest.CaptureFixture[str]) -> None:
