@@ -6,8 +6,13 @@ is trained on, or of a diffusers pipeline, whose U-Net or transformer is trained
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -25,6 +30,8 @@ from .quantised_bases import as_quantised
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
 from .workload import MIXED_PRECISION, MakeBatch, Workload
+
+_FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
 
 def load(
@@ -72,7 +79,7 @@ def load(
         workload = replace(workload, make_batch=batches(workload.model), notes=())
     return replace(
         workload,
-        name=spec.title,
+        name=_with_code(spec.title, workload.model) if gpu else spec.title,
         make_optimizer=optimizer_maker(spec.optimizer.name, spec.optimizer.ema, workload.model, str(device)),
         device=device,
         autocast=MIXED_PRECISION[spec.precision.mixed_precision],
@@ -88,6 +95,23 @@ def load(
             *([gpu.note] if gpu and gpu.note else []),
         ),
     )
+
+
+def _with_code(title: str, model: nn.Module) -> str:
+    """`title`, and which kernels PyTorch's own code replaces in the trace (Mamba's scan keeps each step's state)."""
+    places = {type(module).__module__ for module in model.modules()}
+    absent = sorted({package for place in places for package in _kernels_of(place) if find_spec(package) is None})
+    return f"{title} (PyTorch's own code, slower than the kernels of {' and '.join(absent)})" if absent else title
+
+
+@lru_cache
+def _kernels_of(module: str) -> tuple[str, ...]:
+    """The packages whose kernels a modelling file of transformers calls if they are installed."""
+    if not module.startswith("transformers.models."):
+        return ()
+    source = inspect.getsource(sys.modules[module])
+    old = ["mamba_ssm"] if "is_mamba_ssm_available" in source else []  # before transformers 5.20
+    return tuple({*old, *(name.replace("-", "_") for name in _FALLBACK.findall(source))})
 
 
 def _check_samples(name: str, workload: Workload, spec: TrainingSpec, own_rows: bool) -> None:

@@ -235,3 +235,13 @@ def test_weights_are_in_the_dtypes_that_a_checkpoint_is_loaded_in(kind: str, dty
 
 def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_the_name_says_whose_kernels_are_not_run(tmp_path: Path) -> None:
+    """On a GPU Mamba's scan in PyTorch takes several times the memory and time of mamba-ssm's kernels."""
+    sizes = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": ["MambaForCausalLM"]}))
+    spec = TrainingSpec.of(str(tmp_path), seq_length=8)
+    said = "(PyTorch's own code, slower than the kernels of causal_conv1d and mamba_ssm)"
+    assert load(spec, "t4").name == f"{spec.title} {said}"
+    assert load(spec, "cpu").name == spec.title
