@@ -48,7 +48,8 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
     asked = f"--trainer {spec.trainer.trainer}: TRL refuses these settings"
     with library_reads(asked), _accelerate_apart(states), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _build(workload.model, spec)
+        with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout
+            trainer = _build(workload.model, spec)
     own_loss = loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -78,8 +79,7 @@ def as_reward_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build(model: Any, spec: TrainingSpec) -> Any:
     """TRL's trainer around `model`, whose adapters are already in it."""
-    with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL imports, writes to stdout
-        import trl
+    import trl
     from datasets import Dataset
 
     name = NAMES[spec.trainer.trainer]
