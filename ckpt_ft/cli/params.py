@@ -124,7 +124,7 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
     own = switches(words[0]) if words else {}
     if not own:
         return list(words)
-    kept, given, ignored = [words[0]], {}, []
+    kept, given, ignored, batch_size = [words[0]], {}, [], ""
     rest = list(words[1:])
     while rest:
         word = rest.pop(0)
@@ -135,14 +135,16 @@ def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[s
             kept += [word] if rest.pop(0).lower() == "true" else []  # as HfArgumentParser reads switches
         elif not word.startswith("--") or option in (*own, "--help") or word == "--":
             kept.append(word)
-            if option == "--ignore":
-                ignored += (value if equals else rest[0] if rest else "").split(",")
+            said = value if equals else rest[0] if rest else ""
+            ignored += said.split(",") if option == "--ignore" else []
+            batch_size = said if option == "--batch-size" else batch_size
         elif entry_of(plain, TYPED) is None:
             known = [*own, *(f"--{name}" for section in TYPED for name in table()[section])]
             raise UserError(f"No such option: --{name}{meant(f'--{name}', known)}")
         else:
             given[plain] = value if equals else rest.pop(0) if follows else True
-    model, found = read_typed(given, ignored) if given else ("", {})
+    found = read_typed(given, batch_size, ignored) if given else {}
+    model = found.pop("model", "")
     for name, value in found.items():
         kept += [f"--{typed_as(name)}"] if value is True else [f"--{typed_as(name)}={value}"]
     return [*kept, *([model] if model else [])]

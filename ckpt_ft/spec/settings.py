@@ -161,7 +161,7 @@ def settle(
                 read = entry.text if entry.kind == VALUE else value
                 if known_entry.text == "trainer_args":  # TRL reads them itself
                     found.setdefault("trainer_args", {})[name] = read
-                else:
+                elif known_entry.text not in found or str(read).lower() not in _OFF:  # what is on is on, in any order
                     found[known_entry.text] = read
     return found
 

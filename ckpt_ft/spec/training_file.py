@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "diffusion_unet": {"batch_size": 16},
     "diffusion_transformer": {"batch_size": 16},
-    "typed": {},
+    "typed": {"eval_batch_size": 8},
     "diffusers": {"batch_size": 4, "optimizer": "adamw", "cache_latents": False},
 }  # fmt: skip
 # Flags that a file sets by the same value.
@@ -110,20 +110,25 @@ def read_training_file(
     return TrainingFile(str(entries.get("model")), stated, tuple(entries.notes))
 
 
-def read_typed(content: Mapping[str, Any], ignored: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """Returns the model and the flags that other libraries' settings set when they are typed on our command line.
+def read_typed(content: Mapping[str, str | bool], batch_size: str, ignored: Collection[str]) -> dict[str, Any]:
+    """Returns the flags, and the "model", that other libraries' settings set when they are typed on our command line.
+
+    Args:
+        content: the settings and their words; True for a setting without a word.
+        batch_size: the micro-batch that the command line gives; "" if it does not.
 
     Raises:
         UserError: a setting is refused.
     """
-    entries = _Entries(settle(content, TYPED, "the command line", ignored), "typed", "")
+    given = {name: int(value) if str(value).isdecimal() else value for name, value in content.items()}
+    entries = _Entries(settle(given, TYPED, "the command line", ignored), "typed", "")
+    entries.given["batch_size"] = int(batch_size) if batch_size.isdecimal() else 1
     shared = next((name for name in ("fsdp", "fsdp_config", "deepspeed") if entries.get(name)), "")
     if shared:
         raise UserError(f"--{shared}: give --launch fsdp2, zero2 or zero3 with --processes, or a file of accelerate")
-    found = entries.flags()
-    if "optimizer" not in entries.given:
-        del found["optimizer"]
-    return str(entries.get("model") or ""), {n: v for n, v in found.items() if v or (v == 0 and v is not False)}
+    found = {"model": entries.get("model"), **entries.flags()}
+    dropped = {"batch_size"} | ({"optimizer"} - entries.given.keys())
+    return {n: v for n, v in found.items() if n not in dropped and (v or (v == 0 and v is not False))}
 
 
 _NAMES = {

@@ -211,5 +211,11 @@ def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -
         check_live(args)
 
 
+def test_an_evaluation_that_is_on_is_on_in_any_order() -> None:
+    content = {"eval_strategy": "steps", "eval_on_start": False, "do_eval": False}
+    for names in (list(content), list(reversed(content))):
+        assert settle({name: content[name] for name in names}, KINDS["trl"], SOURCE) == {"evaluation": "steps"}
+
+
 def test_the_page_of_settings_is_current() -> None:
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()
