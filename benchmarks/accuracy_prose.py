@@ -34,7 +34,7 @@ Remaining errors in bytes: waveft, fourierft and lily reserve most in their firs
 emptied for the first time; the most likely cause is memory left from encoding prompts and images. After that the
 published logs show 11,530, 11,762 and 9,844 MiB, and the traced runs reach 11,348, 11,834 and 9,980 MiB. waveft
 uses no Fourier transform: its wavelets are strided transposed convolutions over each weight, for which the trace
-assumes no workspace (memory/rules/cudnn.py). For runs with few trained parameters (ia3, ln_tuning, oft, c3a) the
+assumes no workspace (memory/rules/cuda.py). For runs with few trained parameters (ia3, ln_tuning, oft, c3a) the
 prediction is 110 to 330 MiB above the measurement, and for SHiRA 200 MiB: which of several free blocks of equal
 size the allocator takes depends on addresses, which CUDA does not guarantee, and c3a's transforms of 256 elements
 may need a work area smaller than their data. FRoD's adapted weights are in host memory, as its configuration sets.
@@ -49,7 +49,7 @@ with bf16 norm weights in the published run the error would be below 2 %."""
 FIGURES = """\
 Megabytes of 1e6 bytes, allocated. The remaining error of ResNet-50 is convolution workspace: which algorithm cuDNN
 chooses for strided and 1x1 convolutions is not documented, and the trace assumes no workspace for them
-(memory/rules/cudnn.py). The error of the twelve blocks grows with the number of models trained before in the same
+(memory/rules/cuda.py). The error of the twelve blocks grows with the number of models trained before in the same
 process, so some of their memory was still alive. No seconds were published for them."""
 
 SHARDED = """\

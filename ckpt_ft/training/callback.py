@@ -29,9 +29,8 @@ from ckpt_ft.workloads.from_trainer import (
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .fit import Fitted, fit
+from .fit import Fitted, fit, launch_ahead
 from .flags import changed
-from .launched import launch_ahead
 from .session import Session, never_fatal, refuse_fsdp
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from ckpt_ft.memory.measure.report import MemoryReport
 from ckpt_ft.policy import Policy
 
 from .arguments import ACArguments
-from .fit import Fitted, next_policies
-from .launched import launch_of
+from .fit import Fitted, launch_of, next_policies
 
 if TYPE_CHECKING:
     from ckpt_ft.memory.record.trace import StepTrace

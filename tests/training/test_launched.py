@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from ckpt_ft.checkpointing.apply import apply_policy
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.training import fit, launched
+from ckpt_ft.training import fit
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.launched import launch_ahead, launch_of
+from ckpt_ft.training.fit import launch_ahead, launch_of
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.workloads.from_trainer import precision_of
 from ckpt_ft.workloads.workload import Workload
@@ -25,8 +25,7 @@ ROWS = [{"input_ids": [1] * 8, "labels": [1] * 8}]
 @pytest.fixture
 def second_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(num_processes=4, process_index=1, is_main_process=False)
-    for module in (launched, fit):
-        monkeypatch.setattr(module, "PartialState", lambda: state)
+    monkeypatch.setattr(fit, "PartialState", lambda: state)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 

@@ -213,7 +213,7 @@ def winograd_seconds(shape: Shape, rate: float, gpu: GPU) -> float:
     """Seconds of a 3 x 3 convolution in fp32 by Winograd's F(4x4, 3x3); infinite for other shapes.
 
     36 products replace the 144 of each 4 x 4 pixels; inputs and results are transformed through memory (Lavin and Gray
-    2016, arXiv:1509.09308; rules/cudnn.py has the same scratch).
+    2016, arXiv:1509.09308; rules/cuda.py has the same scratch).
     """
     if not shape[4] & WINOGRAD:
         return float("inf")

@@ -11,9 +11,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.training.fit import Fitted, fit
+from ckpt_ft.training.fit import Fitted, fit, launch_of
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.launched import launch_of
 from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import unet_batch

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.memory.rules.cudnn import winograd
+from ckpt_ft.memory.rules.cuda import winograd
 
 MIB = 2**20
 
