@@ -228,6 +228,8 @@ class Session:
         """Returns this process's traced step and its notes; on failure None and a note with the reason."""
         try:
             step = replace(workload(), launch=launch_of(self.accelerator))
+            if self.accelerator.state.dynamo_plugin.backend != "NO":
+                raise UserError("the model is compiled, and only eager steps are predicted")
             with ExitStack() as stack:
                 if self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
@@ -241,13 +243,9 @@ class Session:
         return predicted, [f"Prediction: {note}." for note in predicted.notes]
 
     def _notes(self) -> list[str]:
-        if self.accelerator.state.dynamo_plugin.backend == "NO":
+        if self.accelerator.state.dynamo_plugin.backend == "NO" or self.accelerator.device.type != "cpu":
             return []
-        if self.accelerator.device.type == "cpu":
-            return [
-                "The model is compiled, but measured steps ran eagerly: on a CPU only eager steps can be measured."
-            ]
-        return ["The model is compiled, and the prediction describes its eager code."]
+        return ["The model is compiled, but measured steps ran eagerly: on a CPU only eager steps can be measured."]
 
 
 def cheaper_policies(policy: Policy | None) -> list[str]:

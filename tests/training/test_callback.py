@@ -595,3 +595,15 @@ def test_an_error_of_a_trace_is_told_in_words(tmp_path: Path) -> None:
     predicted, notes = session._predict(broken)
     assert predicted is None
     assert notes == [f"no prediction: the step cannot be traced: {__name__}.broken raised KeyError: 140059639035008"]
+
+
+def test_a_setting_that_is_not_modelled_costs_the_prediction_and_not_the_run(tmp_path: Path) -> None:
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
+    callback = ACCallback(ACArguments(ac_report="json")).attach(trainer)
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps > 0
+    assert callback.report is not None
+    assert callback.report.ranks[0].predicted is None
+    said = "no prediction: torch_compile: True: a compiled step is predicted only by `trace_step` of a compiled model"
+    assert said in callback.report.notes
