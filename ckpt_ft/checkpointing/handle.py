@@ -57,6 +57,10 @@ class AppliedPolicy:
         self.compile_budget: CompileBudget | None = None
         self.removed = False
 
+    def __repr__(self) -> str:
+        blocks = f"{len(self.found.blocks) - len(self.uncovered)} of {len(self.found.blocks)} blocks are re-run"
+        return f"AppliedPolicy('{self.policy}' on {type(self.model).__name__}: {blocks})"
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the policy of a copied model."""
         self.__dict__.update(state)

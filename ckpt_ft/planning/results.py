@@ -65,7 +65,7 @@ class Suggestions:
     needed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The candidates that fit, best first.
 
@@ -97,6 +97,9 @@ class Plan:
     fewest: Candidate | None = None
     beyond: list[Candidate] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=versions)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.model} on {self.device}: {self.why})" if self.candidates else "Plan(no candidates)"
 
     @property
     def best(self) -> Candidate:

@@ -68,6 +68,11 @@ def test_recompute_is_counted_exactly(policy: str, attention: int, matmuls: int)
     assert counted["aten.mm.default"] - backward == matmuls
 
 
+def test_an_applied_policy_prints_as_one_line() -> None:
+    applied = apply_policy(make("llama"), "every:2")
+    assert repr(applied) == "AppliedPolicy('every:2' on LlamaForCausalLM: 2 of 4 blocks are re-run)"
+
+
 def test_covered_and_uncovered() -> None:
     model = make("llama")
     assert apply_policy(model, "every:2").covered == ["model.layers.0", "model.layers.2"]

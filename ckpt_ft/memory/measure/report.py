@@ -28,6 +28,7 @@ from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.reading import Bytes, Seconds, read_json
 from ckpt_ft.redact import redacted
+from ckpt_ft.units import format_bytes
 
 from . import REPORT_KINDS
 
@@ -173,7 +174,7 @@ class Facts:
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryReport:
     """The report of a run. Every part but `provenance` and `ranks` is optional.
 
@@ -196,6 +197,13 @@ class MemoryReport:
     notes: list[str] = field(default_factory=list)
     main: bool = True
     step: StepView | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        rank, run = self.fullest, self.provenance
+        figures = [("measured", rank.peak()), ("predicted", rank.predicted.allocated if rank.predicted else None)]
+        peaks = ", ".join(f"{format_bytes(nbytes)} {how}" for how, nbytes in figures if nbytes is not None)
+        said = f"{run.get('model', 'a model')}, policy {run.get('policy', 'unknown')}, {rank.steps} steps"
+        return f"MemoryReport({said}{', peak allocated ' if peaks else ''}{peaks})"
 
     @property
     def fullest(self) -> RankMemory:

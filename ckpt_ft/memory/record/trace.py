@@ -28,6 +28,7 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.cost.schedule import Host, Parts, Span, schedule, step_seconds
 from ckpt_ft.memory.gpus import GPU, find_gpu
 from ckpt_ft.spec.launch import Launch
+from ckpt_ft.units import format_bytes
 
 from .events import CATEGORIES, EMPTIED, PHASES, Op, Storage, columns_of
 
@@ -46,7 +47,7 @@ class AllocationLifetime:
     freed: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepTrace:
     """Training steps, recorded. Figures are those of the measured step: from the last "step" mark to the end.
 
@@ -83,6 +84,9 @@ class StepTrace:
         vars(self).update(
             {**state, "storages": list(starmap(Storage, rows["storages"])), "ops": list(starmap(Op, rows["ops"]))}
         )
+
+    def __repr__(self) -> str:
+        return f"StepTrace({self.device}: {len(self.ops)} ops, peak allocated {format_bytes(self.peak_allocated)})"
 
     @cached_property
     def replay(self) -> Replay:

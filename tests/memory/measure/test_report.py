@@ -96,6 +96,12 @@ def test_printed_and_markdown(make, golden):
     golden(f"{make.__name__}.md", report.to_markdown())
 
 
+def test_a_report_prints_as_one_line():
+    assert repr(cpu_report()) == (
+        "MemoryReport(a model, policy full, 20 steps, peak allocated 14.0 MiB measured, 13.0 MiB predicted)"
+    )
+
+
 def test_the_fullest_rank_is_broken_down():
     report = gpu_report()
     assert (report.fullest.rank, report.fullest.peak(), report.fullest.peak("reserved")) == (1, 6.5 * GIB, 7.5 * GIB)

@@ -51,6 +51,10 @@ def test_peaks_are_the_measured_steps() -> None:
     assert [sum(row.values()) for row in trace.timeline()] == [100, 300, 1300, 1350, 350, 150, 100]
 
 
+def test_it_prints_as_one_line() -> None:
+    assert repr(record()) == str(record()) == "StepTrace(cpu: 2 ops, peak allocated 1.3 KiB)"
+
+
 def test_a_gpu_counts_blocks() -> None:
     trace = record("t4")
     assert trace.peak_allocated == 512 + 512 + 1024 + 512
