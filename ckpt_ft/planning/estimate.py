@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ class Estimate:
         accumulation: micro-batches of the step.
         shape: sizes of a sample, `{"seq_length": 1024}`.
         peak_allocated, peak_reserved: bytes on each device.
-        peaks: bytes allocated at the peak of each phase.
+        peaks: bytes allocated at the peak of each phase: of the step, and of what runs between steps.
         at_peak: bytes at the step's peak by category.
         holders: the largest holders of the peak, in descending order.
         seconds: time of the step; None for a CPU, whose speed is not modelled.
@@ -106,9 +106,11 @@ def traced_estimate(spec: TrainingSpec, report: Callable[[str], None]) -> tuple[
     trace = workload.trace(spec.data.batch_size)
     trace = replace(trace, notes=[*applied.notes, *trace.notes])
     found = _estimate(workload, applied.policy, spec.data.batch_size, trace, capacity)
-    found = replace(found, command=_command(spec, workload))
-    if found.headroom is None or capacity is None or found.headroom >= 0:
-        return found, trace
+    phases = workload.trace_phases(spec.data.batch_size)
+    found = _with_phases(replace(found, command=_command(spec, workload)), phases)
+    highest = max([trace, *phases.values()], key=lambda trace: trace.peak_allocated)
+    if found.headroom is None or capacity is None or found.headroom >= 0 or highest is not trace:
+        return found, highest
     from .budget import MemoryBudget
     from .suggestions import suggest
 
@@ -126,6 +128,23 @@ def _command(spec: TrainingSpec, workload: Workload) -> str:
     if "seq_length" in workload.shape:
         spec = with_rope_scaling(spec, workload.model.config, workload.shape["seq_length"])
     return recipe_command(spec, workload.kind)
+
+
+def _with_phases(found: Estimate, phases: Mapping[str, StepTrace]) -> Estimate:
+    """Returns `found` with the phases of a run besides the training step; the highest of all is the peak."""
+    for name, trace in phases.items():
+        peaks = {**found.peaks, name: trace.peak_allocated}
+        found = replace(found, peaks=peaks, peak_reserved=max(found.peak_reserved, trace.peak_reserved))
+        if trace.peak_allocated > found.peak_allocated:
+            note = f"the peak is that of {name}, which no policy changes"
+            found = replace(
+                found,
+                peak_allocated=trace.peak_allocated,
+                at_peak=trace.at_peak,
+                holders=trace.grouped_holders(_HOLDERS),
+                notes=[*found.notes, note],
+            )
+    return found
 
 
 def _estimate(workload: Workload, policy: Policy, batch_size: int, trace: StepTrace, capacity: int | None) -> Estimate:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 
 from .adapters import without_adapters
 from .from_trainer import loss_of
-from .workload import Batch, Forward, Workload
+from .workload import Batch, Forward, Step, Workload
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 ONLINE = ("grpo", "rloo")  # they generate what they train on
@@ -50,6 +51,7 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
         warnings.simplefilter("ignore")
         with redirect_stdout(sys.stderr):  # DeepSpeed, which TRL and accelerate import, writes to stdout
             trainer = _build(workload.model, spec)
+    trainer.current_gradient_accumulation_steps = spec.data.accumulation  # set where training begins
     own_loss = loss_of(trainer)
 
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
@@ -57,11 +59,13 @@ def trainer_step(workload: Workload, spec: TrainingSpec) -> Workload:
             return own_loss(model, dict(batch))
 
     reference = getattr(trainer, "ref_model", None)
+    online = spec.trainer.trainer in ONLINE
     return replace(
         workload,
         model=trainer.model,
         make_batch=_batches(trainer, spec),
         compute_loss=compute_loss,
+        phases={**workload.phases, **({"generation": _generation(trainer, states)} if online else {})},
         auxiliary_models=(*workload.auxiliary_models, *([] if reference is None else [reference])),
         notes=(*workload.notes, f"the step is that of TRL's {type(trainer).__name__}; every token counts in its loss"),
     )
@@ -149,11 +153,14 @@ def trainer_args(spec: TrainingSpec) -> dict[str, Any]:
 
 
 def _batches(trainer: Any, spec: TrainingSpec) -> Callable[[int, int | None], Batch]:
+    rollouts = lru_cache(maxsize=1)(partial(_rollouts, trainer))  # micro-batches are parts of one generation
+
     def make_batch(samples: int, length: int | None) -> Batch:
         tokens = spec.data.tokens if length is None else length
         uneven = length is not None or spec.data.rows == "padded"
         if spec.trainer.trainer in ONLINE:
-            return _rollouts(trainer, samples, tokens)
+            whole = rollouts(samples * trainer.args.steps_per_generation, tokens)
+            return {name: value[:samples] if value.dim() else value for name, value in whole.items()}
         rows = _rows(spec, samples, tokens, uneven, trainer)
         return dict(trainer.data_collator(rows))
 
@@ -196,18 +203,80 @@ def _rollouts(trainer: Any, samples: int, tokens: int) -> Batch:
         batch[f"{name}_ids"] = torch.ones(samples, size, dtype=torch.long)
         batch[f"{name}_mask"] = torch.ones(samples, size, dtype=torch.long)
     batch["advantages"] = torch.zeros(samples)
+    if not hasattr(trainer, "loss_type"):  # RLOO scores whole sequences
+        return {**batch, "old_logps": torch.zeros(samples)}
     batch["num_items_in_batch"] = torch.tensor(samples * completion)
-    scores = ["ref_per_token_logps"] if trainer.beta else []
-    every = trainer.args.steps_per_generation * trainer.num_iterations
-    if trainer.args.gradient_accumulation_steps % every or isinstance(trainer, _rloo()):
-        scores.append("old_per_token_logps")
+    old = trainer.args.gradient_accumulation_steps % _generates_every(trainer) != 0
+    scores = [*(["ref_per_token_logps"] if trainer.beta else []), *(["old_per_token_logps"] if old else [])]
     return {**batch, **{name: torch.zeros(samples, completion) for name in scores}}
 
 
-def _rloo() -> Any:
-    import trl
+def _generates_every(trainer: Any) -> int:
+    """Micro-batches from one generation to the next."""
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
-    return trl.RLOOTrainer
+
+def _generation(trainer: Any, states: dict[Any, dict[str, Any]]) -> Callable[[Workload, int], Step]:
+    """The trainer's generation of completions: the prompts, and the last tokens, when the KV cache is largest.
+
+    Every sequence reaches the greatest length. If completions are generated more often than the weights are updated,
+    gradients are on the device.
+    """
+
+    def phase(workload: Workload, samples: int) -> Step:
+        rows = workload.make_batch(samples, None)
+        sequences, prompt = samples * trainer.args.steps_per_generation, rows["prompt_ids"].shape[1]
+        ids = torch.ones(sequences, prompt, dtype=torch.long)
+        completion = rows["completion_ids"].shape[1]
+        last = min(2, completion - 1)  # the scores of one token are alive while the next one is computed
+        whole = torch.ones(sequences, prompt + completion - last, dtype=torch.long)
+        settings = copy.deepcopy(trainer.generation_config)
+        settings.return_dict_in_generate = True
+
+        def step(model: Any, optimizer: Any) -> None:
+            model.train()
+            if _generates_every(trainer) < workload.accumulation:
+                workload.loss_of(model, workload.make_batch(samples, None)).backward()
+            with _accelerate_apart(states), torch.no_grad(), _in_precision(workload, model):
+                cache = _generate(
+                    model, settings, 1, input_ids=ids, attention_mask=torch.ones_like(ids)
+                ).past_key_values
+                if last:
+                    _fill(cache, whole.shape[1] - 1)
+                    mask = torch.ones_like(whole)
+                    _generate(model, settings, last, input_ids=whole, attention_mask=mask, past_key_values=cache)
+
+        return step
+
+    return phase
+
+
+@contextmanager
+def _in_precision(workload: Workload, model: Any) -> Iterator[None]:
+    """The model's forward in the workload's precision, as accelerate wraps it."""
+    with patch.object(model, "forward", workload.in_precision(model.forward)):
+        yield
+
+
+def _generate(model: Any, settings: Any, tokens: int, **inputs: Any) -> Any:
+    """Generates tokens; whether all sequences have ended cannot be read from tokens without values."""
+    from transformers import GenerationMixin
+
+    settings.max_new_tokens = tokens
+    with patch.object(GenerationMixin, "_has_unfinished_sequences", side_effect=[True] * tokens + [False]):
+        return model.generate(**inputs, generation_config=settings)
+
+
+def _fill(cache: Any, tokens: int) -> None:
+    """Grows a cache of keys and values to `tokens`, or to the window of a sliding layer."""
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4:
+            kept = min(tokens, layer.sliding_window - 1) if getattr(layer, "is_sliding", False) else tokens
+            for name in ("keys", "values"):
+                held = getattr(layer, name)
+                setattr(layer, name, held.new_empty(*held.shape[:2], kept, held.shape[3]))
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = tokens
 
 
 def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:

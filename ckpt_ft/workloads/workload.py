@@ -149,6 +149,7 @@ class Workload:
         lengths: lengths of the rows if they differ: the longest sets the peak, typical batches the speed.
         loop: (samples, length) -> a whole optimizer step, which replaces loss, precision, accumulation and clipping.
         launch: the distributed launch; None for one process. All other attributes describe one process.
+        phases: what runs between training steps, by name: (workload, samples) -> step. See `trace_phases`.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
         name, kind, shape: for messages: the model's name, its kind ("language model"), the sizes of a sample.
@@ -167,6 +168,7 @@ class Workload:
     lengths: Lengths | None = None
     loop: Callable[[int, int | None], Step] | None = None
     launch: Launch | None = None
+    phases: dict[str, Callable[[Workload, int], Step]] = field(default_factory=dict)
     alloc_conf: str = ""
     notes: tuple[str, ...] = ()
     name: str = ""
@@ -245,7 +247,7 @@ class Workload:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of one micro-batch in the workload's precision."""
-        forward: Forward = self._precise(model) if self._autocasts else model
+        forward: Forward = self.in_precision(model)
         if self.launch is not None and self.launch.find_unused_parameters:
             forward = outputs_copied(forward)
         return self.compute_loss(forward, batch)
@@ -254,10 +256,17 @@ class Workload:
         """The trace of `step(samples)` under the policy that is applied to the model."""
         return self.with_metadata(self.trace_of([self.step(samples)] * 2))
 
-    def trace_of(self, steps: Sequence[Step], again: bool = False) -> StepTrace:
+    def trace_phases(self, samples: int = 1) -> dict[str, StepTrace]:
+        """The trace of each phase, run after one step of training on `samples`."""
+        steps = {name: make(self, samples) for name, make in self.phases.items()}
+        return {
+            name: self.with_metadata(self.trace_of([self.step(samples)], phase=step)) for name, step in steps.items()
+        }
+
+    def trace_of(self, steps: Sequence[Step], again: bool = False, phase: Step | None = None) -> StepTrace:
         """The trace of `steps` under the workload's launch; the last step is the measured one.
 
-        again: whether the first two of `steps` are the same step.
+        again: whether the first two of `steps` are the same step. phase: what runs after them, and is measured then.
 
         Raises:
             UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
@@ -272,6 +281,7 @@ class Workload:
                 alloc_conf=self.alloc_conf,
                 beside=self.auxiliary_models,
                 update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
+                phase=phase,
             )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
@@ -296,11 +306,14 @@ class Workload:
     def _recorded(self) -> int:
         return RECORDED_LAUNCHED if self.launch else RECORDED
 
-    def _precise(self, model: nn.Module) -> Forward:
+    def in_precision(self, forward: Forward) -> Forward:
+        """Returns `forward` under autocast with outputs in fp32, as accelerate wraps it; itself without autocast."""
+        if not self._autocasts:
+            return forward
         from accelerate.utils import convert_outputs_to_fp32
 
         kind = "cpu" if self.device == "cpu" else "cuda"
-        return convert_outputs_to_fp32(torch.autocast(kind, self.autocast)(model))
+        return convert_outputs_to_fp32(torch.autocast(kind, self.autocast)(forward))
 
 
 def or_loop(function: Callable[..., Answer]) -> Callable[..., Answer]:

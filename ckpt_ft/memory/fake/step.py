@@ -99,6 +99,7 @@ def trace_steps(
     alloc_conf: str = "",
     beside: Sequence[nn.Module] = (),
     update: Step | None = None,
+    phase: Step | None = None,
 ) -> StepTrace:
     """Trace `steps` one after another, in a time that grows with the kinds of blocks rather than their number.
 
@@ -109,11 +110,14 @@ def trace_steps(
         beside: models on the device that are not trained.
         update: given if the first two steps are the same: what a step does after its backward. The rest of the second
             step is then copied from the first (replay_step.py).
+        phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
     """
     traced: Traced | None = None if launch or sharding_of(model) else set()
     while True:
         try:
-            return _Trace(model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced).run()
+            return _Trace(
+                model, steps, make_optimizer, device, launch, alloc_conf, beside, update, traced, phase
+            ).run()
         except NotPeriodic:  # `traced` has grown
             continue
 
@@ -194,6 +198,7 @@ class _Trace:
     beside: Sequence[nn.Module] = ()
     update: Step | None = None
     traced: Traced | None = None
+    phase: Step | None = None
     freezes: bool = True  # whether the garbage collector's frozen objects are those of the trace alone
 
     def run(self) -> StepTrace:
@@ -271,6 +276,14 @@ class _Trace:
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
+        """Run the steps, and the phase after them."""
+        self._record_steps(tracker, fakes, optimizer)
+        if self.phase is not None:
+            self._between_steps(len(self.steps))
+            tracker.start_step()
+            self.phase(self.model, optimizer)
+
+    def _record_steps(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:
         """Run the steps. Blocks are not skipped if hooks act on gradients: they run where a gradient is computed."""
         if self.traced is None or any(p._backward_hooks or _steps(p) for p in self.model.parameters()):
             for number, step in enumerate(self.steps):

@@ -439,8 +439,9 @@ class MemoryProfiler:
             self._open = False
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.meter.enter("forward")
+        if not torch.is_grad_enabled():  # generation: its batch would keep the KV cache alive
+            return
+        self.meter.enter("forward")
         if self._open and module.training:
             self._batch.note(args, kwargs)
 
