@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
@@ -45,12 +46,12 @@ class PlanRequest:
         UserError: an unknown target, a malformed policy or less than one sample.
     """
 
-    budget: str | int | None
-    batch_size: int | None
-    max_batch_size: int
-    target: str
-    margin: str | float | None
-    policies: list[str] | None
+    budget: str | int | None = None
+    batch_size: int | None = None
+    max_batch_size: int = 1024
+    target: str = "throughput"
+    margin: str | float | None = None
+    policies: list[str] | None = None
     launches: tuple[Launch, ...] = ()
 
     def __post_init__(self) -> None:
@@ -244,34 +245,30 @@ def budget_sweep(
     workload: Workload,
     budget: str | int | None = None,
     *,
-    batch_size: int | None = None,
-    max_batch_size: int = 1024,
-    target: str = "throughput",
-    margin: str | float | None = None,
-    policies: list[str] | None = None,
     jobs: int = 1,
     report: Report | None = None,
+    **asked: Any,
 ) -> BudgetSweep:
     """The plan for `budget`, and the picks for other budgets up to the GPU's memory (on "cpu" up to twice `budget`).
 
-    Arguments and errors are those of `plan`. A sweep takes about three times as long as a plan.
+    Arguments and errors are those of `plan`, without `launches`. A sweep takes about three times as long as a plan.
     """
-    question = PlanRequest(budget, batch_size, max_batch_size, target, margin, policies)
+    request = PlanRequest(budget, **asked)
     say = report or (lambda line: None)
     with searching(workload, jobs, report) as tracer:
-        asked, estimates = planned(tracer, question)
-        points = [SweepPoint(asked.room, asked.candidates)]
-        budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != asked.room.budget]
+        made, estimates = planned(tracer, request)
+        points = [SweepPoint(made.room, made.candidates)]
+        budgets = [nbytes for nbytes in _budgets(workload, estimates) if nbytes != made.room.budget]
         for i, nbytes in enumerate(budgets, 1):
             say(f"planning for {format_bytes(nbytes)}, {i} of {len(budgets)} other budgets")
-            room = memory_budget(nbytes, gpu_of(workload.device), margin, workload.launch)
-            found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), question.chosen)
+            room = memory_budget(nbytes, gpu_of(workload.device), request.margin, workload.launch)
+            found = search(replace(estimates, room=room, anchors={}, rejected={}, bests={}), request.chosen)
             if found:
                 points.append(SweepPoint(room, found))
         traced = tracer.traced
     candidates = [candidate for point in points for candidate in point.candidates]
     traces = {candidate: _trace(traced[candidate.policy, candidate.batch]) for candidate in candidates}
-    return BudgetSweep(asked, sorted(points, key=lambda point: point.room.budget), traces)
+    return BudgetSweep(made, sorted(points, key=lambda point: point.room.budget), traces)
 
 
 def _trace(traced: Traced) -> StepTrace:
