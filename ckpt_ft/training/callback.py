@@ -19,10 +19,12 @@ from transformers import TrainerCallback
 from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
+from ckpt_ft.spec.trainer import check_live
 from ckpt_ft.workloads.from_trainer import (
     auxiliary_models,
     loss_of,
     measured_step,
+    planned_step,
     require_batches,
     rows_of,
 )
@@ -189,7 +191,11 @@ class ACCallback(TrainerCallback):
         automatic = session.policy is not None and session.policy.auto
         if session.fitted is None and (automatic or settings.find_max_batch_size):
             flag = "--find_max_batch_size" if settings.find_max_batch_size else "policy 'auto'"
-            workload, args = Workload.from_trainer(trainer, flag), trainer.args
+            try:
+                check_live(trainer.args)
+            except UserError as error:  # the run is the user's
+                logger.warning("%s: the plan is of a run without %s", flag, error)
+            workload, args = Workload(**planned_step(trainer, flag)), trainer.args
             session.use(fit(workload, args, settings, args.device, lambda: launch_ahead(args)))
             assert session.fitted is not None
             trainer.args = session.fitted.args

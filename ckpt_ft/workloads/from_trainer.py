@@ -50,7 +50,6 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         UserError: the trainer makes its batches while it trains, or its rows are streamed.
     """
     args: Any = trainer.args
-    check_live(args)
     require_batches(trainer, flag)
     with torch.random.fork_rng(devices=[]):
         loader: Any = trainer.get_train_dataloader()

@@ -210,10 +210,14 @@ class Workload:
             flag: the flag that needs the workload, for errors.
 
         Raises:
-            UserError: the trainer makes its batches while it trains, or its rows are streamed.
+            UserError: the trainer makes its batches while it trains, its rows are streamed, or a setting of it is not
+                modelled.
         """
+        from ckpt_ft.spec.trainer import check_live
+
         from .from_trainer import planned_step
 
+        check_live(trainer.args)
         return cls(**planned_step(trainer, flag))
 
     def step(self, samples: int, length: int | None = None) -> Step:
