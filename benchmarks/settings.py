@@ -72,6 +72,7 @@ def page() -> str:
         lines.append(f"| {TITLES[section]} | {' | '.join(str(counts[kind]) for kind in kinds)} | 0 |")
     lines.append(f"| all | {' | '.join(str(total[kind]) for kind in kinds)} | 0 |")
     lines += ["", f"Modelled optimizers, by the names of the libraries: {', '.join(map(_code, OPTIMIZERS))}.", ""]
+    lines += ["Refused: `adamw_torch_xla` and `adamw_torch_npu_fused`, which need a TPU or an NPU.", ""]
     for section, entries in table().items():
         lines += [f"## {TITLES[section]}", "", "| setting | answer |", "|---|---|"]
         groups: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.reading import load_yaml
 
 from .defaults import LORA_R
@@ -284,7 +284,9 @@ class _Entries:
             return "adamw_8bit"
         named = str(self.get("optimizer") or "adamw_torch_fused").lower()
         if named not in OPTIMIZERS:
-            raise self.refuse(f"optimizer {named} is not modelled ({', '.join(OPTIMIZERS)})")
+            raise self.refuse(
+                f"optimizer {named} is not modelled{meant(named, OPTIMIZERS)} (docs/settings.md lists those that are)"
+            )
         if named in PAGED:
             self.notes.append(
                 f"{named}: its state is counted on the card; paging moves it to the host when memory runs out"

@@ -250,7 +250,7 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
         ("model_name_or_path: m\nbf16: maybe", "", "bf16: 'maybe' is neither true nor false"),
         ("model_name_or_path: m\npacking: [1]", "", "packing: '[1]' is neither true nor false"),
         ("max_length: 8", "", "it names no model (model_name_or_path, pretrained"),
-        ("base_model: m\noptimizer: lion", "", "optimizer lion is not modelled (adamw_torch, "),
+        ("base_model: m\noptimizer: lion", "", "optimizer lion is not modelled; did you mean 'lion_8bit'?"),
         (
             "base_model: m",
             "torchtune",

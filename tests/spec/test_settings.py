@@ -16,6 +16,7 @@ from versions import is_older
 from benchmarks import settings as settings_page
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.flags import flags
+from ckpt_ft.spec.optimizers import OPTIMIZERS
 from ckpt_ft.spec.settings import (
     KEYS,
     KINDS,
@@ -131,6 +132,13 @@ def test_no_entry_is_of_a_field_that_is_gone() -> None:
     for section in ("transformers", "trl.sft", "trl.dpo", "trl.kto", "trl.reward", "trl.rollouts"):
         known = {name for path, sections in CLASSES.items() if section in sections for name, _ in fields_of(path)}
         assert table()[section].keys() - known - older.get(section, set()) == set(), section
+
+
+def test_every_optimizer_of_transformers_is_modelled_or_of_another_device() -> None:
+    from transformers.training_args import OptimizerNames
+
+    others = {"adamw_torch_xla", "adamw_torch_npu_fused"}  # for TPUs and NPUs
+    assert {name.value for name in OptimizerNames} - OPTIMIZERS.keys() == others
 
 
 def test_every_target_is_a_flag_or_is_read() -> None:
