@@ -1,4 +1,4 @@
-"""Policy: the activations that are kept for backward and those that are recomputed, as one small value.
+"""Parses a policy: which activations are kept for backward, and which are recomputed.
 
 A policy is a string, the comma-separated union of terms:
 

@@ -1,4 +1,4 @@
-"""What a region is given, kept for its second run as its first run found it.
+"""Saves a region's arguments, so that recomputation gets the originals.
 
 A block may write into a list or dict that it is given (HRNet's branches, DenseNet's growing list of features, a cache
 of frames), or in place into a tensor (a block that starts with an in-place ReLU), whether it is given by position, by

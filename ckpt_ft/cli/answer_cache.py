@@ -1,4 +1,4 @@
-"""The cache of answers: the same question is answered from a file; a file that cannot be read is made again."""
+"""Caches answers on disk. A file that cannot be read is computed again."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def print_estimate(result: Estimate, spec: TrainingSpec) -> None:
     print_table(holders_table(result.holders, result.peak_allocated), console)
     if result.headroom is not None and result.capacity is not None:
         room = format_bytes(abs(result.headroom))
-        verdict = f"fits, {room} to spare" if result.headroom >= 0 else f"does not fit: {room} too much"
-        console.print(f"{verdict} of {format_bytes(result.capacity)} (reserved and context counted)")
+        verdict = f"fits, {room} to spare of" if result.headroom >= 0 else f"does not fit: needs {room} more than"
+        console.print(f"{verdict} {format_bytes(result.capacity)} (reserved and context counted)")
     if result.answer is not None:
         _print_suggestions(result.answer, spec, console)
     for note in result.notes:

@@ -1,6 +1,6 @@
-"""Stated cases for ops whose result depends on data that a trace does not have.
+"""Fixed assumptions for ops whose result depends on data that a trace does not have.
 
-If a step asks a fake tensor for a value that is not known (values.py), one of these cases answers:
+If a step asks a fake tensor for a value that is not known (values.py), one of these assumptions answers:
 - Indices (topk, argmax, sort, one_hot) are spread evenly over their classes: each expert receives
   tokens * top_k / experts tokens.
 - Other masks are full where their size decides a shape (nonzero, boolean indexing): the worst case.

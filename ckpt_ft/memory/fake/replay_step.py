@@ -1,6 +1,6 @@
 """Repeats the forward and backward of a step in the record, without running them.
 
-A trace warms up with the very step that it measures, or measures first. What differs in the second step is the
+The warm-up step and the measured step run the same code. What differs in the second step is the
 optimizer, whose state exists by then, and workspaces, which stay. So forward and backward are copied in the record,
 the model gets the gradients that they leave, and only the optimizer's part runs. If the first step leaves anything
 else (a table that the model keeps, say), which the second one would find, then nothing is copied.

@@ -1,6 +1,6 @@
-"""What a dispatch mode must know of an op: how it is to be treated, how it came, how a call of it is described.
+"""Classifies an op for a dispatch mode: how to handle it, where the call came from, and how to describe it.
 
-An op comes as a composite or as its parts, from autograd or from another Python dispatch, or under torch.compile.
+An op is called as a composite or as its parts, from autograd or from another Python dispatch, or under torch.compile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adds the blocks that a trace skipped (fake/skipped_blocks.py) to the record of the step.
 
 A run is a sequence of units that repeat: a unit is a block, or as many blocks as it takes until their kinds repeat. Of
-each run the first three units and the last one were traced. A traversal is one pass over the units: upwards in a
+each run the first three units and the last one were traced. A traversal visits the units once: upwards in a
 forward (and when a checkpoint runs the forward again), downwards in a backward.
 
 In every traversal, the second and the third unit must do the same, op for op and event for event: allocate equal
