@@ -17,6 +17,7 @@ _OTHERS = "YOUR_SCRIPT.py"  # placeholder if no recipe trains the step
 _TRAINER = {
     "batch_size": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
+    "eval_batch_size": "per_device_eval_batch_size",
     "dtype": "dtype",
     "mixed_precision": "",  # --bf16 or --fp16
     "attn_implementation": "attn_implementation",

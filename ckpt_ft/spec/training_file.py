@@ -176,7 +176,6 @@ class _Entries:
 
     def flags(self) -> dict[str, Any]:
         """Returns the values of our flags."""
-        self._check_evaluation()
         precision = self._precision()
         half = precision["bf16"] or precision["fp16"] or precision["mixed_precision"] in _DTYPES
         if self.get("tf32") and not half and precision["dtype"] not in _DTYPES.values():
@@ -192,6 +191,7 @@ class _Entries:
             **self._adapter(),
             **self._launch(),
             **self._trainer(),
+            **self._evaluation(),
             "attn_implementation": self.get("attn_implementation"),
             "policy": self._policy(),
             "device": "cpu" if self.get("use_cpu") else None,
@@ -227,22 +227,6 @@ class _Entries:
         if self.get("no_checkpointing") or not self.get("checkpointing"):
             return ""
         return f"every:{every}" if every and every != 1 else "full"
-
-    def _check_evaluation(self) -> None:
-        """Raises UserError for an evaluation that may need more memory than a training step."""
-        strategy = self.get("evaluation")
-        batch, trained = self.get("eval_batch_size") or self.get("batch_size"), self.get("batch_size")
-        if strategy and strategy != "no" and isinstance(batch, int) and isinstance(trained, int) and batch > trained:
-            raise self.refuse(
-                f"an evaluation in batches of {batch} is not predicted, and may need more than steps of {trained}: "
-                f"evaluate in batches of {trained}, or --ignore {' --ignore '.join(self._names('evaluation'))}"
-            )
-
-    def _names(self, target: str) -> list[str]:
-        """Names of the settings of this kind of file that set `target` and are in it."""
-        content = read_yaml(self.path) if self.path else self.given
-        known = {n for section in KINDS.get(self.kind, TYPED) for n, e in table()[section].items() if e.text == target}
-        return [name for name in content if name in known]
 
     def _encodes_each_step(self) -> bool:
         """Whether each step encodes images and prompts: because of a setting, or because of random augmentation."""
@@ -341,6 +325,13 @@ class _Entries:
             "lora_dropout": self.get("lora_dropout"),
             "dora": self.get("dora"),
         }
+
+    def _evaluation(self) -> dict[str, Any]:
+        """The batch that is evaluated between steps, if the file asks for it; YAML reads a bare `no` as false."""
+        if self.get("evaluation") in (None, False, "no") or self.diffusion:
+            return {}
+        usual = self.get("batch_size") if self.kind == "axolotl" else 8  # of TrainingArguments
+        return {"eval_batch_size": self.get("eval_batch_size") or usual}
 
     def _trainer(self) -> dict[str, Any]:
         """TRL's trainer, and the fields of its configuration that the file sets."""

@@ -86,6 +86,10 @@ class DataSpec(Part):
         rule="a sequence has at least 2 tokens",
         flag=None,
     )
+    eval_batch_size: CountOrNone = setting(
+        0, "samples of an evaluation batch, whose loss is computed between steps; 0 for no evaluation",
+        rule="a number of samples, or 0 for no evaluation",
+    )  # fmt: skip
     accumulation: Count = setting(1, "micro-batches of an optimizer step", rule="a step has at least 1 micro-batch")
     rows: Literal["alike", "padded", "packed"] = setting(
         "alike",

@@ -29,7 +29,7 @@ from .optimizers import optimizer_maker
 from .quantised_bases import as_quantised
 from .sample_sizes import Lengths
 from .trl_trainers import as_reward_model, trainer_step
-from .workload import MIXED_PRECISION, MakeBatch, Workload
+from .workload import MIXED_PRECISION, MakeBatch, Workload, evaluation_of
 
 _FALLBACK = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"([\w-]+)"')
 
@@ -59,7 +59,7 @@ def load(
         spec = spec.edit(**{key: max(lengths.longest, 2)})
     if spec.adapter.lora_targets and not spec.adapter.lora_r:
         raise UserError(f"LoRA targets {','.join(spec.adapter.lora_targets)} without LoRA: give a rank, or drop them")
-    gpu = gpu_of(device)
+    gpu, evaluated = gpu_of(device), spec.data.eval_batch_size
     if lengths is not None:
         if spec.data.rows == "packed":
             raise UserError("a dataset's lengths and packed rows: a packed sequence is full; leave one of them out")
@@ -77,6 +77,7 @@ def load(
     if batches is not None:
         # The notes are about batches of text, which are not used.
         workload = replace(workload, make_batch=batches(workload.model), notes=())
+    phases = workload.phases | ({"evaluation": evaluation_of(evaluated)} if evaluated else {})
     return replace(
         workload,
         name=_with_code(spec.title, workload.model) if gpu else spec.title,
@@ -87,9 +88,11 @@ def load(
         max_grad_norm=spec.optimizer.max_grad_norm,
         lengths=lengths or workload.lengths,
         launch=spec.launch.launch,
+        phases=phases,
         alloc_conf=spec.host.alloc_conf,
         notes=(
             *workload.notes,
+            *(f"{what} between steps has a row in an estimate; plans are of the training step" for what in phases),
             *notes_on(spec),
             *notes_on_optimizer(spec.optimizer.name),
             *([gpu.note] if gpu and gpu.note else []),

@@ -265,7 +265,6 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
         (M + "packing: true\nuse_liger_kernel: true", "", "use_liger_kernel: True: Liger's kernels replace"),
         (M + "packing: true\nlearning_rat: 1", "", "no setting 'learning_rat'; did you mean 'learning_rate'?"),
         (M + "max_length: null\npacking: true", "", "rows are not cut, and their length is not known"),
-        (M + "max_length: 8\neval_strategy: steps\nper_device_train_batch_size: 1", "", "--ignore eval_strategy"),
         (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),
         (M + "finetuning_type: freeze", "", "finetuning_type: freeze: full, and lora are predicted"),
         (M + "stage: dpo\ntemplate: qwen", "", "stage: dpo: only stages sft and pt are predicted"),
@@ -297,3 +296,34 @@ def test_bad_files(text: str, recipe: str, says: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--recipe", "llm"])
     with pytest.raises(UserError, match="of which file"):
         cli._main()
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("", None),
+        ("eval_strategy: no", None),
+        ("eval_strategy: epoch", 8),
+        ("eval_strategy: steps\nper_device_eval_batch_size: 3", 3),
+    ],
+)
+def test_a_file_that_evaluates_says_so(text: str, rows: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: m\n{text}\n")
+    assert read_training_file(str(file), "trl").flags.get("eval_batch_size") == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "trainer"),
+    [
+        ("beta: 0.1", "dpo"),
+        ("num_generations: 4", "grpo"),
+        ("desirable_weight: 1.0", "kto"),
+        ("padding_free: true", "sft"),
+    ],
+)
+def test_files_of_trl_are_told_apart(line: str, trainer: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: m\nactivation_checkpointing: 'false'\n{line}\n")
+    spec = spec_of(file)
+    assert (spec.trainer.trainer, spec.policy, spec.precision.mixed_precision) == (trainer, "none", "bf16")

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
-from ckpt_ft.memory.measure.profiler import LargestBatch
+from ckpt_ft.memory.measure.profiler import LargestBatch, MemoryProfiler
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
@@ -256,3 +256,24 @@ def test_a_reference_model_is_measured_as_parameters(tmp_path: Path) -> None:
     assert rank.at_peak["parameters"] == 2 * weights
     assert rank.predicted is not None
     assert rank.predicted.allocated == pytest.approx(rank.peak(), rel=1e-3)
+
+
+def test_an_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
+    """Batches of 8 rows, a Trainer's default, beside one in training: the logits of the evaluation are the peak."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=4000
+    )
+    config.save_pretrained(tmp_path)
+    rows = [{"input_ids": torch.ones(48, dtype=torch.long), "labels": torch.ones(48, dtype=torch.long)}] * 16
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    with MemoryProfiler(trainer.accelerator, trainer.model, trainer.optimizer) as profiler:
+        trainer.evaluate()
+    workload = load(TrainingSpec.of(str(tmp_path), seq_length=48, eval_batch_size=8, policy="full"), "cpu")
+    evaluation = workload.trace_phases(1)["evaluation"].peak_allocated
+    assert evaluation == pytest.approx(profiler.meter.fullest.peak_allocated, rel=2e-3)
+    assert evaluation > workload.trace(1).peak_allocated
