@@ -1,0 +1,138 @@
+"""ACCallback's prediction against its measurement, over random combinations of real Trainer runs on the CPU.
+
+    python benchmarks/live_grid.py --runs 200 --seed 0
+
+Each run draws a tiny model, an optimizer, a precision, an adapter, a policy and a batch, trains eight steps and
+compares the predicted peak with the measured one. Optimizers of packages that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, logging
+
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.callback import ACCallback
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512, "use_cache": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 256, "num_key_value_heads": 2},
+    "qwen3": {"intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32},
+    "gemma2": {"intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32},
+    "gpt2": {"n_embd": 128, "n_layer": 3, "n_head": 4},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "mixtral": {"intermediate_size": 128, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+OPTIMIZERS = {
+    "": ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    "bitsandbytes": ["adamw_8bit", "lion_8bit", "ademamix", "ademamix_8bit", "rmsprop_bnb", "paged_adamw_32bit"],
+    "torchao": ["adamw_torch_4bit", "adamw_torch_8bit"],
+    "galore_torch": ["galore_adamw", "galore_adafactor", "galore_adamw_layerwise"],
+    "apollo_torch": ["apollo_adamw", "apollo_adamw_layerwise"],
+    "lomo_optim": ["lomo"],
+    "schedulefree": ["schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"],
+    "grokadamw": ["grokadamw"],
+    "optimi": ["stable_adamw"],
+}
+POLICIES = (None, None, "full", "pointwise", "save:attention+matmul", "full,head", "every:2")
+
+
+def draw(chance: random.Random) -> dict[str, Any]:
+    """A random combination that the Trainer takes."""
+    known = [name for package, names in OPTIMIZERS.items() if not package or find_spec(package) for name in names]
+    kind, optim = chance.choice(list(MODELS)), chance.choice(known)
+    whole = optim.endswith("layerwise") or optim == "lomo" or optim.startswith(("galore", "apollo"))
+    return {
+        "model": kind,
+        "optim": optim,
+        "adapter": "none" if whole else chance.choice(("none", "none", "lora", "dora", "ia3")),
+        "precision": chance.choice(("fp32", "bf16", "bf16 weights")),
+        "policy": chance.choice(POLICIES),
+        "accumulation": 1 if whole else chance.choice((1, 1, 2, 3)),
+        "batch": chance.choice((1, 2, 4)),
+        "length": chance.choice((32, 64, 128)),
+        "max_grad_norm": chance.choice((0.0, 1.0)),
+    }
+
+
+def run(drawn: dict[str, Any]) -> tuple[int, int | None, list[str]]:
+    """(measured bytes, predicted bytes, notes) of a run."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(drawn["model"], **SIZES, **MODELS[drawn["model"]])
+    model: Any = AutoModelForCausalLM.from_config(config)
+    if drawn["precision"] == "bf16 weights":
+        model = model.to(torch.bfloat16)
+    if drawn["adapter"] == "ia3":
+        model = get_peft_model(
+            model, IA3Config(task_type="CAUSAL_LM", target_modules="all-linear", feedforward_modules=[])
+        )
+    elif drawn["adapter"] != "none":
+        adapter = LoraConfig(r=8, target_modules="all-linear", use_dora=drawn["adapter"] == "dora", lora_dropout=0.05)
+        model = get_peft_model(model, adapter)
+    ids = [[1 + (7 * row + at) % 500 for at in range(drawn["length"])] for row in range(32)]
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+    with tempfile.TemporaryDirectory() as out:
+        args = TrainingArguments(
+            out, use_cpu=True, disable_tqdm=True, max_steps=8, save_strategy="no", report_to="none",
+            optim=drawn["optim"],
+            optim_target_modules="all-linear", bf16=drawn["precision"] == "bf16", max_grad_norm=drawn["max_grad_norm"],
+            per_device_train_batch_size=drawn["batch"], gradient_accumulation_steps=drawn["accumulation"],
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=args, train_dataset=rows)
+        callback = ACCallback(ACArguments(ac_policy=drawn["policy"], ac_report="json")).attach(trainer)
+        trainer.train()
+    assert callback.report is not None
+    rank = callback.report.ranks[0]
+    measured = max(peak["allocated"] for peak in rank.peaks.values())
+    return measured, rank.predicted.allocated if rank.predicted else None, callback.report.notes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that time")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    chance, began = random.Random(asked.seed), time.monotonic()
+    errors: list[float] = []
+    by: dict[str, list[float]] = defaultdict(list)
+    for number in range(asked.runs):
+        if time.monotonic() - began > asked.seconds:
+            break
+        drawn = draw(chance)
+        try:
+            measured, predicted, notes = run(drawn)
+        except Exception as error:
+            print(f"{number} did not train: {type(error).__name__}: {str(error)[:120]} {drawn}", flush=True)
+            continue
+        if predicted is None:
+            print(f"{number} no prediction: {[note for note in notes if 'prediction' in note]} {drawn}", flush=True)
+            continue
+        errors.append(abs(predicted / measured - 1) * 100)
+        for key in ("model", "optim", "adapter", "precision", "policy"):
+            by[f"{key} {drawn[key]}"].append(errors[-1])
+        if errors[-1] > 0.1:
+            print(f"{number} {100 * (predicted / measured - 1):+.2f} % {measured} {drawn}", flush=True)
+    print("\n| runs | median | 95 % | worst |\n|---:|---:|---:|---:|")
+    at = sorted(errors)[int(0.95 * (len(errors) - 1))]
+    print(f"| {len(errors)} | {statistics.median(errors):.4f} % | {at:.3f} % | {max(errors):.2f} % |")
+    for key, found in sorted(by.items()):
+        print(f"{key}: {len(found)} runs, median {statistics.median(found):.4f} %, worst {max(found):.2f} %")
+
+
+if __name__ == "__main__":
+    main()
