@@ -98,6 +98,7 @@ class ModuleState:
     def _reset(self) -> None:
         self.watched: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _Watched]] = WeakKeyDictionary()
         self._seen: list[Any] = []  # the modules' attributes at the last scan
+        self.last: Copies | None = None  # of the last call, for the next one if nothing has changed
         self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
         self.carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
         self.arrays: list[tuple[nn.Module, str]] = []  # attributes that are numpy arrays of up to 1 MiB
@@ -145,7 +146,7 @@ class Found:
     def __init__(self, state: ModuleState, modules: dict[nn.Module, None], training: bool) -> None:
         self._state, self._modules, self._training = state, modules, training
         self._dicts, self._lists = state.containers(modules)
-        self._copies = Copies(self._dicts, self._lists)
+        self._copies = state.last = Copies.of(self._dicts, self._lists, state.last)
         found = [value for module in modules for value in module._parameters.values()]
         self._parameters = [value for value in found if value is not None]
         self._zero3 = bool(self._parameters) and hasattr(self._parameters[0], "ds_id")
@@ -189,6 +190,7 @@ class Found:
             tensor.look()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
+            self._state.last = None
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
     def swap_in(self) -> Copies:
@@ -200,16 +202,12 @@ class Found:
         assert self._values is not None
         if _values(self._parameters) != self._values:
             self._check(self._values)
-        dicts, _ = self._state.containers(self._modules)
-        if not _same(dicts, self._dicts):  # tables that were empty before and were not copied
-            known = set(map(id, self._dicts))
-            added = [table for table in dicts if id(table) not in known]
+        if added := self._added():
             self._dicts = self._dicts + added
-            self._copies.dicts += [{} for _ in added]
-        if _same(_entries(self._dicts, self._lists), _entries(*self._copies)):
-            there = self._copies
-        else:
-            there = Copies(self._dicts, self._lists)
+            self._copies = Copies(self._copies.dicts + [{} for _ in added], self._copies.lists, self._copies.entries)
+        there = Copies.of(self._dicts, self._lists, self._copies)
+        if there is not self._copies:
+            self._state.last = None  # it must not keep what the modules no longer have
             self._put(self._copies)
         for tensor in self._tensors:
             tensor.swap_in()
@@ -218,9 +216,15 @@ class Found:
                 module.__dict__[name] = copy.copy()
         return there
 
+    def _added(self) -> list[dict[Any, Any]]:
+        """Tables that were empty before the first run, and were not copied."""
+        known = set(map(id, self._dicts))
+        tables = chain.from_iterable([_tables(module.__dict__) for module in self._modules])
+        return [table for table in tables if table and id(table) not in known]
+
     def swap_out(self, there: Copies) -> None:
         """Put back the entries that `swap_in` returned, after the second run."""
-        if not _same(_entries(self._dicts, self._lists), _entries(*there)):
+        if not _same(_entries(self._dicts, self._lists), there.entries):
             self._put(there)
 
     def _put(self, copies: Copies) -> None:
@@ -316,17 +320,21 @@ class Found:
 
 
 class Copies:
-    """Shallow copies of containers."""
+    """Shallow copies of containers, and all of their entries in one list."""
 
-    __slots__ = ("dicts", "lists")
+    __slots__ = ("dicts", "entries", "lists")
 
-    def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container]) -> None:
-        self.dicts: list[dict[Any, Any]] = list(map(_table_copy, dicts))
-        self.lists: list[list[Any]] = list(map(list, lists))
+    def __init__(self, dicts: list[dict[Any, Any]], lists: list[list[Any]], entries: list[Any]) -> None:
+        self.dicts, self.lists, self.entries = dicts, lists, entries
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        yield self.dicts
-        yield self.lists
+    @classmethod
+    def of(cls, dicts: list[dict[Any, Any]], lists: list[Container], other: Copies | None) -> Copies:
+        """Copy the containers, or return `other` if it is a copy of containers with the same entries."""
+        entries = _entries(dicts, lists)
+        if other is not None and _same(entries, other.entries):
+            if [*map(len, dicts), *map(len, lists)] == [*map(len, other.dicts), *map(len, other.lists)]:
+                return other
+        return cls(list(map(_table_copy, dicts)), list(map(list, lists)), entries)
 
     def without_graphs(self) -> None:
         """Replace tensors that have a graph by leaves with the same values."""
@@ -334,6 +342,7 @@ class Copies:
             copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
         for values in self.lists:
             values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
+        self.entries = _entries(self.dicts, self.lists)
 
 
 def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
