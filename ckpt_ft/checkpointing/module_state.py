@@ -330,11 +330,14 @@ class Copies:
     @classmethod
     def of(cls, dicts: list[dict[Any, Any]], lists: list[Container], other: Copies | None) -> Copies:
         """Copy the containers, or return `other` if it is a copy of containers with the same entries."""
-        entries = _entries(dicts, lists)
-        if other is not None and _same(entries, other.entries):
-            if [*map(len, dicts), *map(len, lists)] == [*map(len, other.dicts), *map(len, other.lists)]:
-                return other
+        entries, sizes = _entries(dicts, lists), [*map(len, dicts), *map(len, lists)]
+        if other is not None and _same(entries, other.entries) and sizes == other.sizes():
+            return other
         return cls(list(map(_table_copy, dicts)), list(map(list, lists)), entries)
+
+    def sizes(self) -> list[int]:
+        """How many entries each container has."""
+        return [*map(len, self.dicts), *map(len, self.lists)]
 
     def without_graphs(self) -> None:
         """Replace tensors that have a graph by leaves with the same values."""
