@@ -271,13 +271,16 @@ class FakeOps:
     def fake_meta_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward pre-hook that replaces tensors on "meta": autocast, which comes before dispatch, ignores them."""
+        """A forward pre-hook that replaces tensors on "meta": autocast, which comes before dispatch, ignores them.
+
+        Tensors that require a gradient stay: a fake has no place in their autograd graph.
+        """
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, self._off_meta, (args, kwargs))
         return made
 
     def _off_meta(self, tensor: Tensor) -> Tensor:
-        on_meta = type(tensor) is not FakeTensor and tensor.is_meta
-        return self.faked(tensor) if on_meta else tensor
+        replaced = type(tensor) is not FakeTensor and tensor.is_meta and not tensor.requires_grad
+        return self.faked(tensor) if replaced else tensor
 
     def forget_real_tensors(self) -> None:
         """Remove the fake gradients of real tensors that the step closed over."""

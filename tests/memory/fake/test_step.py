@@ -286,6 +286,17 @@ def test_an_own_gpu_and_a_wrong_name() -> None:
         trace_step(model, training_step(loss), device="t44")
 
 
+def test_an_input_on_meta_may_require_a_gradient() -> None:
+    given = nn.Parameter(torch.empty(8, 4, device="meta"))
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(given).sum().backward()
+
+    trace = trace_step(nn.Identity(), step, device="cpu")
+    assert trace.peak_allocated == 2 * 8 * 4 * 4 + 4 + 4  # the input and its gradient, the sum and its gradient
+    assert given.grad is None
+
+
 def test_a_step_that_empties_the_cache_takes_its_segments_again() -> None:
     """4 MiB weights and gradients, then 30 MiB at once, after which all that was cached goes back, or stays."""
 
