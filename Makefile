@@ -26,7 +26,7 @@ lint: $(STAMP)
 
 # One thread per worker: two workers with two threads each would compete for two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # Everything that `make test` leaves out: every architecture under every policy, long fuzzing, browsers, killed runs.
 test-slow: $(STAMP)

@@ -31,7 +31,7 @@ ALL = [
 ]
 FEW = [
     (2, "dropout", 0, ["save:attention+matmul"]),
-    (3, "lora", 0, ["segments:2", "pointwise", "head", "offload"]),
+    (3, "lora", 0, ["segments:2", "head"]),
     (3, "lora", 20, ["full"]),
 ]
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first and prefetches by it from then on

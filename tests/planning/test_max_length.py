@@ -65,15 +65,15 @@ def test_real_steps_prove_the_longest_sequence() -> None:
 
     small = Small(model, loss)
     apply_policy(model, "full")
-    peaks = measured(small, range(1, 9))
-    budget = (peaks[6] + peaks[7]) // 2
+    peaks = measured(small, range(1, 5))
+    budget = (peaks[3] + peaks[4]) // 2
     model.load_state_dict(before)
     found = find_max_length(
         model, lambda tokens: small.step_for_batch(tokens // GRANULARITY), budget, make_optimizer=small.make_optimizer
     )
-    assert (found.length, found.predicted) == (6 * GRANULARITY, 6 * GRANULARITY)
+    assert (found.length, found.predicted) == (3 * GRANULARITY, 3 * GRANULARITY)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert "proved 1536 (3 steps" in str(found) or "proved 1536 (2 steps" in str(found)
+    assert "proved 768 (3 steps" in str(found) or "proved 768 (2 steps" in str(found)
 
 
 def _ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -114,7 +114,7 @@ def test_where_nothing_fits_the_smallest_budget_is_named(
     enough = predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed)
     assert enough.length >= GRANULARITY
     assert predict_max_length(load(TrainingSpec.of(config), "t4"), ("full",), few.needed - 2 * MIB).length == 0
-    code, _, err = _ask(monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB")
+    code, _, err = _ask(monkeypatch, capsys, config, "--device", "t4", "--budget", "110MiB", "--policy", "full")
     assert code == 1
     assert "not even 256 tokens fit in 110.0 MiB; the smallest budget that would do is" in err
 

@@ -307,7 +307,15 @@ def test_a_fixed_batch_on_a_gpu_is_traced_alone() -> None:
         assert Candidate.of(row.policy, 6, trace_policies(workload, [row.policy], workload.step(6))[0]) == row  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("arch", "rate"), [((6, 1), 15.75e9), ((7, 5), 15.75e9), ((8, 9), 31.5e9), ((11, 0), 63e9)])
+@pytest.mark.parametrize(
+    ("arch", "rate"),
+    [
+        ((6, 1), 15.75e9),
+        pytest.param((7, 5), 15.75e9, marks=pytest.mark.slow),
+        ((8, 9), 31.5e9),
+        pytest.param((11, 0), 63e9, marks=pytest.mark.slow),
+    ],
+)
 def test_a_card_of_any_compute_capability_has_a_plan(arch: tuple[int, int], rate: float) -> None:
     """`offload` is priced by the slot of its generation, though no card of these is in the table."""
     gpu = replace(find_gpu("t4"), name="another", arch=arch)

@@ -122,7 +122,7 @@ def test_fields_of_the_configurations(
         ("grpo", {"beta": 0.1}, False),
         ("grpo", {"beta": 0.1}, True),
         ("grpo", {"steps_per_generation": 64}, False),
-        ("rloo", {"steps_per_generation": 64}, False),
+        pytest.param("rloo", {"steps_per_generation": 64}, False, marks=pytest.mark.slow),
     ],
 )
 def test_trainers_that_generate(kind: str, options: dict[str, Any], lora: bool, config: Path, tmp_path: Path) -> None:
