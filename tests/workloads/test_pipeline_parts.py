@@ -100,7 +100,7 @@ def test_a_unets_own_pipeline_says_what_a_latent_and_a_prompt_are(tmp_path: Path
             "give the directory or Hub id of its pipeline",
         ),
         ("black-forest-labs/FLUX.1-dev", {"lora_r": 4, "train_text_encoder": True}, "is no U-Net"),
-        ("gpt2", {"encode_each_step": True}, "encode each step: gpt2, of kind 'language model', has no images to encode"),
+        ("gpt2", {"encode_each_step": True}, "gpt2, of kind 'language model', has no images to encode"),
     ],
 )
 def test_what_has_no_such_parts(name: str, asked: dict[str, Any], says: str) -> None:
