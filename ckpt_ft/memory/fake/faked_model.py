@@ -142,10 +142,10 @@ def faked_model(model: nn.Module, fakes: Fakes) -> Iterator[None]:
                     new = fake(value)
                     if new is not value:
                         table[key] = new
-        for new, like in hooked:
-            _hook(new, like, made)
-        hooked.clear()
-        made.clear()  # the model's own references count: FSDP2 frees whole parameters
+        while hooked:
+            _hook(*hooked.pop(), made)
+        new = value = None
+        made.clear()  # only the model's own references may be left: FSDP2 frees whole parameters
         with _fresh_caches(model):
             yield
         failed = False

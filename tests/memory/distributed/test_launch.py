@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from versions import is_older
 
@@ -17,6 +19,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import bus_bandwidth, collective_seconds
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.wrap import share
+from ckpt_ft.memory.fake.step import trace_step
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.spec.flags import fields_of
@@ -295,6 +298,29 @@ def test_a_model_that_is_sharded_already_is_traced_as_it_stands() -> None:
         with pytest.raises(UserError, match="'fsdp2, on 8 GPUs': the model is sharded already, over 4 processes"):
             replace(asked, launch=Launch("fsdp2", 8)).trace(2)
     assert not dist.is_initialized()
+
+
+def test_a_loop_of_ones_own_that_shards_the_model_holds_no_whole_parameter() -> None:
+    """The trace itself once held the last parameter that it had made, whole."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with rank_of(4) as mesh:
+
+        def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+        trace = trace_step(model, step, make_optimizer=make_optimizer, device="h100")
+    resident = sum(s.nbytes for s, _ in trace.live_at(trace.start) if s.category == "parameters")
+    assert resident == 3 * 64 * 64 * 4 // 4
 
 
 def test_all_reduces_run_beside_backward() -> None:
