@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.workloads.load import load
-from ckpt_ft.workloads.workload import Workload
+from ckpt_ft.workloads.workload import Workload, optimizer_step
 
 LENGTHS = [8, 32, 16, 24, 9]
 ROWS = Dataset.from_list([{"input_ids": [1] * length, "labels": [1] * length} for length in LENGTHS])
@@ -277,3 +278,17 @@ def test_an_evaluation_between_steps_is_a_phase(tmp_path: Path) -> None:
     evaluation = workload.trace_phases(1)["evaluation"].peak_allocated
     assert evaluation == pytest.approx(profiler.meter.fullest.peak_allocated, rel=2e-3)
     assert evaluation > workload.trace(1).peak_allocated
+
+
+def test_the_graph_of_a_micro_batch_ends_with_its_backward() -> None:
+    """PEFT's DoRA makes parameters in forward, whose gradients live as long as the graph does."""
+    model, graphs = nn.Linear(4, 1), []
+
+    def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert all(graph() is None for graph in graphs)
+        made = nn.Parameter(torch.ones(4))
+        graphs.append(weakref.ref(made))
+        return model(batch * made).sum()
+
+    optimizer_step(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2, 4)] * 3, compute_loss)
+    assert len(graphs) == 3
