@@ -226,6 +226,7 @@ def document(groups: Sequence[Group]) -> str:
         prose.KERNELS.format(
             kernels=kernels.table(timed), loaded=kernels.under_load(timed), operators=operators.table()
         ),
+        prose.LIVE,
     ]
     return "\n\n".join(parts) + "\n"
 
