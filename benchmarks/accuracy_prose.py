@@ -111,9 +111,10 @@ here."""
 LIVE = """\
 ## Random Trainer runs on a CPU
 
-`python benchmarks/live_grid.py --runs 200 --seed S`; seeds 0 and 1 were stopped after some minutes: ACCallback's predicted peak against
-its measured one, for six kinds of tiny language models, 25 optimizers, three precisions, LoRA, DoRA and IA3, and six
-policies (torch 2.13, transformers 5.23, PEFT 0.21; seeds 0 and 1 also with bitsandbytes 0.50 and torchao 0.18).
+`python benchmarks/live_grid.py --runs 200 --seed S` (seeds 0 and 1 were stopped after some minutes): ACCallback's
+predicted peak against its measured one, for six kinds of tiny language models, 25 optimizers, three precisions,
+LoRA, DoRA and IA3, and six policies (torch 2.13, transformers 5.23, PEFT 0.21; seeds 0 and 1 also with bitsandbytes
+0.50 and torchao 0.18).
 
 | seed | runs | median | 95 % | worst |
 |---:|---:|---:|---:|---:|
@@ -121,9 +122,10 @@ policies (torch 2.13, transformers 5.23, PEFT 0.21; seeds 0 and 1 also with bits
 | 1 | 19 | 0.0077 % | 1.67 % | 19.26 % |
 | 2 | 190 | 0.0001 % | 0.082 % | 1.17 % |
 
-Seed 2 drew 200 runs with the optimizers of torch and transformers; ten did not train, because PEFT refuses dropout on
-Mixtral's experts, and none was without a prediction. Two are above 1 %, both DoRA under `pointwise` (-1.17 % and
--1.04 %). Two runs of seed 1 are above 1 %. `galore_adamw` with bfloat16 weights is -1.67 %: the measured peak is of the first
-step, which decomposes gradients; the prediction describes the steps between. DoRA on GPT-2's transposed layers was
-+19.26 % with gradient accumulation: the traced loop kept the graph of a micro-batch until the next one. It does not any
-more, and the eight DoRA runs that were repeated agree within 0.001 %; the table has the figures of before."""
+Seed 2 drew 200 runs with the optimizers of torch and transformers; ten did not train, because PEFT refuses dropout
+on Mixtral's experts, and none was without a prediction. Two are above 1 %, both DoRA under `pointwise` (-1.17 % and
+-1.04 %). Two runs of seed 1 are above 1 %. `galore_adamw` with bfloat16 weights is -1.67 %: the measured peak is of
+the first step, which decomposes gradients; the prediction describes the steps between. DoRA on GPT-2's transposed
+layers was +19.26 % with gradient accumulation: the traced loop kept the graph of a micro-batch until the next one.
+It does not any more, and the eight DoRA runs that were repeated agree within 0.001 %; the table has the figures of
+before."""
