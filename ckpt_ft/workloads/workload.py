@@ -99,7 +99,7 @@ def optimizer_step(
                 optimizer.fused_backward(loss, optimizer.lr)
             else:
                 engine.backward(loss)
-            loss = loss.detach()  # as Trainer's: the number stays, the graph of this micro-batch does not
+            del loss  # and with it the graph of this micro-batch
     update(model, optimizer, max_grad_norm, parameters, engine)
 
 
