@@ -46,12 +46,10 @@ class Tiled(StandIn):
         self.checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = (*args, *kwargs.values())[0]
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
-        if len(args) + len(kwargs) != 1 or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
+        hidden, *others = (*args, *kwargs.values()) or (None,)
+        if others or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
             warn_once(f"policy 'tile': a {type(self.module).__name__} is given more than hidden states; it runs whole")
             return self.forward(*args, **kwargs)
         tokens, width = hidden.shape[:-1].numel(), hidden.shape[-1]
