@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
     from ckpt_ft.checkpointing.apply import apply_policy
-    from ckpt_ft.checkpointing.handle import AppliedPolicy
     from ckpt_ft.checkpointing.parity import check_parity
     from ckpt_ft.memory.fake.step import trace_step
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
@@ -46,7 +46,7 @@ __all__ = [
 
 _HOMES = {
     "ACCallback": "training.callback",
-    "AppliedPolicy": "checkpointing.handle",
+    "AppliedPolicy": "checkpointing.applied_policy",
     "Estimate": "planning.estimate",
     "MemoryProfiler": "memory.measure.profiler",
     "Policy": "policy",

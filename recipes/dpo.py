@@ -40,7 +40,6 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOTrainer
 
 from ckpt_ft.errors import run
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.card import write_model_card
@@ -50,6 +49,7 @@ from ckpt_ft.training.samples.language import make_preferences
 from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import DPOArguments, check_preferences, preference_prompts
+from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
 BUILT_IN = {

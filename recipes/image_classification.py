@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.images.classification import (
     Collator,
@@ -54,6 +53,7 @@ from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.directory import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
 BUILT_IN = {

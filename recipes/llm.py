@@ -38,7 +38,6 @@ from dataclasses import replace
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
@@ -48,6 +47,7 @@ from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
+from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.batches import in_one_sequence
 
 # The defaults if no model is given.

@@ -38,7 +38,6 @@ from dataclasses import replace
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
@@ -57,6 +56,7 @@ from ckpt_ft.training.vision_language.models import (
     load_processor,
     patch_size,
 )
+from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
 BUILT_IN = {

@@ -12,10 +12,11 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.policy import Policy
 
 from . import rng
+from .active_policies import policies_on, refuse_overlap
+from .applied_policy import MARK, AppliedPolicy, made
 from .blocks import find_blocks
 from .compile_budget import CompileBudget
 from .guard import Guard
-from .handle import MARK, AppliedPolicy, made
 from .libraries import PRETRAINED, is_a
 from .module_state import has, modules_in
 from .recompute import Checkpointed
@@ -23,7 +24,6 @@ from .scopes import SEGMENTED, regions
 from .segments import Segment, SegmentMember
 from .selective import Selection
 from .standin import OneDevice
-from .standing import policies_on, refuse_overlap
 from .towers import Part, parts_of
 from .verify import Schedule
 

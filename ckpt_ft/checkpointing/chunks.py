@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from .autocast import AutocastState
 from .standin import StandIn
-from .verify import Recorder, SavedTensorProof
+from .verify import SavedTensorProof, TensorComparison
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -20,8 +20,8 @@ _HALF = (torch.bfloat16, torch.float16)
 class ChunkProof:
     """In a verified step, checks that a chunk's second run saves bit for bit the same tensors as its first."""
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self.proof = None if recorder is None else SavedTensorProof(recorder)
+    def __init__(self, comparison: TensorComparison | None) -> None:
+        self.proof = None if comparison is None else SavedTensorProof(comparison)
         self.begun = False
 
     def __enter__(self) -> None:

@@ -24,7 +24,7 @@ from ckpt_ft.units import MIB
 from . import rng
 from .autocast import AutocastState
 from .chunks import ChunkProof, Weights
-from .verify import Recorder
+from .verify import TensorComparison
 
 
 class Layer(Protocol):
@@ -59,7 +59,7 @@ class Projection:
     layer: Layer
     autocast: AutocastState
     steps: tuple[Step, ...] = ()
-    given: tuple[Recorder, int, torch.Tensor, rng.Snapshot] | None = None  # in a verified step: see `proof`
+    given: tuple[TensorComparison, int, torch.Tensor, rng.Snapshot] | None = None  # in a verified step: see `proof`
 
     def rows(
         self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -91,12 +91,12 @@ class Projection:
         if self.given is None:
             yield
             return
-        recorder, slot, hidden, drawn = self.given
-        recorder.restored(slot, hidden)
+        comparison, slot, hidden, drawn = self.given
+        comparison.restored(slot, hidden)
         before = rng.snapshot(hidden.device)
         yield
         if before != drawn and rng.snapshot(hidden.device) != before:
-            raise recorder.failed(slot, "random state: the model draws between its output layer and its loss")
+            raise comparison.failed(slot, "random state: the model draws between its output layer and its loss")
 
     def check_rows(self, hidden: torch.Tensor) -> None:
         """Check that the layer computes each position from that position alone; within `Layer.call`.
@@ -159,10 +159,10 @@ def cross_entropy(
         return loss(input.whole("cross_entropy without a sum"), target, reduction=reduction)
     projection, hidden = input.projection, input.positions()
     rows = max(1, CHUNK_BYTES // (4 * input.width))
-    layer, recorder = projection.layer, projection.given and projection.given[0]
+    layer, comparison = projection.layer, projection.given and projection.given[0]
 
     def sum_of_chunks(hidden: torch.Tensor) -> torch.Tensor:
-        if recorder is not None:
+        if comparison is not None:
             projection.check_rows(hidden)
         if len(hidden) <= rows:
             return loss(projection.rows(hidden), target, reduction=reduction)
@@ -174,7 +174,7 @@ def cross_entropy(
 
         random = _draws(layer.module)
         losses = [
-            checkpoint(partial(chunk, ChunkProof(recorder)), *part, use_reentrant=False, preserve_rng_state=random)
+            checkpoint(partial(chunk, ChunkProof(comparison)), *part, use_reentrant=False, preserve_rng_state=random)
             for part in zip(hidden.split(rows), target.split(rows), strict=True)
         ]
         weights.drop_copies()

@@ -52,7 +52,7 @@ class Guard(StandIn):
         verification.begin_step()
         try:
             output = self.forward(*args, **kwargs)
-            verification.settle_together(self.module, output)
+            verification.read_flags_together(self.module, output)
         finally:
             verification.end_forward()
         return output

@@ -107,10 +107,10 @@ class OutputLayer(StandIn):
     def defer(self, hidden: torch.Tensor) -> Logits:
         """Return deferred logits of `hidden`, which will be computed in the current autocast state."""
         autocast = AutocastState.now(hidden.device.type)
-        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
+        comparison = self.verification.region(self.name, self.module) if self.verification.active else None
         given = None
-        if recorder is not None:
-            given = recorder, recorder.saved(hidden, "its input"), hidden, rng.snapshot(hidden.device)
+        if comparison is not None:
+            given = comparison, comparison.saved(hidden, "its input"), hidden, rng.snapshot(hidden.device)
         return Logits(Projection(self, autocast, _output_cast(self.module), given), hidden, _width(self.module))
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> Any:

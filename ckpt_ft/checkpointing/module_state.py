@@ -77,7 +77,7 @@ def has(module: nn.Module, name: str) -> bool:
     return name in module.__dict__ or hasattr(type(module), name)
 
 
-class _Watched:
+class _TensorHistory:
     """What is known from earlier calls about one tensor of a module."""
 
     __slots__ = ("copy", "tensor", "version", "written")
@@ -96,7 +96,7 @@ class ModuleState:
         self._reset()
 
     def _reset(self) -> None:
-        self.watched: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _Watched]] = WeakKeyDictionary()
+        self.history: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _TensorHistory]] = WeakKeyDictionary()
         self._seen: list[Any] = []  # the modules' attributes at the last scan
         self.last: Copies | None = None  # of the last call, for the next one if nothing has changed
         self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
@@ -135,7 +135,7 @@ class ModuleState:
         return dicts + [x for x in extra if isinstance(x, dict)], [x for x in extra if not isinstance(x, dict)]
 
 
-class Found:
+class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
@@ -193,7 +193,7 @@ class Found:
             self._state.last = None
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
-    def swap_in(self) -> Copies:
+    def restore(self) -> Copies:
         """Restore the first run's state before the second run; return the entries that were replaced.
 
         Raises:
@@ -210,7 +210,7 @@ class Found:
             self._state.last = None  # it must not keep what the modules no longer have
             self._put(self._copies)
         for tensor in self._tensors:
-            tensor.swap_in()
+            tensor.restore()
         for module, name, copy in self._arrays:
             if module.__dict__[name].tobytes() != copy.tobytes():
                 module.__dict__[name] = copy.copy()
@@ -222,8 +222,8 @@ class Found:
         tables = chain.from_iterable([_tables(module.__dict__) for module in self._modules])
         return [table for table in tables if table and id(table) not in known]
 
-    def swap_out(self, there: Copies) -> None:
-        """Put back the entries that `swap_in` returned, after the second run."""
+    def undo(self, there: Copies) -> None:
+        """Put back the entries that `restore` returned, after the second run."""
         if not _same(_entries(self._dicts, self._lists), there.entries):
             self._put(there)
 
@@ -364,31 +364,31 @@ def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
 class _Held:
     """One tensor of a module in one call of its region."""
 
-    __slots__ = ("container", "copy", "place", "training", "value", "version", "watched", "written")
+    __slots__ = ("container", "copy", "history", "place", "training", "value", "version", "written")
 
     def __init__(
         self, place: Place, container: Container, value: torch.Tensor, state: ModuleState, training: bool
     ) -> None:
         self.place, self.container, self.value = place, container, value
-        self.watched = state.watched.setdefault(place[0], {}).setdefault(place[1:], _Watched())
+        self.history = state.history.setdefault(place[0], {}).setdefault(place[1:], _TensorHistory())
         self.version, self.training, self.written = version_of(value), training, False
         self.copy = self._copied()
 
     def _copied(self) -> torch.Tensor | None:
         """Return a copy of the value before the first run; None for a large tensor that was not written so far."""
         value = self.value
-        watched = self.watched
-        if self._is_statistic() or watched.written.get(self.training):
+        history = self.history
+        if self._is_statistic() or history.written.get(self.training):
             return value.detach().clone()
         if _without_values(value):
             return None
-        if self.training not in watched.written:
+        if self.training not in history.written:
             return value.detach().clone()
         if value.nbytes > _TINY:
             return None
-        if watched.tensor is not value or watched.version != self.version:
-            watched.tensor, watched.version, watched.copy = value, self.version, value.detach().clone()
-        return watched.copy
+        if history.tensor is not value or history.version != self.version:
+            history.tensor, history.version, history.copy = value, self.version, value.detach().clone()
+        return history.copy
 
     def _is_statistic(self) -> bool:
         """Whether this is a norm's running statistic that a call in the current mode updates."""
@@ -398,17 +398,17 @@ class _Held:
 
     def look(self) -> None:
         """Record whether the first run wrote the tensor."""
-        watched, real = self.watched, not _without_values(self.value)
+        history, real = self.history, not _without_values(self.value)
         counted = version_of(self.value) != self.version
-        self.written = counted or self._is_statistic() or watched.written.get(self.training, False)
-        if real and self.training not in watched.written:
+        self.written = counted or self._is_statistic() or history.written.get(self.training, False)
+        if real and self.training not in history.written:
             assert self.copy is not None
             self.written = self.written or not torch.equal(self.value, self.copy)
-            watched.written[self.training] = self.written
+            history.written[self.training] = self.written
         if self.written:
             if counted:
-                watched.written[self.training] = True
-            watched.tensor = watched.copy = None
+                history.written[self.training] = True
+            history.tensor = history.copy = None
             if self.copy is None and real:
                 owner, table, key = self.place
                 kind = "buffer" if table == "_buffers" else "attribute"
@@ -420,10 +420,10 @@ class _Held:
         elif self.value.nbytes > _TINY:
             self.copy = None
         elif self.copy is not None:
-            watched.tensor, watched.version, watched.copy = self.value, self.version, self.copy
+            history.tensor, history.version, history.copy = self.value, self.version, self.copy
 
-    def swap_in(self) -> None:
-        """Replace the tensor by a copy of its value before the first run; `Found.swap_out` puts it back."""
+    def restore(self) -> None:
+        """Replace the tensor by a copy of its value before the first run; `undo` undoes it."""
         if self.written or version_of(self.value) != self.version:
             assert self.copy is not None
             key = self.place[2]

@@ -35,7 +35,7 @@ from .tensor_identity import (
     view_of,
     written_to,
 )
-from .verify import Recorder
+from .verify import TensorComparison
 
 _PARKED = "_ckpt_ft_parked"
 
@@ -142,7 +142,11 @@ class Saved:
     __slots__ = ("counter", "held", "proof", "version")
 
     def __init__(
-        self, counter: torch.Tensor, version: int, held: Held | None = None, proof: tuple[Recorder, int] | None = None
+        self,
+        counter: torch.Tensor,
+        version: int,
+        held: Held | None = None,
+        proof: tuple[TensorComparison, int] | None = None,
     ) -> None:
         self.counter, self.version, self.held, self.proof = counter, version, held, proof
 
@@ -159,8 +163,8 @@ class Saved:
             return self.counter
         tensor = self.held.get()
         if self.proof is not None:
-            recorder, slot = self.proof
-            recorder.restored(slot, tensor)
+            comparison, slot = self.proof
+            comparison.restored(slot, tensor)
         return tensor
 
 
@@ -197,8 +201,8 @@ class HostCopy:
 class Parking:
     """One forward pass: the storages that it copied to the host, by block."""
 
-    def __init__(self, usage: Usage, min_bytes: int, recorder: Recorder | None = None) -> None:
-        self.usage, self.min_bytes, self.recorder = usage, min_bytes, recorder
+    def __init__(self, usage: Usage, min_bytes: int, comparison: TensorComparison | None = None) -> None:
+        self.usage, self.min_bytes, self.comparison = usage, min_bytes, comparison
         self.resident: set[int] = set()  # storages that stay on the device
         self.block = 0
         self.blocks: dict[int, list[weakref.ref[Parked]]] = {}
@@ -227,9 +231,9 @@ class Parking:
             return Saved(counter, tensor._version, self.park(tensor, counter), self.proof(tensor))
         return Saved(tensor.detach(), tensor._version)
 
-    def proof(self, tensor: torch.Tensor) -> tuple[Recorder, int] | None:
-        """Return the recorder and the slot of an offloaded tensor; None if the step is not verified."""
-        return None if self.recorder is None else (self.recorder, self.recorder.saved(tensor))
+    def proof(self, tensor: torch.Tensor) -> tuple[TensorComparison, int] | None:
+        """Return the comparison and the slot of an offloaded tensor; None if the step is not verified."""
+        return None if self.comparison is None else (self.comparison, self.comparison.saved(tensor))
 
     def leaves(self, tensor: torch.Tensor) -> bool:
         """Whether to copy the tensor's storage to the host: it is large and not of a parameter or buffer."""
@@ -297,8 +301,8 @@ class Offloading(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _local.running is not None:
             return self.forward(*args, **kwargs)
-        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
-        _local.running = running = Parking(self.usage, self.min_bytes, recorder)
+        comparison = self.verification.region(self.name, self.module) if self.verification.active else None
+        _local.running = running = Parking(self.usage, self.min_bytes, comparison)
         try:
             with torch.autograd.graph.saved_tensors_hooks(running.pack, unpack):
                 running.resident = _storages(self.module)

@@ -19,9 +19,9 @@ from ckpt_ft.policy import Policy
 from ckpt_ft.tables import DASH, Table, as_text
 
 from . import rng
+from .active_policies import suspended
 from .apply import apply_policy
 from .outcome import Outcome, default_loss, device_of, outcome_of
-from .standing import suspended
 
 REORDERED_TOLERANCE = 1e-6  # relative, in fp32, for the rounding of reordered sums
 REORDERED_TOLERANCE_HALF = 2**-7  # one bf16 rounding in each of the two steps

@@ -24,10 +24,10 @@ from ckpt_ft.errors import UserError
 
 from . import rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
-from .module_state import Found, ModuleState, modules_in
+from .module_state import ModuleState, StateBeforeFirstRun, modules_in
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
-from .verify import Recorder, SavedTensorProof
+from .verify import SavedTensorProof, TensorComparison
 
 _MOST_STRUCTURES = 64  # ways of being called that a region remembers
 
@@ -69,8 +69,8 @@ class Checkpointed(StandIn):
         call = Call(self.forward, contexts, self.inputs, args, kwargs)
         return checkpoint(call, *call.saved, use_reentrant=False, preserve_rng_state=False, determinism_check=_LIGHT)
 
-    def recorder(self, structure: Any) -> Recorder | None:
-        """A recorder if this call of the region is to be verified; `structure` is how it is called."""
+    def comparison(self, structure: Any) -> TensorComparison | None:
+        """A comparison if this call of the region is to be verified; `structure` is how it is called."""
         self.calls += 1
         changed = structure not in self.structures
         if changed and len(self.structures) < _MOST_STRUCTURES:
@@ -93,8 +93,19 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = ("devices", "ended", "found", "keeping", "modules", "parameters", "proof", "random", "recorder",
-        "region", "replaying", "structure",
+    __slots__ = (
+        "comparison",
+        "devices",
+        "ended",
+        "found",
+        "keeping",
+        "modules",
+        "parameters",
+        "proof",
+        "random",
+        "region",
+        "replaying",
+        "structure",
     )  # fmt: skip
 
     def __init__(
@@ -114,13 +125,13 @@ class FirstRun:
 
     def __enter__(self) -> None:
         region = self.region
-        self.found = Found(region.state, self.modules, region.module.training)
-        self.recorder = recorder = region.recorder((*self.structure, self.found.trained))
+        self.found = StateBeforeFirstRun(region.state, self.modules, region.module.training)
+        self.comparison = comparison = region.comparison((*self.structure, self.found.trained))
         self.random = rng.snapshot(*self.devices, host=True)
         self.proof: SavedTensorProof | None = None
-        if recorder is not None:
-            self.proof = SavedTensorProof(recorder)
-            self.parameters = [(recorder.saved(p, name), p) for name, p in self.found.parameters()]
+        if comparison is not None:
+            self.proof = SavedTensorProof(comparison)
+            self.parameters = [(comparison.saved(p, name), p) for name, p in self.found.parameters()]
             self.proof.enter_first_run()
         self.keeping.__enter__()
 
@@ -151,12 +162,12 @@ class SecondRun:
                 f"{kind}: its forward runs a backward of its own (torch.autograd.grad) over what a checkpoint has "
                 f"dropped; re-run only its parts (modules:mlp), or take 'pointwise' or 'offload'"
             )
-        if first.recorder is not None and first.proof is not None:
+        if first.comparison is not None and first.proof is not None:
             self.before = rng.snapshot(*first.devices, host=True)
-            self.state = [(first.recorder.saved(x, name), x) for name, x in first.found.tensors()]
+            self.state = [(first.comparison.saved(x, name), x) for name, x in first.found.tensors()]
             for change in first.found.changes():
-                first.recorder.note(change)
-        self.there = first.found.swap_in()
+                first.comparison.note(change)
+        self.there = first.found.restore()
         self.random = first.random.now()
         first.random.restore()
         if first.proof is not None:
@@ -169,19 +180,19 @@ class SecondRun:
         if first.proof is not None:
             first.proof.exit()
         self.random.restore()
-        first.found.swap_out(self.there)
+        first.found.undo(self.there)
         del self.there
-        if first.recorder is not None and (kind is None or kind.__name__ in _ENDS):
-            self._prove(first.recorder)
+        if first.comparison is not None and (kind is None or kind.__name__ in _ENDS):
+            self._prove(first.comparison)
 
-    def _prove(self, recorder: Recorder) -> None:
+    def _prove(self, comparison: TensorComparison) -> None:
         """That the second run left random state, parameters, buffers and attributes as it found them."""
         first = self.first
         for slot, tensor in (*first.parameters, *self.state):
-            recorder.restored(slot, tensor)
+            comparison.restored(slot, tensor)
         self.state = []
         if moved := self.before.moved(rng.snapshot(*first.devices, host=True)).states:
-            recorder.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
+            comparison.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
 
 
 _ENDS = ("_StopRecomputationError", "_Complete")  # how a second run is stopped once all saved tensors are there

@@ -1,10 +1,10 @@
 """Checkpoints consecutive blocks as one segment: only the first block's input is kept (Chen et al. 2016, section 3).
 
 The model loops over its blocks and passes each a mask and keyword arguments, so a segment cannot be one wrapper
-module. Instead, the blocks share a frame: saved-tensor hooks drop the tensors that the blocks save, and the first
-unpack in backward re-runs all blocks in order. A block joins the frame of the preceding block if its arguments contain
-that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create aliases of a
-block's inputs). Otherwise it starts its own frame, and results stay correct.
+module. Instead, the blocks share a sequence: saved-tensor hooks drop the tensors that the blocks save, and the first
+unpack in backward re-runs all blocks in order. A block joins the sequence of the preceding block if its arguments
+contain that block's output, either the same tensor or an alias of it (the hooks of FSDP2 and ZeRO-3 create aliases of
+a block's inputs). Otherwise it starts its own sequence, and results stay correct.
 
 The second run bypasses FSDP2's hooks. It gathers the weights that FSDP2 has resharded, for each block while the
 preceding block runs; the weights stay gathered until the block's own backward, which reshards them.
@@ -31,17 +31,17 @@ from .tensor_identity import version_of, view_of
 
 
 class Segment:
-    """State shared by a segment's blocks: a weak reference to the open frame, which saved tensors keep alive."""
+    """State shared by a segment's blocks: a weak reference to the open sequence, which saved tensors keep alive."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], _Frame | None] = _no_frame
+        self.open: Callable[[], _CallSequence | None] = _no_sequence
         self.joined = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"open": _no_frame, "joined": 0}
+        return {"open": _no_sequence, "joined": 0}
 
 
-def _no_frame() -> None:
+def _no_sequence() -> None:
     return None
 
 
@@ -65,18 +65,18 @@ class SegmentMember(Checkpointed):
         if contexts is None:
             return self.forward(*args, **kwargs)
         given = [*leaves(args), *leaves(kwargs)]
-        frame = self.segment.open()
-        if frame is None or not frame.feeds(given):
-            frame = _Frame()
+        sequence = self.segment.open()
+        if sequence is None or not sequence.feeds(given):
+            sequence = _CallSequence()
         else:
             self.segment.joined += 1
-        out = frame.call(self, contexts, given, args, kwargs)
-        self.segment.open = _no_frame if self.last else weakref.ref(frame)
+        out = sequence.call(self, contexts, given, args, kwargs)
+        self.segment.open = _no_sequence if self.last else weakref.ref(sequence)
         return out
 
 
 class _Link:
-    """An argument that is an output of an earlier call in the frame, or an alias of one."""
+    """An argument that is an output of an earlier call in the sequence, or an alias of one."""
 
     __slots__ = ("call", "leaf", "storage", "version")
 
@@ -94,8 +94,8 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.requires_grad, view_of(tensor)
 
 
-class _Held:
-    """A tensor argument from outside the frame, detached to avoid a reference cycle of frame and graph."""
+class _ExternalInput:
+    """A tensor argument from outside the sequence, detached to avoid a reference cycle of sequence and graph."""
 
     __slots__ = ("requires_grad", "tensor", "version", "written")
 
@@ -116,7 +116,7 @@ class _Held:
 
 
 class _Call:
-    """One call of a block, with its original arguments; tensors are `_Link` or `_Held`."""
+    """One call of a block, with its original arguments; tensors are `_Link` or `_ExternalInput`."""
 
     def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
         self.member, self.arguments, self.second = member, arguments, second
@@ -128,7 +128,7 @@ class _Call:
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, _Link):
                 return made[leaf.call][leaf.leaf]
-            return leaf.again() if isinstance(leaf, _Held) else leaf
+            return leaf.again() if isinstance(leaf, _ExternalInput) else leaf
 
         args, kwargs = rebuild(self.arguments, fill)
         with self.autocast.context(), self.second:
@@ -141,7 +141,7 @@ def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     return [*leaves(out), *written]
 
 
-class _Frame:
+class _CallSequence:
     """Calls of blocks whose saved tensors are dropped in forward and recomputed by re-running all calls."""
 
     def __init__(self) -> None:
@@ -167,14 +167,14 @@ class _Frame:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        held: dict[int, _Held] = {}
+        held: dict[int, _ExternalInput] = {}
 
         def hold(leaf: Any) -> Any:
             if not _is_variable(leaf):
                 return leaf
             link = self.link(leaf)
             if link is None and id(leaf) not in held:
-                held[id(leaf)] = _Held(leaf)
+                held[id(leaf)] = _ExternalInput(leaf)
             return link or held[id(leaf)]
 
         arguments = rebuild((args, kwargs), hold)
@@ -211,7 +211,7 @@ class _Frame:
     def recompute(self) -> None:
         made, saved, recomputed = 0, self.saved, self.recomputed
 
-        def pack(tensor: torch.Tensor) -> int:  # must not refer to the frame: reference cycle
+        def pack(tensor: torch.Tensor) -> int:  # must not refer to the sequence: reference cycle
             nonlocal made
             if (tensor.shape, tensor.dtype) != saved[made]:
                 raise RuntimeError(

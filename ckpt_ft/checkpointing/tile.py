@@ -64,7 +64,7 @@ class Tiled(StandIn):
         """The output of the MLP for `hidden` (..., width), computed for `size` tokens of the batch at a time."""
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())  # ZeRO-3 gathers each
         weights = None if sharded else Weights(self.module, AutocastState.now(hidden.device.type))
-        recorder = self.verification.region(self.name, self.module) if self.verification.active else None
+        comparison = self.verification.region(self.name, self.module) if self.verification.active else None
 
         def run(proof: ChunkProof, piece: torch.Tensor) -> torch.Tensor:
             with proof:
@@ -73,7 +73,7 @@ class Tiled(StandIn):
         random = has_dropout(self.module)
         rows = hidden.reshape(1, -1, hidden.shape[-1])  # pieces of it are contiguous
         outputs = [
-            checkpoint(partial(run, ChunkProof(recorder)), piece, use_reentrant=False, preserve_rng_state=random)
+            checkpoint(partial(run, ChunkProof(comparison)), piece, use_reentrant=False, preserve_rng_state=random)
             for piece in rows.split(size, dim=1)
         ]
         if weights is not None:

@@ -9,9 +9,9 @@ before an optimizer can step. A difference raises `VerificationError`, which nam
 
 How an engine uses it, where `verification` belongs to the policy on the model (`AppliedPolicy.verification`):
 
-    recorder = verification.region("layers.3", module)      # in forward; None if this step is not verified
-    slot = recorder.saved(tensor)                           # in forward, for each tensor that is dropped or parked
-    recorder.restored(slot, tensor)                         # in backward, when the tensor is put back
+    comparison = verification.region("layers.3", module)      # in forward; None if this step is not verified
+    slot = comparison.saved(tensor)                           # in forward, for each tensor that is dropped or parked
+    comparison.restored(slot, tensor)                         # in backward, when the tensor is put back
 
 `saved` must be called before anything can write into the tensor, and `restored` with what backward will compute with.
 Nothing else is needed: the first `restored` of a backward queues the reading of the flags at its end. Where several
@@ -106,14 +106,14 @@ class Schedule:
         return 0 < step <= self.first or (self.every > 0 and step > 0 and step % self.every == 0)
 
 
-class Recorder:
+class TensorComparison:
     """Fingerprints of what one call of a region saved, and flags of what was put back."""
 
     __slots__ = ("differing", "hashes", "index", "kind", "layouts", "name", "notes", "operators", "verification")
 
     def __init__(self, verification: Verification, name: str, kind: str) -> None:
         self.verification, self.name, self.kind = verification, name, kind
-        self.index = verification.recorders = verification.recorders + 1  # in the order of forward
+        self.index = verification.comparisons = verification.comparisons + 1  # in the order of forward
         self.layouts: list[Layout] = []
         self.hashes: list[torch.Tensor | None] = []
         self.operators: list[str] = []
@@ -170,8 +170,8 @@ class SavedTensorProof:
     autograd, whose own check is off under hooks.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, comparison: TensorComparison) -> None:
+        self.comparison = comparison
         self.slots: list[int] = []
         self.versions: dict[int, int] = {}
         self.next = 0
@@ -182,7 +182,7 @@ class SavedTensorProof:
         outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: torch.Tensor) -> tuple[int, Any]:
-            slot = self.recorder.saved(tensor)
+            slot = self.comparison.saved(tensor)
             self.slots.append(slot)
             return slot, outer_pack(tensor)
 
@@ -191,11 +191,11 @@ class SavedTensorProof:
             try:
                 tensor: torch.Tensor = outer_unpack(inner)
             except CheckpointError as error:
-                raise self.recorder.failed(
+                raise self.comparison.failed(
                     slot, f"the second run saved other tensors ({one_line(error, 200)})"
                 ) from error
             if self.versions.get(slot, version := version_of(tensor)) != version:
-                self.recorder.differs(slot, "it was written in place after it was saved for backward")
+                self.comparison.differs(slot, "it was written in place after it was saved for backward")
             return tensor
 
         self._enter(pack, unpack)
@@ -209,7 +209,7 @@ class SavedTensorProof:
             if self.next < len(self.slots):
                 slot = self.slots[self.next]
                 self.next += 1
-                self.recorder.restored(slot, tensor)
+                self.comparison.restored(slot, tensor)
                 self.versions[slot] = version_of(tensor)
             return outer_pack(tensor)
 
@@ -234,10 +234,10 @@ class Verification:
 
     def __init__(self, schedule: Schedule, policy: str) -> None:
         self.schedule, self.policy = schedule, policy
-        self.steps = self.recorders = 0  # so far
+        self.steps = self.comparisons = 0  # so far
         self.active = False  # whether a verified forward of the whole model is running
         self.inside = False  # whether any forward of the whole model is running
-        self._order: list[Recorder] = []  # of those compared in the backward that runs
+        self._order: list[TensorComparison] = []  # of those compared in the backward that runs
         self._queued: set[int] = set()  # graph tasks at whose end the flags will be read
         self._together: set[int] = set()  # the same, with the flags of other ranks
 
@@ -261,8 +261,8 @@ class Verification:
         """That forward has ended."""
         self.inside = self.active = False
 
-    def region(self, name: str, module: nn.Module, calls: int = 0, changed: bool = False) -> Recorder | None:
-        """A recorder for one call of a region, or None if the call is not verified.
+    def region(self, name: str, module: nn.Module, calls: int = 0, changed: bool = False) -> TensorComparison | None:
+        """A comparison for one call of a region, or None if the call is not verified.
 
         Args:
             name: qualified name of the region's module in the model.
@@ -273,21 +273,21 @@ class Verification:
         """
         if not (self.active or (changed and self.schedule.changes) or (not self.inside and self.schedule.due(calls))):
             return None
-        return Recorder(self, name, type(module).__name__) if self.active or can_hash() else None
+        return TensorComparison(self, name, type(module).__name__) if self.active or can_hash() else None
 
-    def compared(self, recorder: Recorder) -> None:
-        """Note that `recorder` holds flags; they are read when the backward that runs ends, or now if none runs."""
-        if not (self._order and self._order[-1] is recorder):
-            self._order.append(recorder)
+    def compared(self, comparison: TensorComparison) -> None:
+        """Note that `comparison` holds flags; they are read when the backward that runs ends, or now if none runs."""
+        if not (self._order and self._order[-1] is comparison):
+            self._order.append(comparison)
         task = torch._C._current_graph_task_id()
         if task == -1:
-            self.settle()
+            self.read_flags()
         elif task not in self._queued:
             self._queued.add(task)
-            _queue(lambda: self.settle(task))
+            _queue(lambda: self.read_flags(task))
 
-    def settle_together(self, model: nn.Module, output: Any) -> None:
-        """In a scheduled step of one rank of several: end the backward of `output` with `settle` on all of them.
+    def read_flags_together(self, model: nn.Module, output: Any) -> None:
+        """In a scheduled step of one rank of several: end the backward of `output` with `read_flags` on all of them.
 
         Ranks that train `model` together run its forward and backward equally often, whatever their regions compare,
         so none waits in vain for another.
@@ -300,13 +300,13 @@ class Verification:
             task, device = torch._C._current_graph_task_id(), grad.device
             if task not in self._together:
                 self._together.add(task)  # queued twice: behind what FSDP2 and DDP queue for the end of this backward
-                _queue(lambda: _queue(lambda: self.settle(task, device, _groups(model, ddp))))
+                _queue(lambda: _queue(lambda: self.read_flags(task, device, _groups(model, ddp))))
 
         for leaf in leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(begins)
 
-    def settle(
+    def read_flags(
         self, task: int = -1, device: torch.device | None = None, groups: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         """Read the flags of everything compared so far, and on `device` whether another rank in `groups` found one.
@@ -318,12 +318,12 @@ class Verification:
         if device is None and task in self._together:
             return  # it will be called once more
         self._together.discard(task)
-        recorders, self._order = list(dict.fromkeys(self._order)), []
-        found = [(recorder, slot, differs) for recorder in recorders for slot, differs in recorder.differing]
-        for recorder in recorders:
-            recorder.differing = []
-        wrong = [(recorder, slot, differs) for recorder, slot, differs in found if isinstance(differs, str)]
-        flags = [(recorder, slot, flag) for recorder, slot, flag in found if isinstance(flag, torch.Tensor)]
+        comparisons, self._order = list(dict.fromkeys(self._order)), []
+        found = [(comparison, slot, differs) for comparison in comparisons for slot, differs in comparison.differing]
+        for comparison in comparisons:
+            comparison.differing = []
+        wrong = [(comparison, slot, differs) for comparison, slot, differs in found if isinstance(differs, str)]
+        flags = [(comparison, slot, flag) for comparison, slot, flag in found if isinstance(flag, torch.Tensor)]
         for at in dict.fromkeys(flag.device for _, _, flag in flags):
             there = [found for found in flags if found[2].device == at]
             with _quietly():
@@ -338,18 +338,18 @@ class Verification:
                 "the message of that rank says where. No rank took an optimizer step.", "", "", f"rank {rank}",
             )  # fmt: skip
 
-    def error(self, wrong: list[tuple[Recorder, int, str]]) -> VerificationError:
-        """The error for slots of recorders and what differs in them; it shows the first in the order of forward."""
-        recorder, slot, differs = min(wrong, key=lambda found: (found[0].index, found[1]))
+    def error(self, wrong: list[tuple[TensorComparison, int, str]]) -> VerificationError:
+        """The error for slots of comparisons and what differs in them; it shows the first in the order of forward."""
+        comparison, slot, differs = min(wrong, key=lambda found: (found[0].index, found[1]))
         regions = dict.fromkeys(one for one, _, _ in wrong)
-        slots = {at for one, at, _ in wrong if one is recorder}
-        layout, operator = recorder.layouts[slot], recorder.operators[slot]
+        slots = {at for one, at, _ in wrong if one is comparison}
+        layout, operator = comparison.layouts[slot], comparison.operators[slot]
         what = f"made by {operator}" if operator.endswith(("Backward", *"0123456789")) else operator or "an input"
         lines = [
             f"policy '{self.policy}': backward would compute with other numbers than forward did. No optimizer step "
             "was taken.",
-            f"  where: {recorder.name or 'the model'} ({recorder.kind}), saved tensor {slot + 1} of "
-            f"{len(recorder.hashes)}, {what}: {_described(layout)}",
+            f"  where: {comparison.name or 'the model'} ({comparison.kind}), saved tensor {slot + 1} of "
+            f"{len(comparison.hashes)}, {what}: {_described(layout)}",
             f"  what differs: {differs} ({len(slots)} of its saved tensors, {len(regions)} "
             f"region{'s' if len(regions) > 1 else ''})",
         ]
@@ -365,7 +365,7 @@ class Verification:
             "check_parity(model, batch, 'pointwise') of ckpt_ft tests a policy on one step; so do --ac_check of a "
             "recipe and `ckpt-ft check`",
         ]
-        return VerificationError("\n".join(lines), recorder.name, operator, differs)
+        return VerificationError("\n".join(lines), comparison.name, operator, differs)
 
 
 def _groups(model: nn.Module, ddp: DistributedDataParallel | None) -> list[dist.ProcessGroup]:

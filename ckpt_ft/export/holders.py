@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt_ft.reading import Bytes, Count
 from ckpt_ft.tables import DASH, Table
 from ckpt_ft.units import format_bytes
+from ckpt_ft.validation import Bytes, Count
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ckpt_ft.checkpointing import rng
+from ckpt_ft.checkpointing.active_policies import suspended
 from ckpt_ft.checkpointing.apply import applied_policy
-from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError, is_oom
 from ckpt_ft.memory.gpus import current_gpu, gpu_of
 from ckpt_ft.memory.record.tracker import Tracker

@@ -14,9 +14,9 @@ from ckpt_ft.memory.cost.collectives import nccl_bytes
 from ckpt_ft.memory.cost.schedule import Host, Span
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.reading import Bytes, Count, Seconds
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.units import GIB, format_bytes, parse_budget
+from ckpt_ft.validation import Bytes, Count, Seconds
 
 TARGETS = ("throughput", "memory", "effective_batch")
 # The speed of CPUs is not modelled. These round figures (100 GFLOP/s, 10 GB/s, free launches) only rank policies by

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 from ckpt_ft.checkpointing.parity import Parity, check_parity
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import current_gpu, find_gpu
-from ckpt_ft.reading import library_reads, require_weights
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.units import format_bytes
+from ckpt_ft.validation import library_reads, require_weights
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import task_of
 from ckpt_ft.workloads.load import load

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import GPU, asked_gpu, gpu_of
 from ckpt_ft.policy import Policy
-from ckpt_ft.reading import Bytes, Count, Seconds, read_json
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.validation import Bytes, Count, Seconds, read_json
 
 from .results import Suggestions
 

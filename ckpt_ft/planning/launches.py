@@ -20,7 +20,7 @@ from ckpt_ft.workloads.workload import MIXED_PRECISION
 
 from .budget import Candidate, MemoryBudget, better
 from .estimates import LOW, Estimates
-from .search import ends, pick_first, search, settle, timed
+from .search import ends, pick_first, search, timed, trace_final_batches
 from .tracing import Tracer, trace_all
 
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
@@ -163,7 +163,7 @@ class Launches:
                 break
         shown = [candidate.policy for candidates in found.values() for candidate in candidates]
         others = {id(e): self._best(e, [*first, *shown]) for e in order if id(e) not in found}
-        settle((e, best) for e in order if (best := others.get(id(e))) is not None)
+        trace_final_batches((e, best) for e in order if (best := others.get(id(e))) is not None)
         for estimates in order:
             if others.get(id(estimates)) is not None:
                 found[id(estimates)] = self._of(estimates, found, policies, [*first, *shown])
@@ -224,7 +224,7 @@ class Launches:
         known = [*self.first, pick.policy]
         alone = self._best(self.alone, known)
         if alone is not None:
-            settle([(self.alone, alone)])
+            trace_final_batches([(self.alone, alone)])
             alone = self._best(self.alone, known)
         if alone is not None:
             return alone

@@ -14,10 +14,10 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.export.holders import Holder
 from ckpt_ft.memory.gpus import gpu_of
 from ckpt_ft.policy import Policy
-from ckpt_ft.reading import Bytes, Count
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.training_spec import MOST
 from ckpt_ft.units import format_bytes
+from ckpt_ft.validation import Bytes, Count
 from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .batch_size import Trial, find_max_batch_size
@@ -25,7 +25,7 @@ from .budget import Candidate, MemoryBudget, better, memory_budget
 from .estimates import HIGH, Estimates
 from .launches import Launches
 from .plan import searching
-from .search import settle
+from .search import trace_final_batches
 from .tracing import Report
 
 GRANULARITY = 256  # tokens
@@ -184,7 +184,7 @@ def predict_max_length(
 def _settled(estimates: Estimates, policies: Sequence[str]) -> list[Candidate]:
     """The candidate of every policy that fits, each traced at its own length, the longest first."""
     estimates.trace_candidates(policies)
-    settle([(estimates, candidate) for candidate in estimates.candidates()])
+    trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
     return sorted(estimates.candidates(), key=better(_TARGET), reverse=True)
 
 

@@ -12,9 +12,9 @@ from ckpt_ft.export.holders import Holder, holders_table
 from ckpt_ft.export.notebook import fragment, paragraph, table_html
 from ckpt_ft.export.plots import draw_plan
 from ckpt_ft.policy import Policy
-from ckpt_ft.reading import read_json
 from ckpt_ft.tables import DASH, Table, markdown_table
 from ckpt_ft.units import format_bytes, format_number
+from ckpt_ft.validation import read_json
 
 from .budget import Candidate, MemoryBudget, better, frontier
 from .provenance import check_versions, fingerprint, versions

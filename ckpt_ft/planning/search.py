@@ -240,7 +240,7 @@ def _confirmed(estimates: Estimates, most: int) -> list[Candidate]:
         open_candidates = [candidate for candidate in shown if candidate.policy not in settled]
         if not open_candidates:
             return pick_first(timed(estimates, shown), estimates.target)
-        settle([(estimates, candidate) for candidate in open_candidates])
+        trace_final_batches([(estimates, candidate) for candidate in open_candidates])
         settled.update(candidate.policy for candidate in open_candidates)
 
 
@@ -276,7 +276,7 @@ def pick_first(candidates: list[Candidate], target: str) -> list[Candidate]:
     return [pick, *(candidate for candidate in candidates if candidate is not pick)]
 
 
-def settle(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
+def trace_final_batches(estimated: Iterable[tuple[Estimates, Candidate]]) -> None:
     """Trace each policy alone, then at the batch size that follows from its trace, until that was traced already."""
     wanted = [(estimates, candidate.policy, candidate.batch) for estimates, candidate in estimated]
     while wanted:

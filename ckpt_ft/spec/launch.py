@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 
-from .settings import settle
+from .settings import read_settings
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # Default strategies of a plan. DeepSpeed's are excluded because they hold the model in half precision.
@@ -56,7 +56,7 @@ class ZeroOptions:
         Raises:
             UserError: an option that is not modelled, or a value that is not a count.
         """
-        settle({key: value for key, value in options.items() if value != "auto"}, [SECTION], source)
+        read_settings({key: value for key, value in options.items() if value != "auto"}, [SECTION], source)
         found: dict[str, Any] = {}
         for key, value in options.items():
             name = key.removeprefix("stage3_")

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.reading import load_yaml
 from ckpt_ft.units import whole_number
+from ckpt_ft.validation import load_yaml
 
 from .launch import Launch, ZeroOptions
-from .settings import settle
+from .settings import read_settings
 
 # Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
 # _deepspeed_config_checks).
@@ -43,7 +43,7 @@ def read_launch(
     """
     path = "--config" if isinstance(source, Mapping) else source
     config = {key: value for key, value in _document(source).items() if key not in ignored}
-    found = settle(config, ("accelerate",), f"launch {path}", ignored)
+    found = read_settings(config, ("accelerate",), f"launch {path}", ignored)
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind not in _SHARING:
         raise UserError(
@@ -134,7 +134,7 @@ def _deepspeed_file(file: Any, ignored: Collection[str]) -> dict[str, Any]:
     named = config.get("optimizer")
     if isinstance(named, Mapping):
         config["optimizer"] = str(named.get("type"))
-    found = settle(config, ("deepspeed",), f"launch: {name}", ignored)
+    found = read_settings(config, ("deepspeed",), f"launch: {name}", ignored)
     precision = [dtype for dtype in ("bf16", "fp16") if _truth(_section(config, dtype, name).get("enabled", False))]
     return {
         **_stage(stage, name),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.reading import library_reads
+from ckpt_ft.validation import library_reads
 
-from .settings import settle, table
+from .settings import read_settings, table
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -36,7 +36,9 @@ def read_peft(given: str, asked: str, ignored: Collection[str] = ()) -> dict[str
         raise UserError(f"{asked}: not JSON ({one_line(error, 200)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise UserError(f"{asked}: no configuration of PEFT: it names no peft_type")
-    settle({name: value for name, value in content.items() if name in table()["peft"]}, ["peft"], asked, ignored)
+    read_settings(
+        {name: value for name, value in content.items() if name in table()["peft"]}, ["peft"], asked, ignored
+    )
     return {name: value for name, value in content.items() if name not in ignored}
 
 

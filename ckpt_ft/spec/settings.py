@@ -1,7 +1,7 @@
 """The table of settings: what each setting of another library does to an answer.
 
 `settings.ini` is the table: a section for each library and class, with every field that a user can set. An entry is
-modelled (it sets one of our flags), without effect, or refused. `settle` applies it to the content of a file, a
+modelled (it sets one of our flags), without effect, or refused. `read_settings` applies it to the content of a file, a
 command line or a live Trainer.
 """
 
@@ -120,7 +120,7 @@ def entry_of(name: str, sections: Iterable[str]) -> Entry | None:
     return None
 
 
-def settle(
+def read_settings(
     content: Mapping[str, Any], sections: Sequence[str], source: str, ignored: Collection[str] = (), prefix: str = ""
 ) -> dict[str, Any]:
     """Returns the values of the modelled settings of `content`, by their targets; None means not given.
@@ -149,7 +149,7 @@ def settle(
             shown = value if isinstance(value, (str, int, float)) else "..."
             raise UserError(f"{source}: {prefix}{name}: {shown}: {entry.text}; {pass_on}")
         if entry.kind == KEYS:
-            for target, inner in settle(
+            for target, inner in read_settings(
                 _keys(value, f"{source}: {prefix}{name}"), [entry.text], source, ignored, f"{prefix}{name}."
             ).items():
                 found.setdefault(target, inner)

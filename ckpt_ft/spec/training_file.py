@@ -1,7 +1,7 @@
 """Reads the training that a file describes: a recipe's, TRL's, axolotl's, LLaMA-Factory's or diffusers' scripts'.
 
-`settings.settle` looks up every entry in the table of settings, which refuses what is not modelled. The others are
-converted to values of our flags, as if they had been typed; flags of the command line win over them.
+`settings.read_settings` looks up every entry in the table of settings, which refuses what is not modelled. The
+others are converted to values of our flags, as if they had been typed; flags of the command line win over them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_ft.errors import UserError, meant
-from ckpt_ft.reading import load_yaml
+from ckpt_ft.validation import load_yaml
 
 from .defaults import LORA_R
 from .optimizers import OPTIMIZERS, PAGED
-from .settings import KINDS, TYPED, settle, table
+from .settings import KINDS, TYPED, read_settings, table
 
 # Files of TRL's scripts, and the trainer of each.
 TRL = {"trl": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward", "grpo": "grpo", "rloo": "rloo"}
@@ -95,7 +95,7 @@ def read_training_file(
     kind = recipe or _kind(content)
     if kind not in RECIPES:
         raise UserError(f"--recipe {kind}: no such kind of file ({', '.join(RECIPES)})")
-    entries = _Entries(settle(content, KINDS[kind], f"--config {path}", ignored), kind, path)
+    entries = _Entries(read_settings(content, KINDS[kind], f"--config {path}", ignored), kind, path)
     if not entries.get("model"):
         raise UserError(f"--config {path}: it names no model ({', '.join(MODELS)})")
     open_length = "max_length" in content and content["max_length"] is None and "max_length" not in ignored
@@ -121,7 +121,7 @@ def read_typed(content: Mapping[str, str | bool], batch_size: str, ignored: Coll
         UserError: a setting is refused.
     """
     given = {name: int(value) if str(value).isdecimal() else value for name, value in content.items()}
-    entries = _Entries(settle(given, TYPED, "the command line", ignored), "typed", "")
+    entries = _Entries(read_settings(given, TYPED, "the command line", ignored), "typed", "")
     entries.given["batch_size"] = int(batch_size) if batch_size.isdecimal() else 1
     shared = next((name for name in ("fsdp", "fsdp_config", "deepspeed") if entries.get(name)), "")
     if shared:

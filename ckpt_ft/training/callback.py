@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from ckpt_ft.checkpointing.handle import AppliedPolicy
+    from ckpt_ft.checkpointing.applied_policy import AppliedPolicy
     from ckpt_ft.memory.measure.profiler import MemoryProfiler
     from ckpt_ft.memory.measure.report import MemoryReport
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory, write
-from ckpt_ft.reading import library_reads
 from ckpt_ft.spec.peft_file import NAME
 from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
+from ckpt_ft.validation import library_reads
 
 logger = logging.getLogger(__name__)
 _OF_PROCESSORS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")

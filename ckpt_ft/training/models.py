@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.reading import library_reads, require_package
 from ckpt_ft.spec.defaults import LORA_DROPOUT, SEQ_LENGTH
 from ckpt_ft.spec.peft_file import configuration, read_peft, takes
+from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.positions import STRETCHES, is_rotary, stretch_positions, trained_positions
 

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import library_reads
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.validation import library_reads
 
 from .quantised_bases import method_of, pack
 from .workload import DTYPES

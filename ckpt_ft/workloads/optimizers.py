@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_ft.reading import require_package
 from ckpt_ft.standins.optimizers import LAYOUTS, RANK, Tabulated
+from ckpt_ft.validation import require_package
 
 _EMA_DECAY = 0.9999  # default of EMAModel
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

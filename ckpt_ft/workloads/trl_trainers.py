@@ -24,8 +24,8 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.fake.patches import quiet
-from ckpt_ft.reading import library_reads, require_package
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.validation import library_reads, require_package
 
 from .adapters import without_adapters
 from .from_trainer import loss_of

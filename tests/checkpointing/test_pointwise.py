@@ -162,7 +162,7 @@ def test_long_chain_is_cut() -> None:
         x = running.run(treated.l0.forward, (x,), {})
     claim = claim_on(x)
     assert claim is not None
-    assert claim.frame.depth == (MAX_CHAIN + 4) % (MAX_CHAIN + 1)
+    assert claim.run.depth == (MAX_CHAIN + 4) % (MAX_CHAIN + 1)
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,14 @@ def test_schedule() -> None:
 def saved_and_restored(x: torch.Tensor, put_back: torch.Tensor) -> None:
     verification = Verification(Schedule.parse("always"), "full")
     verification.begin_step()
-    recorder = verification.region("layers.3", torch.nn.Linear(1, 1))
+    comparison = verification.region("layers.3", torch.nn.Linear(1, 1))
     verification.end_forward()
-    assert recorder is not None
-    recorder.saved(torch.zeros(2), what="its input")
-    slot = recorder.saved(x)
-    recorder.note("attribute 'k' was 0 and is 1")
-    recorder.restored(0, torch.zeros(2))
-    recorder.restored(slot, put_back)
+    assert comparison is not None
+    comparison.saved(torch.zeros(2), what="its input")
+    slot = comparison.saved(x)
+    comparison.note("attribute 'k' was 0 and is 1")
+    comparison.restored(0, torch.zeros(2))
+    comparison.restored(slot, put_back)
 
 
 def test_a_difference_names_region_operator_and_what_was_seen() -> None:

@@ -24,7 +24,7 @@ from ckpt_ft.spec.settings import (
     MODELLED,
     REFUSED,
     entry_of,
-    settle,
+    read_settings,
     table,
 )
 from ckpt_ft.spec.trainer import check_live, spec_of_arguments
@@ -163,10 +163,10 @@ def test_every_target_is_a_flag_or_is_read() -> None:
 )
 def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
-        settle(content, KINDS["trl"], SOURCE)
+        read_settings(content, KINDS["trl"], SOURCE)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert settle(content, KINDS["trl"], SOURCE, ignored=[*content]) == {}
+    assert read_settings(content, KINDS["trl"], SOURCE, ignored=[*content]) == {}
 
 
 @pytest.mark.parametrize("off", [None, False, "false", "null", "", 0, [], {}])
@@ -178,15 +178,15 @@ def test_what_is_off_is_not_refused(off: Any) -> None:
         "parallelism_config",
         "optim_args",
     )
-    assert settle(dict.fromkeys(names, off), KINDS["trl"], SOURCE) == {}
+    assert read_settings(dict.fromkeys(names, off), KINDS["trl"], SOURCE) == {}
 
 
 def test_values_and_keys_are_read() -> None:
-    found = settle(
+    found = read_settings(
         {"model_init_kwargs": {"dtype": "bfloat16"}, "bf16": "false", "packing": True}, KINDS["trl"], SOURCE
     )
     assert found == {"dtype": "bfloat16", "bf16": False, "packing": True}
-    assert settle({"flash_attention": True, "sdp_attention": False}, KINDS["axolotl"], SOURCE) == {
+    assert read_settings({"flash_attention": True, "sdp_attention": False}, KINDS["axolotl"], SOURCE) == {
         "attn_implementation": "flash_attention_2"
     }
 
@@ -222,7 +222,7 @@ def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -
 def test_an_evaluation_that_is_on_is_on_in_any_order() -> None:
     content = {"eval_strategy": "steps", "eval_on_start": False, "do_eval": False}
     for names in (list(content), list(reversed(content))):
-        assert settle({name: content[name] for name in names}, KINDS["trl"], SOURCE) == {"evaluation": "steps"}
+        assert read_settings({name: content[name] for name in names}, KINDS["trl"], SOURCE) == {"evaluation": "steps"}
 
 
 def test_the_page_of_settings_is_current() -> None:

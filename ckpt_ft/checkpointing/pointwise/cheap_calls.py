@@ -7,7 +7,7 @@ Stand-ins of these kinds replace `module.forward`; install.py selects the kind f
 - `Products`: for a module whose own forward multiplies an activation with its gate (other gated MLPs, GEGLU of
   diffusers) or adds a residual after a BatchNorm (a ResNet block); each of these operators becomes a cheap call;
 - `CastInput`: for a linear or convolution layer; drops autocast's half-precision copies of its input and weight;
-- `Watched` (in install.py): replaces the forward of the whole model and sets the saved-tensor hooks.
+- `ModelWithHooks` (in install.py): replaces the forward of the whole model and sets the saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def running_pass() -> Pass | None:
     if torch.compiler.is_compiling():
         return None
     running = local.running
-    if running is None or running.frame is not None or not torch.is_grad_enabled():
+    if running is None or running.current is not None or not torch.is_grad_enabled():
         return None
     return running
 
@@ -281,7 +281,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         entry = _OPERATORS.get(func)
         running = self.running
-        if entry is None or running.frame is not None or not torch.is_grad_enabled():
+        if entry is None or running.current is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         call, operands, gains = entry
         if len(args) < operands or kwargs.get("inplace") or kwargs.get("out") is not None:

@@ -39,7 +39,7 @@ from ckpt_ft.checkpointing.tensor_identity import (
     view_of,
     written_to,
 )
-from ckpt_ft.checkpointing.verify import Recorder, Verification
+from ckpt_ft.checkpointing.verify import TensorComparison, Verification
 
 CLAIM = "_ckpt_ft_claim"
 _rebuilding = threading.RLock()  # backward has one thread per device
@@ -87,43 +87,43 @@ class CheapCall(Protocol):
 class Proof:
     """Tensors that one run of a cheap call saved, for comparison with the second run.
 
-    recorder: compares rebuilt tensors with discarded ones, bit for bit; None if the step is not verified.
+    comparison: compares rebuilt tensors with discarded ones, bit for bit; None if the step is not verified.
     trial: whether this is the module's first call. The saved tensors are held until the call ends; if it drew random
         numbers or had side effects, it will not be repeated, and the saved tensors are kept.
     """
 
-    __slots__ = ("kept", "read", "recorder", "slots", "trial", "unread")
+    __slots__ = ("comparison", "kept", "read", "slots", "trial", "unread")
 
-    def __init__(self, recorder: Recorder | None, trial: bool, unread: set[int]) -> None:
-        self.recorder, self.trial, self.unread = recorder, trial, unread
+    def __init__(self, comparison: TensorComparison | None, trial: bool, unread: set[int]) -> None:
+        self.comparison, self.trial, self.unread = comparison, trial, unread
         self.slots: list[int | None] = []  # one per internal, in order
         self.read: dict[tuple[int, View], int] = {}  # slots of views of outputs that other nodes saved
         self.kept: list[tuple[weakref.ref[Discarded], Saved]] = []
 
     def saved(self, handle: Discarded | None, tensor: torch.Tensor) -> None:
         """Record that a node of the call saved `tensor`; `handle` replaces it and is None for a parameter."""
-        if self.recorder is not None:
+        if self.comparison is not None:
             compared = handle is not None and id(tensor) not in self.unread
-            self.slots.append(self.recorder.saved(tensor) if compared else None)
+            self.slots.append(self.comparison.saved(tensor) if compared else None)
         if self.trial and handle is not None:
             self.kept.append((weakref.ref(handle), _held(tensor)))
 
     def saved_output(self, index: int, view: View, tensor: torch.Tensor) -> None:
         """Record that another node saved `tensor`, a view of the call's `index`-th output."""
-        if self.recorder is not None and (index, view) not in self.read:
-            self.read[index, view] = self.recorder.saved(tensor)
+        if self.comparison is not None and (index, view) not in self.read:
+            self.read[index, view] = self.comparison.saved(tensor)
 
     def rebuilt(self, saved: list[torch.Tensor]) -> None:
         """Compare the second run's saved tensors with the first's."""
-        if self.recorder is not None:
+        if self.comparison is not None:
             for slot, tensor in zip(self.slots, saved, strict=True):
                 if slot is not None:
-                    self.recorder.restored(slot, tensor)
+                    self.comparison.restored(slot, tensor)
 
     def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> None:
         """Compare a rebuilt view of an output with the recorded one."""
-        if self.recorder is not None:
-            self.recorder.restored(self.read[key], tensor)
+        if self.comparison is not None:
+            self.comparison.restored(self.read[key], tensor)
 
 
 class Discarded:
@@ -131,19 +131,19 @@ class Discarded:
 
     __slots__ = ("__weakref__", "source")
 
-    def __init__(self, source: Frame) -> None:
-        self.source: Frame | torch.Tensor = source
+    def __init__(self, source: CheapRun) -> None:
+        self.source: CheapRun | torch.Tensor = source
 
     def get(self) -> torch.Tensor:
         """Return the tensor; the first request rebuilds all tensors of its cheap call."""
-        if type(self.source) is Frame:
+        if type(self.source) is CheapRun:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "double backward (create_graph=True) through an activation that the policy 'pointwise' discarded; "
                     "train this model without 'pointwise'"
                 )
             with _rebuilding:
-                if type(self.source) is Frame:
+                if type(self.source) is CheapRun:
                     self.source.rebuild()
         return self.source  # type: ignore[return-value]
 
@@ -153,7 +153,7 @@ class Reader(Discarded):
 
     __slots__ = ("index", "view")
 
-    def __init__(self, source: Frame, index: int, view: View) -> None:
+    def __init__(self, source: CheapRun, index: int, view: View) -> None:
         self.source, self.index, self.view = source, index, view
 
 
@@ -173,28 +173,28 @@ class Handed:
 class Claim:
     """Marks a storage as a cheap call's output, which can be rebuilt unless it is modified in place."""
 
-    __slots__ = ("casts", "counter", "frame", "index", "version")
+    __slots__ = ("casts", "counter", "index", "run", "version")
 
-    def __init__(self, frame: Frame, index: int, output: torch.Tensor) -> None:
-        self.frame, self.index = frame, index
+    def __init__(self, run: CheapRun, index: int, output: torch.Tensor) -> None:
+        self.run, self.index = run, index
         self.version = output._version  # views and detached aliases share the version counter
         # outputs of `unsafe_chunk` have their own counters from 0; after a write, counters must be compared
         self.counter = counter_of(output) if self.version else None
-        self.casts: dict[Any, Frame] | None = None
+        self.casts: dict[Any, CheapRun] | None = None
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, an alias of the storage, still has the values of the cheap call's output."""
-        if tensor._version != self.version or self.frame.args is None:
+        if tensor._version != self.version or self.run.args is None:
             return False
         return self.counter is None or counts_with(self.counter, tensor)
 
     def discard(self, tensor: torch.Tensor) -> Reader:
         """Return a handle that replaces `tensor`, which the claim covers."""
-        frame = self.frame
-        handle = Reader(frame, self.index, view_of(tensor))
-        frame.readers.append(weakref.ref(handle))
-        if frame.proof is not None:
-            frame.proof.saved_output(self.index, handle.view, tensor)
+        run = self.run
+        handle = Reader(run, self.index, view_of(tensor))
+        run.readers.append(weakref.ref(handle))
+        if run.proof is not None:
+            run.proof.saved_output(self.index, handle.view, tensor)
         return handle
 
 
@@ -212,7 +212,7 @@ class Input:
         return tensor.requires_grad_() if self.requires_grad else tensor
 
 
-class Frame:
+class CheapRun:
     """One run of a cheap call in one forward pass, and the handles that depend on it."""
 
     __slots__ = ("args", "autocast", "call", "depth", "internals", "kwargs", "proof", "random", "readers", "state")
@@ -313,7 +313,7 @@ def unpack(packed: Discarded | Handed | Saved) -> torch.Tensor:
     """The unpack hook."""
     kind = type(packed)
     if kind is not tuple:
-        if kind is not Handed and type(packed.source) is not Frame:  # type: ignore[union-attr]
+        if kind is not Handed and type(packed.source) is not CheapRun:  # type: ignore[union-attr]
             return packed.source  # type: ignore[union-attr,return-value]
         return packed.get()  # type: ignore[union-attr]
     tensor, version = packed  # type: ignore[misc]
@@ -349,7 +349,7 @@ class Pass:
     """One forward pass of a model: its saved-tensor hooks, and the cheap call that is running, if any."""
 
     def __init__(self, notes_kept: bool, verification: Verification | None = None) -> None:
-        self.frame: Frame | None = None
+        self.current: CheapRun | None = None
         self.verification = verification  # None if the step is not verified
         # storages that some node saves anyway; by address, because a mistake affects only memory, never results
         self.kept: set[int] | None = set() if notes_kept else None
@@ -358,17 +358,17 @@ class Pass:
 
     def pack(self, tensor: torch.Tensor) -> Discarded | Handed | Saved:
         """The pack hook; it receives the tensor itself, including its `grad_fn`."""
-        frame = self.frame
-        if frame is not None:
+        run = self.current
+        if run is not None:
             if type(tensor) is Parameter:  # is in memory anyway
-                frame.internals.append(None)
-                if frame.proof is not None:
-                    frame.proof.saved(None, tensor)
+                run.internals.append(None)
+                if run.proof is not None:
+                    run.proof.saved(None, tensor)
                 return tensor, tensor._version
-            handle = Discarded(frame)
-            frame.internals.append(weakref.ref(handle))
-            if frame.proof is not None:
-                frame.proof.saved(handle, tensor)
+            handle = Discarded(run)
+            run.internals.append(weakref.ref(handle))
+            if run.proof is not None:
+                run.proof.saved(handle, tensor)
             return handle
         storage = None if tensor.is_sparse else tensor.untyped_storage()  # a sparse tensor has two storages
         claim: Claim | None = getattr(storage, CLAIM, None)
@@ -404,8 +404,8 @@ class Pass:
             device = value.device
             storages.append(storage := value.untyped_storage())
             claim: Claim | None = getattr(storage, CLAIM, None)
-            if claim is not None and claim.frame.depth < MAX_CHAIN and claim.covers(value):
-                depth = max(depth, claim.frame.depth + 1)
+            if claim is not None and claim.run.depth < MAX_CHAIN and claim.covers(value):
+                depth = max(depth, claim.run.depth + 1)
                 held.append(Input(claim.discard(value), value.requires_grad))
             elif call.inplace and not held:  # it will be overwritten and cannot be rebuilt
                 return call.forward(*args, **kwargs)
@@ -418,11 +418,11 @@ class Pass:
         named = dict(zip(kwargs, held[len(args) :], strict=True)) if kwargs else kwargs
         trial = call.repeats is None and not any(isinstance(value, FakeTensor) for value in args)
         proof = self._proof(call, trial) if trial or self.verification is not None else None
-        self.frame = frame = Frame(call, held[: len(args)] if kwargs else held, named, depth, device, proof)
+        self.current = run = CheapRun(call, held[: len(args)] if kwargs else held, named, depth, device, proof)
         try:
             output = call.attempt(device, args, kwargs) if trial else call.forward(*args, **kwargs)
         finally:
-            self.frame = None
+            self.current = None
         if trial and not call.repeats:
             return output  # its saved tensors are kept
         for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
@@ -431,37 +431,37 @@ class Pass:
                 # an output that aliases an input (Identity, a cast to the same dtype) is not rebuilt by this call;
                 # a view of a DTensor or a jagged tensor cannot be rebuilt from its storage
                 if (call.inplace or not any(storage is other for other in storages)) and not is_wrapper(value):
-                    setattr(storage, CLAIM, Claim(frame, index, value))
+                    setattr(storage, CLAIM, Claim(run, index, value))
         if trial and proof is not None:
             proof.kept.clear()
         return output
 
     def _proof(self, call: CheapCall, trial: bool) -> Proof:
         verification = self.verification
-        recorder = None if verification is None else Recorder(verification, call.name, call.kind)
-        return Proof(recorder, trial, {id(buffer) for buffer in call.unread()})
+        comparison = None if verification is None else TensorComparison(verification, call.name, call.kind)
+        return Proof(comparison, trial, {id(buffer) for buffer in call.unread()})
 
     def cast(self, claim: Claim, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Cast `tensor`, which the claim covers, to another dtype; backward rebuilds one copy for all casts."""
         key = (dtype, view_of(tensor))
         claim.casts = {} if claim.casts is None else claim.casts
-        frame = claim.casts.get(key)
-        if frame is None or frame.args is None:
+        run = claim.casts.get(key)
+        if run is None or run.args is None:
             held, call = Input(claim.discard(tensor), tensor.requires_grad), _Cast(dtype)
             proof = None if self.verification is None else self._proof(call, trial=False)
-            frame = Frame(call, [held], {}, claim.frame.depth + 1, tensor.device, proof)
-            claim.casts[key] = frame
+            run = CheapRun(call, [held], {}, claim.run.depth + 1, tensor.device, proof)
+            claim.casts[key] = run
         copy = tensor.to(dtype)  # the node of a cast saves nothing
-        setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
+        setattr(copy.untyped_storage(), CLAIM, Claim(run, 0, copy))
         return copy
 
     def cast_parameter(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Cast `parameter` to another dtype; the copy is discarded and rebuilt in backward."""
         held, call = Input((parameter, parameter._version), parameter.requires_grad), _Cast(dtype)
         proof = None if self.verification is None else self._proof(call, trial=False)
-        frame = Frame(call, [held], {}, 0, parameter.device, proof)
+        run = CheapRun(call, [held], {}, 0, parameter.device, proof)
         copy = parameter.to(dtype)
-        setattr(copy.untyped_storage(), CLAIM, Claim(frame, 0, copy))
+        setattr(copy.untyped_storage(), CLAIM, Claim(run, 0, copy))
         return copy
 
 

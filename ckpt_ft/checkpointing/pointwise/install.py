@@ -150,7 +150,7 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None
 
 
-class Watched(StandIn):
+class ModelWithHooks(StandIn):
     """Replaces the model's forward and runs it inside the saved-tensor hooks."""
 
     def __init__(self, module: nn.Module, notes_kept: bool) -> None:
@@ -205,7 +205,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module], skip: Iterable[n
         )
     stand_ins += [CastInput(module) for module in modules_in(model) if takes_casts(module)]
     notes_kept = any(s.needs_free_input for s in stand_ins if isinstance(s, ModuleCall))
-    stand_ins.append(Watched(model, notes_kept))
+    stand_ins.append(ModelWithHooks(model, notes_kept))
     described = [Treated(module, count, dropped, kept) for (module, dropped, kept), count in sorted(rows.items())]
     return Installed("pointwise", stand_ins, described)
 

@@ -115,7 +115,7 @@ class _Input(torch.autograd.Function):
         return gradient, None
 
 
-class Watched(dict[str, Any]):
+class ObservedParameters(dict[str, Any]):
     """A module's own parameters; `look` is called for each parameter read by name."""
 
     def __init__(self, parameters: dict[str, Any], look: Callable[[Any], None]) -> None:
@@ -259,7 +259,9 @@ class Fetcher:
         for module in model.modules():
             own = {id(p): shards[id(p)] for p in module.parameters(recurse=False)}
             ModuleHooks(module, _Module(self, sorted(own.values(), key=lambda shard: shard.number)))
-            module.__dict__["_parameters"] = Watched(module._parameters, lambda p: self._look(shards.get(id(p))))
+            module.__dict__["_parameters"] = ObservedParameters(
+                module._parameters, lambda p: self._look(shards.get(id(p)))
+            )
         model.register_forward_hook(lambda module, args, output: self.running.clear())
 
     def _look(self, shard: Shard | None) -> None:

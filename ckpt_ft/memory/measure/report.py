@@ -26,9 +26,9 @@ from ckpt_ft.export.timeline import Timeline
 from ckpt_ft.files import write
 from ckpt_ft.memory.record.events import PHASES
 from ckpt_ft.memory.record.trace import StepTrace
-from ckpt_ft.reading import Bytes, Seconds, read_json
 from ckpt_ft.redact import redacted
 from ckpt_ft.units import format_bytes
+from ckpt_ft.validation import Bytes, Seconds, read_json
 
 from . import REPORT_KINDS
 

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import require_package
 from ckpt_ft.training.flags import (
     AT_LEAST_ONE,
     LORA_RANK,
@@ -21,6 +20,7 @@ from ckpt_ft.training.flags import (
     flag,
 )
 from ckpt_ft.training.models import PEFT_CONFIG, check_peft_flag
+from ckpt_ft.validation import require_package
 
 logger = logging.getLogger(__name__)
 

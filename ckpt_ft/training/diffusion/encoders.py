@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import library_reads, require_weights
+from ckpt_ft.validation import library_reads, require_weights
 from ckpt_ft.workloads.model_config import check_sizes
 from ckpt_ft.workloads.pipeline_parts import IDS, NAMES, TextAndUNet, encoded_text, inpaints
 from ckpt_ft.workloads.sample_sizes import Size

@@ -15,7 +15,6 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import nn
 from tqdm.auto import tqdm
 
-from ckpt_ft.reading import FirstStep, library_reads
 from ckpt_ft.training.fit import Fitted
 from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.replan import Attempt
@@ -24,6 +23,7 @@ from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, s
 from ckpt_ft.training.run.loss_log import LossLog
 from ckpt_ft.training.run.stop import Stop, stopped
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
+from ckpt_ft.validation import FirstStep, library_reads
 from ckpt_ft.workloads.workload import Batch, optimizer_step
 
 from .arguments import LoopArguments, PipelineArguments

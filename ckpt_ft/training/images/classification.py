@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.flags import PIXELS, Range, SplitArguments, changed, check_numbers, flag
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
+from ckpt_ft.validation import library_reads
 
 from .files import image_files, named_columns, open_image, readable
 

@@ -12,7 +12,6 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames, ParallelMode
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import require_package
 from ckpt_ft.training.flags import (
     AT_LEAST_ONE,
     NOT_NEGATIVE,
@@ -24,6 +23,7 @@ from ckpt_ft.training.flags import (
     check_trackers,
     flag,
 )
+from ckpt_ft.validation import require_package
 
 _EPOCHS = -1  # default of --max_steps: --num_train_epochs decides how long to train
 _NUMBERS = {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ckpt_ft.errors import UserError, WorkFailed, one_line
 from ckpt_ft.files import flush
-from ckpt_ft.reading import library_reads
+from ckpt_ft.validation import library_reads
 
 from .checkpoints import checkpoints, unfit, write_manifest
 from .directory import RunDirectory

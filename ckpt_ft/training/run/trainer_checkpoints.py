@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ckpt_ft.errors import one_line
-from ckpt_ft.reading import FirstStep, is_of_the_disk
+from ckpt_ft.validation import FirstStep, is_of_the_disk
 
 from .checkpoints import checkpoints, read_manifest, unfit, write_manifest
 from .directory import RunDirectory

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
+from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.batches import READING, in_one_sequence
 from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths

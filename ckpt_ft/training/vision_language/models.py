@@ -15,9 +15,9 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.reading import library_reads
 from ckpt_ft.training.models import load_pretrained, with_adapters
 from ckpt_ft.training.text.data import load_rows
+from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
 from ckpt_ft.workloads.batches import ImagePositions, check_packing, in_one_sequence
 from ckpt_ft.workloads.images import choose_size

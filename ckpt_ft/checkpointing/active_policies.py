@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 
-from .handle import MARK, AppliedPolicy, made
+from .applied_policy import MARK, AppliedPolicy, made
 from .module_state import modules_in
 from .standin import StandIn
 

@@ -12,10 +12,10 @@ from language_models import batch, differing, make, numbers
 from torch import nn
 
 from ckpt_ft import apply_policy
+from ckpt_ft.checkpointing.active_policies import suspended
 from ckpt_ft.checkpointing.apply import applied_policy, remove_policy
 from ckpt_ft.checkpointing.head import NoLogits
 from ckpt_ft.checkpointing.parity import check_parity
-from ckpt_ft.checkpointing.standing import suspended
 from ckpt_ft.errors import UserError
 
 POLICIES = ["full", "segments:2", "save:attention+matmul", "modules:mlp,pointwise", "full,head", "pointwise,offload"]
