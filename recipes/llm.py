@@ -42,7 +42,7 @@ from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
-from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.checkpoints import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of

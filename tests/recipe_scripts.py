@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.diffusion.loop import read_losses
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,8 +20,8 @@ from transformers import Trainer
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.planning.results import Plan
-from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.trainer_checkpoints import Finished, keep_checkpoints, load_finished
+from ckpt_ft.training.run.checkpoints import RunDirectory
+from ckpt_ft.training.run.saving import Finished, keep_checkpoints, load_finished
 from ckpt_ft.units import format_bytes
 
 from .arguments import ACArguments

@@ -30,10 +30,10 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
+from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
-from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session

@@ -150,7 +150,7 @@ def test_a_signal_is_waited_out(
 
 
 def test_the_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.run.stop._SAME", -1.0)
+    monkeypatch.setattr("ckpt_ft.training.run.saving._SAME", -1.0)
 
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -188,16 +188,16 @@ def test_a_checkpoint_that_cannot_be_written(
 def test_older_checkpoints_go_once_the_new_one_is_whole(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt_ft.training.run import trainer_checkpoints
+    from ckpt_ft.training.run import checkpoints
 
-    out, write = tmp_path / "out", trainer_checkpoints.write_manifest
+    out, write = tmp_path / "out", checkpoints.write_manifest
 
     def killed(checkpoint: Path, run: str) -> None:
         if checkpoint.name == "checkpoint-3":
             raise KeyboardInterrupt
         write(checkpoint, run)
 
-    monkeypatch.setattr(trainer_checkpoints, "write_manifest", killed)
+    monkeypatch.setattr(checkpoints, "write_manifest", killed)
     with pytest.raises(KeyboardInterrupt):
         train(llm, out, *QUIET, "--save_steps", "1", "--save_total_limit", "1")
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]

@@ -20,8 +20,7 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.fit import Fitted, next_policies
 from ckpt_ft.training.replan import Attempt, train_with_replanning
-from ckpt_ft.training.run.checkpoints import write_manifest
-from ckpt_ft.training.run.directory import RunDirectory
+from ckpt_ft.training.run.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.session import Session
 from ckpt_ft.training.text.encode import PadCollator
 from ckpt_ft.units import MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -12,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ckpt_ft.files import write
 from ckpt_ft.training.fit import Fitted
 from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.replan import Attempt
-from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.loop_checkpoints import hold_state, load_checkpoint, save_checkpoint, written
-from ckpt_ft.training.run.loss_log import LossLog
-from ckpt_ft.training.run.stop import Stop, stopped
+from ckpt_ft.training.run.checkpoints import RunDirectory
+from ckpt_ft.training.run.saving import Stop, load_checkpoint, save_checkpoint, stopped, written
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.validation import FirstStep, library_reads
-from ckpt_ft.workloads.workload import Batch, optimizer_step
+from ckpt_ft.workloads.workload import Batch, Forward, Loss, optimizer_step
 
 from .arguments import LoopArguments, PipelineArguments
 from .data import Data, endless_batches
@@ -33,6 +33,8 @@ from .sampling import Validation
 
 if TYPE_CHECKING:
     from diffusers.training_utils import EMAModel
+
+LOSSES = "losses.jsonl"
 
 
 def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
@@ -94,7 +96,6 @@ class TrainingState:
         self.ema = EMAModel(parameters) if args.use_ema else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         register_checkpoint_hooks(accelerator, part, lora=model_args.adapts)
-        hold_state(accelerator, lr_scheduler=self.lr_scheduler, **({} if self.ema is None else {"ema": self.ema}))
         self._identity = {
             "rank": model_args.rank, "peft": kind_of(model_args.peft_config), "use_ema": args.use_ema,
             "optimizer": None if args.optimizer == "adamw" else args.optimizer,
@@ -127,12 +128,19 @@ class TrainingState:
 
     def save(self, directory: RunDirectory, total_limit: int | None) -> None:
         """Writes a checkpoint; every rank must call it (see `save_checkpoint`)."""
-        save_checkpoint(self.accelerator, directory, self.step, self.samples_seen, self._identity, total_limit)
+        state = {
+            "step": self.step, "samples_seen": self.samples_seen, "identity": self._identity,
+            "lr_scheduler": self.lr_scheduler.state_dict(), "ema": None if self.ema is None else self.ema.state_dict(),
+        }  # fmt: skip
+        save_checkpoint(self.accelerator, directory, self.step, state, total_limit)
 
     def load(self, checkpoint: str) -> None:
         """Continues from `checkpoint`, with its random states (see `load_checkpoint`)."""
-        self.step, self.samples_seen = load_checkpoint(self.accelerator, checkpoint, self._identity)
+        state = load_checkpoint(self.accelerator, checkpoint, self._identity)
+        self.step, self.samples_seen = state["step"], state["samples_seen"]
+        self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
             self.ema.to(self.accelerator.device)
 
     def unwrap(self) -> None:
@@ -245,6 +253,51 @@ def run_steps(
             if not state.done:
                 memory.begin_step()  # checkpoints and validation are not part of a step
     return stop.signal
+
+
+class LossLog:
+    """Writes a line `{"step", "loss", "lr"}` per optimizer step to `losses.jsonl`, and logs it to the trackers.
+
+    The loss is averaged over micro-batches and ranks. On resume, the lines of steps that will be repeated are deleted.
+
+    Args:
+        step: the optimizer steps done so far; later lines come from steps after the checkpoint.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: str, step: int) -> None:
+        self.accelerator = accelerator
+        self.path = Path(output_dir) / LOSSES
+        self._losses: list[Tensor] = []
+        if accelerator.is_main_process:
+            kept = [line for line in read_losses(output_dir) if line["step"] <= step]
+            write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def noting(self, compute_loss: Loss) -> Loss:
+        """Returns `compute_loss` wrapped to note each value; this does not synchronize the device."""
+
+        def noted(model: Forward, batch: Batch) -> Tensor:
+            loss = compute_loss(model, batch)
+            self._losses.append(loss.detach())
+            return loss
+
+        return noted
+
+    def step(self, step: int, learning_rate: float) -> float:
+        """Write, track and return the mean loss since the last call, over all ranks. Called on every rank."""
+        loss = self.accelerator.gather(torch.stack(self._losses).mean()).mean().item()
+        self._losses.clear()
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "loss": loss, "lr": learning_rate}) + "\n")
+        self.accelerator.log({"train_loss": loss, "lr": learning_rate}, step=step)
+        return loss
+
+
+def read_losses(output_dir: str) -> list[dict[str, float]]:
+    """Returns the lines of a run's log; a killed run may leave its last line unfinished, which is left out."""
+    path = Path(output_dir) / LOSSES
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def noted(micro_batches: Iterable[Batch], data: Data, memory: Session) -> Iterator[Batch]:

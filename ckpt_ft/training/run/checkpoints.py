@@ -1,27 +1,43 @@
-"""Complete checkpoints: how they are marked, and which one a run resumes from.
+"""The output directory of a run, and which of its checkpoints are complete.
 
 The manifest of a checkpoint has its run, and the name and size of every file. It is written last and atomically, after
 all files are on the disk. A checkpoint is complete when its files match its manifest. A checkpoint that is partial,
 lacks a file, was overwritten by another run or contains a foreign file is never read.
+
+    directory = RunDirectory.of(args, lora=...)     # validates, writes nothing
+    directory.open()                                # locks it for this process
+    ...                                             # load data and model: the input is valid
+    directory.clear()                               # deletes an earlier run if it is to be overwritten
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
-from collections.abc import Callable
+import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, field_validator
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
+from torch import nn
+from transformers.trainer_utils import rotate_checkpoints
 
-from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.files import flush, flush_tree, make_directory, write
+from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.files import flush, flush_tree, sweep, write
+from ckpt_ft.units import format_bytes
 
-logger = logging.getLogger(__name__)
 NAME = "manifest.json"
-_NO_PLACE = (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
+LOCK = "_run.lock"  # `--push_to_hub` does not upload files named _*
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
+PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
+ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
+WHOLE = ("config.json", "model_index.json")
+_RESULT = (*ADAPTER, *WHOLE, "adapter_model.safetensors", "model*.safetensors*", "losses.jsonl")
 
 
 class Manifest(BaseModel):
@@ -33,12 +49,6 @@ class Manifest(BaseModel):
 
     run: str
     files: dict[str, int]
-
-    @field_validator("files", mode="before")
-    @classmethod
-    def _sizes(cls, files: dict[str, Any]) -> dict[str, Any]:
-        """Earlier versions wrote a digest beside each size."""
-        return {name: entry["bytes"] if isinstance(entry, dict) else entry for name, entry in files.items()}
 
 
 def write_manifest(checkpoint: Path, run: str) -> None:
@@ -80,68 +90,9 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     return None
 
 
-def make_whole(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Returns the directory `path`, filled by `fill(directory)` the first time; refills a damaged one with a warning.
-
-    Raises:
-        UserError: the directory cannot be created.
-        OSError: the disk is full.
-    """
-
-    def filled(directory: Path) -> None:
-        fill(directory)
-        write_manifest(directory, path.name)
-
-    try:
-        wrong = what_is_wrong(path) if path.is_dir() else None
-        if wrong is not None:
-            logger.warning("%s is made again: %s", path, wrong)
-            shutil.rmtree(path)
-        return make_directory(path, filled)
-    except _NO_PLACE as error:
-        raise UserError(
-            f"{path} cannot be made ({error.strerror}: {error.filename}); CKPT_FT_CACHE names another directory for "
-            "what is made once"
-        ) from error
-
-
 def _sizes_of(checkpoint: Path) -> dict[str, int]:
     paths = (path for path in sorted(checkpoint.rglob("*")) if not path.is_dir() and path != checkpoint / NAME)
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
-
-
-_NAME = re.compile(r"checkpoint-(\d{1,18})")
-PIPELINE_LORA = "pytorch_lora_weights.safetensors"  # LoRA weights of a U-Net, transformer or text encoder
-ADAPTER = ("adapter_config.json", PIPELINE_LORA)  # files that identify an adapter of PEFT or diffusers
-WHOLE = ("config.json", "model_index.json")
-
-
-def check_output_dir(output_dir: str) -> None:
-    """Raises UserError if `output_dir` or a parent of it is a file, or if it is not a valid path."""
-    if not output_dir.strip():
-        raise UserError("--output_dir is empty; give a directory ('.' for the one that you are in)")
-    path = Path(output_dir)
-    try:
-        first = next((place for place in (path, *path.parents) if place.exists()), None)
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"--output_dir {output_dir}: {one_line(error, 100)}; give a directory") from error
-    if first is not None and not first.is_dir():
-        raise UserError(f"--output_dir {output_dir}: {first} is a file; give a directory")
-
-
-def check_same_kind(output_dir: str, lora: bool) -> None:
-    """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
-
-    With both in one folder, the old adapter would be loaded onto the new weights.
-    """
-    names, theirs, ours = (WHOLE, "a whole model", "LoRA") if lora else (ADAPTER, "LoRA adapters", "all weights")
-    for place in (Path(output_dir), *checkpoints(output_dir)):
-        for name in names:
-            if (place / name).is_file():
-                raise UserError(
-                    f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
-                    f"{ours}: the folder would load as a mixture; give another directory, or move that one away"
-                )
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -199,3 +150,179 @@ def unfit(checkpoint: str) -> str:
     return (
         f"--resume_from_checkpoint {checkpoint} does not fit this run; resume with the flags that it was written with"
     )
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Raises UserError if `output_dir` or a parent of it is a file, or if it is not a valid path."""
+    if not output_dir.strip():
+        raise UserError("--output_dir is empty; give a directory ('.' for the one that you are in)")
+    path = Path(output_dir)
+    try:
+        first = next((place for place in (path, *path.parents) if place.exists()), None)
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--output_dir {output_dir}: {one_line(error, 100)}; give a directory") from error
+    if first is not None and not first.is_dir():
+        raise UserError(f"--output_dir {output_dir}: {first} is a file; give a directory")
+
+
+def check_same_kind(output_dir: str, lora: bool) -> None:
+    """Raises UserError when `output_dir` holds the weights of a full run and this one trains adapters, or the reverse.
+
+    With both in one folder, the old adapter would be loaded onto the new weights.
+    """
+    names, theirs, ours = (WHOLE, "a whole model", "LoRA") if lora else (ADAPTER, "LoRA adapters", "all weights")
+    for place in (Path(output_dir), *checkpoints(output_dir)):
+        for name in names:
+            if (place / name).is_file():
+                raise UserError(
+                    f"--output_dir {output_dir} holds {theirs} of an earlier run ({place / name}) and this one trains "
+                    f"{ours}: the folder would load as a mixture; give another directory, or move that one away"
+                )
+
+
+class RunDirectory:
+    """The directory that a run writes to and resumes from; it belongs to one run and one process at a time.
+
+    Nothing is written before `open`.
+
+    Attributes:
+        path: the directory.
+        checkpoint: the checkpoint to resume from, None for a new run.
+        run: the identity of the run: that of the checkpoint, or a new one.
+
+    Raises:
+        UserError: `output_dir` is a file or holds another run, or there is no complete checkpoint to resume from.
+    """
+
+    def __init__(self, output_dir: str, resume: str | None = None, overwrite: bool = False, *, lora: bool) -> None:
+        check_output_dir(output_dir)
+        self.path, self.overwrite, self.lora, self.run = Path(output_dir), overwrite, lora, uuid.uuid4().hex
+        self.checkpoint = resume_path(resume, output_dir)
+        if overwrite and self.checkpoint is not None:
+            raise UserError(
+                "--overwrite_output_dir throws the earlier run away and --resume_from_checkpoint goes on with it: "
+                "give one of them"
+            )
+        if overwrite:
+            return
+        check_same_kind(output_dir, lora)
+        if self.checkpoint is None:
+            self._refuse_a_used_one()
+            return
+        check_same_kind(self.checkpoint, lora)
+        manifest = read_manifest(Path(self.checkpoint))
+        assert manifest is not None
+        self.run = manifest.run
+        for path in checkpoints(self.path):
+            other = read_manifest(path)
+            if other is not None and other.run != self.run:
+                raise UserError(
+                    f"--output_dir {self.path} holds {path.name} of another run than {self.checkpoint}; give another "
+                    "directory, or the --resume_from_checkpoint of that run"
+                )
+
+    @classmethod
+    def of(cls, args: Any, *, lora: bool) -> RunDirectory:
+        """Returns the directory that RunArguments or LoopArguments name."""
+        return cls(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir, lora=lora)
+
+    def open(self) -> None:
+        """Create the directory and lock it until this process ends. Called on every rank.
+
+        Raises:
+            UserError: another process has locked it, or it is not writable.
+        """
+        state = PartialState()
+        if state.is_main_process:
+            _lock(self.path.absolute())
+        state.wait_for_everyone()
+        [self.run] = broadcast_object_list([self.run])
+
+    def clear(self) -> None:
+        """Delete unfinished checkpoints of killed runs, and dangling symlinks to checkpoints.
+
+        With `overwrite`, the first call also deletes the earlier run's checkpoints and result.
+        """
+        state = PartialState()
+        if state.is_main_process:
+            left = [path for path in checkpoints(self.path) if self.overwrite or not (path / NAME).exists()]
+            if self.overwrite:
+                left += [file for name in _RESULT for file in self.path.glob(name)]
+            for path in left:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            sweep(self.path)
+        self.overwrite = False
+        state.wait_for_everyone()
+
+    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Check before training that the disk has room for a checkpoint of `model`.
+
+        With adapters, only trainable weights are counted. Optimizer state is counted for Adam only; sharded runs are
+        skipped.
+
+        Raises:
+            WorkFailed: there is not enough free space.
+        """
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        saved = trained if self.lora else list(model.parameters())
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+        moments = 2 if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) else 0
+        needed = sum(p.numel() * p.element_size() for p in [*saved, *moments * trained])
+        free = shutil.disk_usage(self.path).free
+        if PartialState().num_processes == 1 and free < needed:
+            raise WorkFailed(
+                f"--output_dir {self.path}: a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free; "
+                "nothing was trained: make room, or give a directory on another disk"
+            )
+
+    def finish(self, step: int, limit: int | None, best: str | None = None) -> None:
+        """Mark `checkpoint-{step}` as complete, then delete older ones beyond `limit`, except the `best` one.
+
+        A Trainer that deletes them itself does so before the new one has a manifest.
+        """
+        write_manifest(self.path / f"checkpoint-{step}", self.run)
+        rotate_checkpoints(str(self.path), limit, best)
+
+    def drop_unfinished(self) -> None:
+        """Delete the newest checkpoint if it has no manifest, to free disk space."""
+        for path in checkpoints(self.path)[-1:]:
+            if not (path / NAME).exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def last_complete(self) -> str | None:
+        """Returns the newest complete checkpoint of this run."""
+        return last_complete_checkpoint(str(self.path), self.run)
+
+    def not_written(self, what: str, reason: str) -> WorkFailed:
+        """Returns an error with the reason why `what` was not written, the free space and the last complete
+        checkpoint."""
+        latest = self.last_complete()
+        intact = f"; {Path(latest).name} is whole: --resume_from_checkpoint latest goes on from it" if latest else ""
+        free = format_bytes(shutil.disk_usage(self.path).free)
+        return WorkFailed(f"writing {what} to {self.path} failed: {reason} ({free} free on the disk){intact}")
+
+    def _refuse_a_used_one(self) -> None:
+        there = [*reversed(checkpoints(self.path)), *(self.path / name for name in (*ADAPTER, *WHOLE))]
+        used = next((path.name for path in there if path.exists()), None)
+        if used is not None:
+            raise UserError(
+                f"--output_dir {self.path} holds {used} of an earlier run; continue it with --resume_from_checkpoint "
+                "latest, replace it with --overwrite_output_dir, or give another directory"
+            )
+
+
+@cache
+def _lock(path: Path) -> FileLock:
+    """Lock the directory until this process ends, however it ends."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"--output_dir {path}: another process trains into it; give another directory") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise UserError(f"--output_dir {path} cannot be written to ({one_line(error)})") from error
+    return lock

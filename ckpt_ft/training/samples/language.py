@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.files import cache_root
-from ckpt_ft.training.run.checkpoints import make_whole
 
+from . import made_once
 from .drawings import questions
 
 if TYPE_CHECKING:
@@ -50,21 +49,20 @@ _GRIDS = [[_TILE, _TILE], [_TILE, 2 * _TILE]]  # (height, width) of the tiles be
 
 def make_docstrings() -> tuple[str, str]:
     """Returns the language model's directory and its corpus, a jsonl file; made on first use (about ten seconds)."""
-    made = make_whole(cache_root() / f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
+    made = made_once(f"docstrings-v{_VERSION}-py{platform.python_version()}", _write_docstrings)
     return str(made / "model"), str(made / "docstrings.jsonl")
 
 
 def make_preferences() -> tuple[str, str]:
     """Returns the language model's directory and a jsonl file of preferences: an answer over its shuffled words."""
     model, corpus = make_docstrings()
-    sample = Path(corpus).parent
-    made = make_whole(sample.with_name(f"{sample.name}-preferences"), _write_preferences)
+    made = made_once(f"{Path(corpus).parent.name}-preferences", _write_preferences)
     return model, str(made / "preferences.jsonl")
 
 
 def make_questions(rows: int = _QUESTIONS) -> tuple[str, str]:
     """Returns the vision-language model's directory and a jsonl file of questions; made on first use (seconds)."""
-    made = make_whole(cache_root() / f"drawn-v{_VERSION}-{rows}", lambda directory: _write_questions(directory, rows))
+    made = made_once(f"drawn-v{_VERSION}-{rows}", lambda directory: _write_questions(directory, rows))
     return str(made / "model"), str(made / "questions.jsonl")
 
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ckpt_ft.files import cache_root
-from ckpt_ft.training.run.checkpoints import make_whole
-
+from . import made_once
 from .drawings import drawings
 
 if TYPE_CHECKING:
@@ -37,8 +35,8 @@ _CARRIER, _BIAS = 30.0, 10.0  # see _make_linear
 
 def tiny_pipeline_dir(kind: str = "sd2") -> str:
     """Returns the directory of a cached U-Net pipeline; made on first use, in about a minute."""
-    path = cache_root() / f"tiny-{kind}-v{_VERSION}"
-    return str(make_whole(path, lambda directory: make_tiny_pipeline(kind).save_pretrained(directory)))
+    name = f"tiny-{kind}-v{_VERSION}"
+    return str(made_once(name, lambda directory: make_tiny_pipeline(kind).save_pretrained(directory)))
 
 
 def tiny_transformer_dir() -> str:
@@ -49,7 +47,7 @@ def tiny_transformer_dir() -> str:
             torch.manual_seed(0)
             make_tiny_flux(DECODER_STEPS, heads=4, layers=2).save_pretrained(directory)
 
-    return str(make_whole(cache_root() / f"tiny-flux-v{_VERSION}", fill))
+    return str(made_once(f"tiny-flux-v{_VERSION}", fill))
 
 
 def make_tiny_pipeline(

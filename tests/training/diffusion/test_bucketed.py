@@ -22,9 +22,9 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments
 from ckpt_ft.training.diffusion.data import EndlessBatches, FramedImages, cache_latents
 from ckpt_ft.training.diffusion.encoders import UNetEncoders
+from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.images.captioned import ImageArguments, framed, load_captioned
 from ckpt_ft.training.images.files import size_of
-from ckpt_ft.training.run.loss_log import read_losses
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -13,8 +13,7 @@ from torch import nn
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.diffusion.arguments import LoopArguments
-from ckpt_ft.training.diffusion.loop import make_optimizer
-from ckpt_ft.training.run.loss_log import read_losses
+from ckpt_ft.training.diffusion.loop import make_optimizer, read_losses
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.workloads.optimizers import optimizer_maker
 from ckpt_ft.workloads.workload import Workload

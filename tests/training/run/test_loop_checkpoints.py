@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,18 +20,13 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.training.run import loop_checkpoints
-from ckpt_ft.training.run.checkpoints import last_complete_checkpoint, resume_path, write_manifest
-from ckpt_ft.training.run.directory import RunDirectory
-from ckpt_ft.training.run.loop_checkpoints import (
-    explained_full_disk,
-    hold_state,
-    load_checkpoint,
-    save_checkpoint,
-)
-from ckpt_ft.training.run.loss_log import LossLog, read_losses
+from ckpt_ft.training.diffusion.loop import LossLog, read_losses
+from ckpt_ft.training.run import checkpoints
+from ckpt_ft.training.run.checkpoints import RunDirectory, last_complete_checkpoint, resume_path, write_manifest
+from ckpt_ft.training.run.saving import explained_full_disk, load_checkpoint, save_checkpoint
 
 IDENTITY = {"rank": None}
+STATE: dict[str, Any] = {"identity": IDENTITY}
 
 
 @pytest.fixture
@@ -60,56 +56,63 @@ def test_saved_pruned_and_loaded(accelerator: Accelerator, tmp_path: Path) -> No
     for step in (1, 2, 3, 10):
         with torch.no_grad():
             model.weight.fill_(step)
-        save_checkpoint(accelerator, directory(tmp_path), step, 8 * step, IDENTITY, total_limit=2)
+        save_checkpoint(accelerator, directory(tmp_path), step, {**STATE, "step": step}, limit=2)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-3"]
     drawn = torch.rand(3)
     latest = last_complete_checkpoint(str(tmp_path))
     assert latest == str(tmp_path / "checkpoint-10")
     with torch.no_grad():
         model.weight.zero_()
-    assert load_checkpoint(accelerator, latest, IDENTITY) == (10, 80)
+    assert load_checkpoint(accelerator, latest, IDENTITY)["step"] == 10
     assert (model.weight == 10).all()
     assert torch.equal(torch.rand(3), drawn)  # the RNG is where it was when the checkpoint was written
 
 
-@pytest.mark.parametrize("moment", ["write_manifest", "rename"])
+@pytest.mark.parametrize("moment", ["save", "write_manifest"])
 def test_killed_while_writing(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
+    # The run went on to step 2, and was resumed from step 1: what is written replaces a complete checkpoint.
+    save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
 
     def killed(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *((loop_checkpoints, "write_manifest", killed) if moment == "write_manifest" else (os, "rename", killed))
-        )
+        patch.setattr(*((checkpoints, moment, killed) if moment == "write_manifest" else (torch, moment, killed)))
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
-    assert names(tmp_path) == [".checkpoint-2.partial", "checkpoint-1"]
+            save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     assert last_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
     directory(tmp_path).clear()
     assert names(tmp_path) == ["checkpoint-1"]
 
 
 def test_killed_while_pruning(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
+    """A checkpoint of which a part is deleted is not resumed, and goes with the next one."""
+    save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
+    rmtree = shutil.rmtree
 
-    def killed(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+    def killed(path: str, **kwargs: Any) -> None:
+        if Path(path).name == "checkpoint-1":
+            (Path(path) / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+        rmtree(path, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_checkpoints.shutil, "rmtree", killed)
+        patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY, total_limit=1)
-    assert names(tmp_path) == [".checkpoint-1.deleted", "checkpoint-2"]
-    directory(tmp_path).clear()
-    assert names(tmp_path) == ["checkpoint-2"]
+            save_checkpoint(accelerator, directory(tmp_path), 2, STATE, limit=1)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    with pytest.raises(UserError, match="no complete checkpoint there"):
+        resume_path(str(tmp_path / "checkpoint-1"), str(tmp_path))
+    save_checkpoint(accelerator, directory(tmp_path), 3, STATE, limit=1)
+    assert names(tmp_path) == ["checkpoint-3"]
 
 
 def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
 
     def full(output_dir: str) -> None:
         Path(output_dir).mkdir()
@@ -118,7 +121,7 @@ def test_disk_full(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(accelerator, "save_state", full)
     with pytest.raises(WorkFailed, match=r"checkpoint-2 .*No space left.* free on the disk\); checkpoint-1 is whole"):
-        save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
+        save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
     assert names(tmp_path) == ["checkpoint-1"]
 
 
@@ -126,13 +129,13 @@ def test_a_real_write_error(accelerator: Accelerator, tmp_path: Path) -> None:
     """The kernel refuses to write past a file size, as it would past the end of the disk: what torch makes of it."""
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
-    save_checkpoint(accelerator, directory(tmp_path), 1, 1, IDENTITY)
+    save_checkpoint(accelerator, directory(tmp_path), 1, STATE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
         with pytest.raises(WorkFailed, match="writing checkpoint-2"):
-            save_checkpoint(accelerator, directory(tmp_path), 2, 2, IDENTITY)
+            save_checkpoint(accelerator, directory(tmp_path), 2, STATE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -152,7 +155,7 @@ def test_disk_full_elsewhere() -> None:
 
 
 def test_what_cannot_be_resumed(accelerator: Accelerator, tmp_path: Path) -> None:
-    save_checkpoint(accelerator, directory(tmp_path), 1, 1, {"rank": 4})
+    save_checkpoint(accelerator, directory(tmp_path), 1, {"identity": {"rank": 4}})
     with pytest.raises(UserError, match="was written with rank 4, this run has None"):
         load_checkpoint(accelerator, str(tmp_path / "checkpoint-1"), IDENTITY)
     (tmp_path / "checkpoint-1" / "optimizer.bin").write_bytes(b"rubbish")
@@ -165,7 +168,9 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-@pytest.mark.parametrize("file", ["optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize(
+    "file", ["optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_state.pt"]
+)
 def test_no_checkpoint_runs_code(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
@@ -173,11 +178,8 @@ def test_no_checkpoint_runs_code(
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    model = accelerator._models[0]
-    ema = EMAModel(model.parameters())
-    hold_state(accelerator, ema=ema)
     run = directory(out)
-    save_checkpoint(accelerator, run, 1, 1, IDENTITY)
+    save_checkpoint(accelerator, run, 1, {**STATE, "ema": torch.zeros(99)})
     torch.save(Bomb(), out / "checkpoint-1" / file)
     with pytest.raises(UserError, match=f"{file}.*(was changed|bytes and not|none of its files)"):
         resume_path("latest", str(out))
@@ -194,39 +196,37 @@ def test_schedule_and_average_are_held_exactly(accelerator: Accelerator, tmp_pat
         get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=9),
         EMAModel(model.parameters()),
     )
-    hold_state(accelerator, schedule=schedule, ema=ema)
     for _ in range(3):
         with torch.no_grad():
             model.weight.mul_(1.7)
         ema.step(model.parameters())
         optimizer.step()
         schedule.step()
-    held = copy.deepcopy((schedule.state_dict(), ema.state_dict()))
-    save_checkpoint(accelerator, directory(tmp_path), 3, 3, IDENTITY)
-    assert {"schedule.json", "ema.json", "ema.safetensors"} <= set(names(tmp_path / "checkpoint-3"))
+    held = copy.deepcopy({"schedule": schedule.state_dict(), "ema": ema.state_dict()})
+    save_checkpoint(accelerator, directory(tmp_path), 3, {**STATE, **held})
     schedule.step()
     ema.step(model.parameters())
-    load_checkpoint(accelerator, str(tmp_path / "checkpoint-3"), IDENTITY)
-    assert schedule.state_dict() == held[0]
-    theirs, ours = held[1].pop("shadow_params"), ema.state_dict().pop("shadow_params")
+    read = load_checkpoint(accelerator, str(tmp_path / "checkpoint-3"), IDENTITY)
+    assert read["schedule"] == held["schedule"]
+    theirs, ours = held["ema"].pop("shadow_params"), read["ema"].pop("shadow_params")
     assert len(ours) == 2
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert {name: value for name, value in ema.state_dict().items() if name != "shadow_params"} == held[1]
+    assert read["ema"] == held["ema"]
 
 
 def test_a_directory_of_checkpoints_with_another_name_ends_no_run(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-best").mkdir()
     run = directory(tmp_path)
     for step in (1, 2):
-        save_checkpoint(accelerator, run, step, step, IDENTITY, total_limit=1)
+        save_checkpoint(accelerator, run, step, STATE, limit=1)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-best"]
 
 
 def test_the_loss_log_is_cut_where_a_run_resumes(accelerator: Accelerator, tmp_path: Path) -> None:
     log = LossLog(accelerator, str(tmp_path), 0)
     for step in (1, 2, 3):
-        log.add(torch.tensor(float(step)))
-        log.add(torch.tensor(float(step + 1)))
+        for loss in (step, step + 1):
+            log.noting(lambda model, batch, loss=loss: torch.tensor(float(loss)))(None, {})
         assert log.step(step, 0.1) == step + 0.5
     with (tmp_path / "losses.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed here

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.samples import made_once
 from ckpt_ft.training.samples.drawings import (
     BACKGROUNDS,
     COLOURS,
@@ -86,3 +89,12 @@ def test_contact_sheet() -> None:
 def test_impossible_sets(count: int, resolution: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         drawn_shapes(count, resolution)
+
+
+def test_a_cache_that_can_be_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is a file, or in a directory that takes none."""
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file" / "cache", tmp_path / "file", Path("/proc/nowhere")):
+        monkeypatch.setenv("CKPT_FT_CACHE", str(root))
+        with pytest.raises(UserError, match=r"made cannot be made \(.*\); CKPT_FT_CACHE names another directory"):
+            made_once("made", lambda directory: (directory / "x").touch())
