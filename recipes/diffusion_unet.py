@@ -11,33 +11,19 @@ Flags: DiffusionModelArguments, ImageArguments, LoopArguments (named as in diffu
 
 from __future__ import annotations
 
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
-from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.run.help import CONFIG, answer_help
-
-if __name__ == "__main__":  # before the libraries are imported, which takes seconds
-    answer_help(
-        __doc__,
-        {
-            "model": DiffusionModelArguments,
-            "data": ImageArguments,
-            "memory": ACArguments,
-            "training": LoopArguments,
-            "run": CONFIG,
-        },
-    )
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from accelerate.utils.memory import clear_device_cache
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.denoiser import prepare
 from ckpt_ft.training.diffusion.encoders import load_denoiser
 from ckpt_ft.training.diffusion.loop import TrainingState, leave_behind, resume, run_steps, start
 from ckpt_ft.training.diffusion.workload import fit_loop, load_unet_data, unet_workload
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.replan import Attempt, run_with_replanning
 from ckpt_ft.training.run.checkpoints import RunDirectory
 from ckpt_ft.training.run.parser import parse_args

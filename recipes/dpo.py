@@ -15,24 +15,6 @@ transformers.TrainingArguments) and --overwrite_output_dir.
 
 from __future__ import annotations
 
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.flags import SplitArguments, changed
-from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
-from ckpt_ft.training.run.help import DPO, RUN, TRAINING, answer_help
-
-if __name__ == "__main__":  # before the libraries are imported, which takes seconds
-    answer_help(
-        __doc__,
-        {
-            "model": ModelArguments,
-            "data": SplitArguments,
-            "memory": ACArguments,
-            "preferences (trl.DPOConfig)": DPO,
-            "training (transformers.TrainingArguments)": TRAINING,
-            "run": RUN,
-        },
-    )
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +22,10 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOTrainer
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.flags import SplitArguments, changed
+from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.card import write_model_card
 from ckpt_ft.training.run.checkpoints import RunDirectory

@@ -15,39 +15,28 @@ transformers.TrainingArguments and --overwrite_output_dir.
 
 from __future__ import annotations
 
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.images.classification import VisionArguments, accuracy, load_images, most_likely_class
-from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
-
-if __name__ == "__main__":  # before the libraries are imported, which takes seconds
-    answer_help(
-        __doc__,
-        {
-            "model": ModelArguments,
-            "data": VisionArguments,
-            "memory": ACArguments,
-            "training (transformers.TrainingArguments)": TRAINING,
-            "run": RUN,
-        },
-    )
-
 from collections.abc import Sequence
 
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.images.classification import (
     Collator,
     ImageRows,
+    VisionArguments,
+    accuracy,
     check_batch_norm,
     load_classifier,
+    load_images,
     load_processor,
+    most_likely_class,
     new_crops_each_epoch,
     own_resolution,
     position_arguments,
 )
+from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card

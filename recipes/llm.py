@@ -15,30 +15,15 @@ transformers.TrainingArguments and --overwrite_output_dir.
 
 from __future__ import annotations
 
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
-from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
-from ckpt_ft.training.text.data import DataArguments, load_rows
-
-if __name__ == "__main__":  # before the libraries are imported, which takes seconds
-    answer_help(
-        __doc__,
-        {
-            "model": ModelArguments,
-            "data": DataArguments,
-            "memory": ACArguments,
-            "training (transformers.TrainingArguments)": TRAINING,
-            "run": RUN,
-        },
-    )
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
 from ckpt_ft.training.run.card import write_model_card
@@ -46,6 +31,7 @@ from ckpt_ft.training.run.checkpoints import RunDirectory
 from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.language import make_docstrings
 from ckpt_ft.training.text.answers import answers, prompts_of
+from ckpt_ft.training.text.data import DataArguments, load_rows
 from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.batches import in_one_sequence

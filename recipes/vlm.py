@@ -16,28 +16,13 @@ transformers.TrainingArguments and --overwrite_output_dir.
 
 from __future__ import annotations
 
-from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.run.help import RUN, TRAINING, answer_help
-from ckpt_ft.training.vision_language.conversations import VisionLanguageArguments, VisionLanguageModelArguments
-
-if __name__ == "__main__":  # before the libraries are imported, which takes seconds
-    answer_help(
-        __doc__,
-        {
-            "model": VisionLanguageModelArguments,
-            "data": VisionLanguageArguments,
-            "memory": ACArguments,
-            "training (transformers.TrainingArguments)": TRAINING,
-            "run": RUN,
-        },
-    )
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import Trainer, set_seed
 
 from ckpt_ft.errors import run
+from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback, check_conflicts
 from ckpt_ft.training.replan import evaluate, train
 from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
@@ -47,7 +32,12 @@ from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.language import make_questions
 from ckpt_ft.training.text.answers import Questions, check_answers
 from ckpt_ft.training.text.encode import check_cache
-from ckpt_ft.training.vision_language.conversations import ImageLoader, load_conversations
+from ckpt_ft.training.vision_language.conversations import (
+    ImageLoader,
+    VisionLanguageArguments,
+    VisionLanguageModelArguments,
+    load_conversations,
+)
 from ckpt_ft.training.vision_language.encode import encode_conversations
 from ckpt_ft.training.vision_language.models import (
     check_all_have_images,

@@ -50,6 +50,7 @@ class ACArguments:
             the object is created.
     """
 
+    _argument_group_name = "memory"
     ac_policy: str | None = flag(
         None,
         "What to keep for backward and what to recompute, e.g. full, every:2, save:attention+matmul, modules:mlp; "

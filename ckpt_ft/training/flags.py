@@ -1,12 +1,13 @@
-"""Flag dataclasses for `HfArgumentParser`: fields with a help text, and the flags that recipes share."""
+"""Flag dataclasses for `HfArgumentParser`: fields with a help text and a range, and the flags that recipes share."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 from ckpt_ft.errors import UserError
 
@@ -48,26 +49,57 @@ NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open=True)
 SHARE = Range(0, end=1)
 SEED = Range(0, 2**32 - 1)  # as numpy requires
-LORA_RANK = Range(1, 2**16)  # no model's layer is wider
-PIXELS = Range(8, 2**14)  # side of an image
+# Types of fields, whose range `check_flags` checks.
+AtLeastOne = Annotated[int, AT_LEAST_ONE]
+Count = Annotated[int, NOT_NEGATIVE]
+Rank = Annotated[int, Range(1, 2**16)]  # no model's layer is wider
+Pixels = Annotated[int, Range(8, 2**14)]  # side of an image
+Length = Annotated[int, Range(2)]  # tokens of a sequence: the first one is not predicted
+Seed = Annotated[int, SEED]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+Share = Annotated[float, SHARE]
 OVERWRITE = "Delete the checkpoints and the result of an earlier run in output_dir."  # of --overwrite_output_dir
-
-
-def check_numbers(args: object, ranges: Mapping[str, Range]) -> None:
-    """Check every flag of `ranges`; None means that the flag was not given.
-
-    Raises:
-        UserError: a number is out of range.
-    """
-    for name, numbers in ranges.items():
-        value = getattr(args, name)
-        if value is not None and not numbers.holds(float(value)):
-            raise UserError(f"--{name} {value}: give {numbers}")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
     """A field of a flag dataclass; `more` goes to argparse, for example `choices`."""
     return field(default=default, metadata={"help": help, **more})
+
+
+Needs = Mapping[str, tuple[str, ...]]  # by the name of a flag, those that mean nothing without it
+
+
+def check_flags(args: Any, ranges: Mapping[str, Range] | None = None) -> None:
+    """Checks the numbers of a flag dataclass, and its `_needs` (see `Needs`); None means that a flag was not given.
+
+    ranges: those of fields that a library declares; our own have theirs in their type.
+
+    Raises:
+        UserError: a number is out of range, or a flag lacks the one that it needs.
+    """
+    kind: type = type(args)
+    for name, numbers in {**_ranges(kind), **(ranges or {})}.items():
+        value = getattr(args, name)
+        if value is not None and not numbers.holds(float(value)):
+            raise UserError(f"--{name} {value}: give {numbers}")
+    defaults = {of.name: of.default for of in fields(args)}
+    for needed, names in getattr(args, "_needs", {}).items():
+        for name in names:
+            if getattr(args, name) != defaults[name] and getattr(args, needed) in (None, False):
+                raise UserError(f"--{name} belongs to --{needed}: add --{needed}, or drop --{name}")
+
+
+@cache
+def _ranges(kind: type) -> dict[str, Range]:
+    """Returns the ranges in the types of a dataclass's fields, also of those that may be None."""
+    parts = [
+        (name, more)
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for part in (hint, *get_args(hint))
+        for more in getattr(part, "__metadata__", ())
+    ]
+    return {name: more for name, more in parts if isinstance(more, Range)}
 
 
 def changed(args: Arguments, **values: Any) -> Arguments:
@@ -89,22 +121,19 @@ def check_trackers(names: Iterable[str], here: Sequence[str]) -> None:
 
 @dataclass
 class SplitArguments:
-    """The dataset splits for training and evaluation, with TRL's names.
+    """The dataset splits for training and evaluation, with TRL's names."""
 
-    Raises:
-        UserError: `test_split_size` is out of range.
-    """
-
+    _argument_group_name = "data"
     dataset_name: str | None = flag(None, "Hub id or local path.")
     dataset_config: str | None = flag(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = flag("train", "Split to train on.")
     dataset_test_split: str = flag("test", "Split to evaluate on, with --eval_strategy.")
-    test_split_size: float | None = flag(
+    test_split_size: Annotated[float, Range(0, end=1, open=True)] | None = flag(
         None, "Evaluate on this share of the training split instead of a split of its own."
     )
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"test_split_size": Range(0, end=1, open=True)})
+        check_flags(self)
 
     def hold_out(self, rows: Dataset, seed: int) -> tuple[Dataset, Dataset]:
         """Split `rows` for training and, by `test_split_size`, for evaluation.

@@ -19,7 +19,7 @@ from ckpt_ft.validation import library_reads, require_package
 from ckpt_ft.workloads.model_config import read_config
 from ckpt_ft.workloads.positions import STRETCHES, is_rotary, stretch_positions, trained_positions
 
-from .flags import AT_LEAST_ONE, LORA_RANK, SHARE, check_numbers, flag
+from .flags import AtLeastOne, Rank, Share, check_flags, flag
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -34,12 +34,9 @@ _LORA = {"lora_r": ("r", _RANK), "lora_alpha": ("lora_alpha", _ALPHA), "lora_dro
 
 @dataclass
 class ModelArguments:
-    """Which model to load, in which precision, and which weights to train.
+    """Which model to load, in which precision, and which weights to train."""
 
-    Raises:
-        UserError: quantised weights without LoRA, or an invalid rank, alpha or dropout.
-    """
-
+    _argument_group_name = "model"
     model_name_or_path: str | None = flag(
         None, "Hub id or local directory; without it, the built-in model and sample."
     )
@@ -56,9 +53,9 @@ class ModelArguments:
     trust_remote_code: bool = flag(False, "Run code that comes with the model; without it none is run.")
     use_peft: bool = flag(False, "Train LoRA adapters instead of the weights.")
     peft_config: str | None = flag(None, PEFT_CONFIG)
-    lora_r: int | None = flag(None, f"LoRA rank; {_RANK} when left out.")
-    lora_alpha: int | None = flag(None, f"LoRA alpha; {_ALPHA} when left out.")
-    lora_dropout: float | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out.")
+    lora_r: Rank | None = flag(None, f"LoRA rank; {_RANK} when left out.")
+    lora_alpha: AtLeastOne | None = flag(None, f"LoRA alpha; {_ALPHA} when left out.")
+    lora_dropout: Share | None = flag(None, f"LoRA dropout; {LORA_DROPOUT} when left out.")
     lora_target_modules: list[str] | None = flag(
         None, "Modules that get an adapter; all-linear for every linear layer but the head."
     )
@@ -75,7 +72,7 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.load_in_4bit and not self.adapts:
             raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --use_peft for QLoRA")
-        check_numbers(self, {"lora_r": LORA_RANK, "lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
+        check_flags(self)
         check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
         })  # fmt: skip

@@ -251,7 +251,7 @@ def test_exit_codes(
         run(recipe.main)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --load_in_4bit and --lora_target_modules belong to LoRA")
+    assert said.startswith("error: --load_in_4bit: 4-bit weights cannot be trained themselves")
     assert said.count("\n") == 1
 
 

@@ -218,7 +218,7 @@ def test_exit_codes(
         run(recipes["sd1"].main)
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --class_prompt belongs to prior preservation")
+    assert said.startswith("error: --class_prompt belongs to --with_prior_preservation")
     assert said.count("\n") == 1
 
 

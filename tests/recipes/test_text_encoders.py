@@ -219,7 +219,7 @@ def test_rates_of_their_own(recipe: ModuleType, bases: dict[str, str], tmp_path:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"train_text_encoder": True}, "--train_text_encoder puts LoRA on the text encoders; add --rank"),
+        ({"train_text_encoder": True}, "--train_text_encoder belongs to --rank"),
         ({"rank": 2, "text_encoder_lr": 1e-5}, "add --train_text_encoder"),
         ({"rank": 2, "train_text_encoder": True, "text_encoder_lr": -1.0}, "--text_encoder_lr -1.0"),
     ],

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import (
-    AT_LEAST_ONE,
-    LORA_RANK,
-    NOT_NEGATIVE,
     OVERWRITE,
-    POSITIVE,
-    SEED,
-    SHARE,
+    AtLeastOne,
+    Count,
+    Needs,
+    NotNegative,
+    Positive,
     Range,
-    check_numbers,
+    Rank,
+    Seed,
+    Share,
+    check_flags,
     check_trackers,
     flag,
 )
@@ -30,66 +33,29 @@ _LOW_PRODIGY_RATE = 0.1  # below this diffusers' scripts warn as well
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 # The schemes of diffusers' compute_density_for_timestep_sampling and compute_loss_weighting_for_sd3.
 WEIGHTING = ["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"]
-_NUMBERS = {
-    "seed": SEED,
-    "train_batch_size": AT_LEAST_ONE,
-    "gradient_accumulation_steps": AT_LEAST_ONE,
-    "num_train_epochs": AT_LEAST_ONE,
-    "max_train_steps": AT_LEAST_ONE,
-    "learning_rate": NOT_NEGATIVE,
-    "lr_warmup_steps": NOT_NEGATIVE,
-    "adam_beta1": SHARE,
-    "adam_beta2": SHARE,
-    "adam_weight_decay": NOT_NEGATIVE,
-    "adam_epsilon": NOT_NEGATIVE,
-    "max_grad_norm": NOT_NEGATIVE,
-    "checkpointing_steps": AT_LEAST_ONE,
-    "checkpoints_total_limit": AT_LEAST_ONE,
-    "num_validation_images": AT_LEAST_ONE,
-    "validation_steps": AT_LEAST_ONE,
-    "validation_inference_steps": AT_LEAST_ONE,
-    "validation_guidance_scale": NOT_NEGATIVE,
-}
-
-
-_TIME_NUMBERS = {
-    "max_sequence_length": AT_LEAST_ONE,
-    "logit_mean": Range(-100, 100),
-    "logit_std": POSITIVE,
-    "mode_scale": Range(-1, 1.75),  # beyond it times leave 0 to 1: Esser et al., 2024, section 3.1
-    "guidance_scale": NOT_NEGATIVE,
-}
 
 
 @dataclass
 class PipelineArguments:
-    """The pipeline to fine-tune, and whether its U-Net or transformer is trained whole or by adapters.
+    """The pipeline to fine-tune, and whether its U-Net or transformer is trained whole or by adapters."""
 
-    Raises:
-        UserError: a rank, alpha or dropout is out of range, or LoRA's flags contradict each other.
-    """
+    _argument_group_name = "model"
+    _needs: ClassVar[Needs] = {"rank": ("lora_alpha", "lora_dropout")}
 
     pretrained_model_name_or_path: str | None = flag(
         None, "Hub id or local directory of a pipeline; without it, a tiny one made here."
     )
     revision: str | None = flag(None, "Branch, tag or commit of the Hub pipeline.")
     variant: str | None = flag(None, "Variant of its weight files, e.g. fp16.")
-    rank: int | None = flag(None, "Train LoRA adapters of this rank; without it or --peft_config, all weights.")
+    rank: Rank | None = flag(None, "Train LoRA adapters of this rank; without it or --peft_config, all weights.")
     peft_config: str | None = flag(None, PEFT_CONFIG)
-    lora_alpha: int | None = flag(None, "Scale of the adapters; the rank when left out.")
-    lora_dropout: float = flag(0.0, "Dropout in front of the adapters.")
+    lora_alpha: AtLeastOne | None = flag(None, "Scale of the adapters; the rank when left out.")
+    lora_dropout: Share = flag(0.0, "Dropout in front of the adapters.")
 
     def __post_init__(self) -> None:
         beside = ("rank", "lora_alpha", "lora_dropout", "lora_target_modules")
         check_peft_flag(self.peft_config, {name: getattr(self, name, None) for name in beside})
-        if self.rank is None and (self.lora_alpha is not None or self.lora_dropout):
-            raise UserError("--lora_alpha and --lora_dropout belong to LoRA; add --rank, or drop them")
-        if self.rank is not None and not LORA_RANK.holds(self.rank):
-            raise UserError(
-                f"--rank {self.rank}: a LoRA rank is at least 1, at most {LORA_RANK.most}; leave --rank out to train "
-                "all weights"
-            )
-        check_numbers(self, {"lora_alpha": AT_LEAST_ONE, "lora_dropout": SHARE})
+        check_flags(self)
 
     @property
     def adapts(self) -> bool:
@@ -104,11 +70,11 @@ class PipelineArguments:
 
 @dataclass
 class DiffusionModelArguments(PipelineArguments):
-    """A Stable Diffusion 1.x, 2.x or XL pipeline, and the objective of its U-Net.
+    """A Stable Diffusion 1.x, 2.x or XL pipeline, and the objective of its U-Net."""
 
-    Raises:
-        UserError: a number is out of range, or text encoders would be trained without LoRA.
-    """
+    _needs: ClassVar[Needs] = {
+        "rank": ("lora_alpha", "lora_dropout", "train_text_encoder"), "train_text_encoder": ("text_encoder_lr",)
+    }  # fmt: skip
 
     pretrained_vae_model_name_or_path: str | None = flag(
         None, "Use this VAE instead of the pipeline's, for example one that is stable in fp16."
@@ -116,20 +82,12 @@ class DiffusionModelArguments(PipelineArguments):
     prediction_type: str | None = flag(
         None, "What the U-Net predicts; the scheduler's own when left out.", choices=["epsilon", "v_prediction"]
     )
-    snr_gamma: float | None = flag(None, "Gamma of Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
-    noise_offset: float = flag(0.0, "Strength of offset noise, which is constant over an image; usually 0.05 to 0.1.")
+    snr_gamma: Positive | None = flag(None, "Gamma of Min-SNR loss weights (Hang et al., 2023), usually 5.0.")
+    noise_offset: NotNegative = flag(
+        0.0, "Strength of offset noise, which is constant over an image; usually 0.05 to 0.1."
+    )
     train_text_encoder: bool = flag(False, "LoRA on the text encoders too; prompts are then encoded in each step.")
-    text_encoder_lr: float | None = flag(None, "Peak learning rate of the text encoders; 5e-6 when left out.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, {"snr_gamma": POSITIVE, "noise_offset": NOT_NEGATIVE, "text_encoder_lr": NOT_NEGATIVE})
-        if self.train_text_encoder and self.rank is None:
-            raise UserError("--train_text_encoder puts LoRA on the text encoders; add --rank, or drop it")
-        if self.text_encoder_lr is not None and not self.train_text_encoder:
-            raise UserError(
-                "--text_encoder_lr is the rate of text encoders that are trained; add --train_text_encoder"
-            )
+    text_encoder_lr: NotNegative | None = flag(None, "Peak learning rate of the text encoders; 5e-6 when left out.")
 
     @property
     def text_rate(self) -> float | None:
@@ -139,17 +97,15 @@ class DiffusionModelArguments(PipelineArguments):
 
 @dataclass
 class TransformerArguments(PipelineArguments):
-    """A FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, and the objective of its transformer.
+    """A FLUX, Stable Diffusion 3, Qwen-Image or Sana pipeline, and the objective of its transformer."""
 
-    Raises:
-        UserError: a number is out of range, or 4-bit weights are asked for without LoRA or bitsandbytes.
-    """
+    _needs: ClassVar[Needs] = {"rank": ("lora_alpha", "lora_dropout", "lora_target_modules")}
 
     lora_target_modules: list[str] | None = flag(
         None, "Modules that get an adapter; the attention's projections when left out."
     )
     load_in_4bit: bool = flag(False, "QLoRA: the frozen transformer in NF4 (bitsandbytes).")
-    max_sequence_length: int | None = flag(
+    max_sequence_length: AtLeastOne | None = flag(
         None, "Tokens that prompts are padded to; the pipeline's own number when left out."
     )
     weighting_scheme: str | None = flag(
@@ -157,69 +113,69 @@ class TransformerArguments(PipelineArguments):
         "How diffusion times are drawn and weighted; the model family's own way when left out.",
         choices=WEIGHTING,
     )
-    logit_mean: float = flag(0.0, "Mean of the times under --weighting_scheme logit_normal.")
-    logit_std: float = flag(1.0, "Standard deviation of the times under --weighting_scheme logit_normal.")
-    mode_scale: float = flag(1.29, "Scale of --weighting_scheme mode.")
-    guidance_scale: float = flag(
+    logit_mean: Annotated[float, Range(-100, 100)] = flag(
+        0.0, "Mean of the times under --weighting_scheme logit_normal."
+    )
+    logit_std: Positive = flag(1.0, "Standard deviation of the times under --weighting_scheme logit_normal.")
+    # Beyond this range times leave 0 to 1: Esser et al., 2024, section 3.1.
+    mode_scale: Annotated[float, Range(-1, 1.75)] = flag(1.29, "Scale of --weighting_scheme mode.")
+    guidance_scale: NotNegative = flag(
         1.0, "Guidance that a guidance-distilled transformer (FLUX.1-dev) is given in training."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank is None and (self.lora_target_modules or (self.load_in_4bit and not self.adapts)):
-            raise UserError("--load_in_4bit and --lora_target_modules belong to LoRA; add --rank, or drop them")
         if self.load_in_4bit:
+            if not self.adapts:
+                raise UserError("--load_in_4bit: 4-bit weights cannot be trained themselves; add --rank for QLoRA")
             require_package("bitsandbytes", "--load_in_4bit")
-        check_numbers(self, _TIME_NUMBERS)
 
 
 @dataclass
 class LoopArguments:
-    """The training loop: its length, optimizer and precision, and what it writes.
+    """The training loop: its length, optimizer and precision, and what it writes."""
 
-    Raises:
-        UserError: a number is out of range, or a package that a flag needs is not installed.
-    """
+    _argument_group_name = "training"
 
     output_dir: str = flag("out/diffusion_unet", "Where the result, checkpoints, samples and reports go.")
-    seed: int = flag(0, "Seed of every random choice.")
-    train_batch_size: int = flag(16, "Images per device and forward pass.")
-    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
-    num_train_epochs: int = flag(100, "Passes over the images, when max_train_steps is left out.")
-    max_train_steps: int | None = flag(None, "Optimizer steps.")
-    learning_rate: float = flag(1e-4, "Peak learning rate.")
+    seed: Seed = flag(0, "Seed of every random choice.")
+    train_batch_size: AtLeastOne = flag(16, "Images per device and forward pass.")
+    gradient_accumulation_steps: AtLeastOne = flag(1, "Forward passes per optimizer step.")
+    num_train_epochs: AtLeastOne = flag(100, "Passes over the images, when max_train_steps is left out.")
+    max_train_steps: AtLeastOne | None = flag(None, "Optimizer steps.")
+    learning_rate: NotNegative = flag(1e-4, "Peak learning rate.")
     scale_lr: bool = flag(False, "Multiply --learning_rate by devices, accumulation steps and batch size.")
     lr_scheduler: str = flag("constant", "The learning rate's schedule.", choices=SCHEDULES)
-    lr_warmup_steps: int = flag(500, "Warm-up steps, for schedules that have a warm-up.")
-    adam_beta1: float = flag(0.9, "Decay rate of the optimizer's first moment.")
-    adam_beta2: float = flag(0.999, "Decay rate of the optimizer's second moment.")
-    adam_weight_decay: float = flag(1e-2, "Decoupled weight decay.")
-    adam_epsilon: float = flag(1e-8, "Added to the optimizer's denominator.")
+    lr_warmup_steps: Count = flag(500, "Warm-up steps, for schedules that have a warm-up.")
+    adam_beta1: Share = flag(0.9, "Decay rate of the optimizer's first moment.")
+    adam_beta2: Share = flag(0.999, "Decay rate of the optimizer's second moment.")
+    adam_weight_decay: NotNegative = flag(1e-2, "Decoupled weight decay.")
+    adam_epsilon: NotNegative = flag(1e-8, "Added to the optimizer's denominator.")
     optimizer: str = flag(
         "adamw",
         "adamw, adafactor (second moments by rows and columns) or prodigy (finds its rate: --learning_rate 1).",
         choices=list(OPTIMIZERS),
     )
     use_8bit_adam: bool = flag(False, "AdamW with 8-bit states (bitsandbytes).")
-    max_grad_norm: float = flag(1.0, "Clip gradients to this norm; 0 for no clipping.")
+    max_grad_norm: NotNegative = flag(1.0, "Clip gradients to this norm; 0 for no clipping.")
     use_ema: bool = flag(False, "Keep a moving average (EMA) of the trained weights; it is what is sampled and saved.")
     mixed_precision: str | None = flag(None, "Accelerate's own setting when left out.", choices=["no", "fp16", "bf16"])
     allow_tf32: bool = flag(False, "TF32 matrix products on Ampere and later.")
-    checkpointing_steps: int = flag(500, "Steps between checkpoints.")
-    checkpoints_total_limit: int | None = flag(None, "Keep only this many checkpoints, the newest.")
+    checkpointing_steps: AtLeastOne = flag(500, "Steps between checkpoints.")
+    checkpoints_total_limit: AtLeastOne | None = flag(None, "Keep only this many checkpoints, the newest.")
     resume_from_checkpoint: str | None = flag(None, "latest, or the path of a checkpoint.")
     overwrite_output_dir: bool = flag(False, OVERWRITE)
     validation_prompt: list[str] | None = flag(None, "Prompts to draw images of during training and at its end.")
-    num_validation_images: int = flag(1, "Images per prompt.")
-    validation_steps: int = flag(500, "Steps between validations.")
-    validation_inference_steps: int = flag(25, "Denoising steps per image.")
-    validation_guidance_scale: float = flag(7.5, "Scale of classifier-free guidance.")
+    num_validation_images: AtLeastOne = flag(1, "Images per prompt.")
+    validation_steps: AtLeastOne = flag(500, "Steps between validations.")
+    validation_inference_steps: AtLeastOne = flag(25, "Denoising steps per image.")
+    validation_guidance_scale: NotNegative = flag(7.5, "Scale of classifier-free guidance.")
     report_to: str = flag("none", "Trackers: tensorboard, wandb, ..., all, or none.")
     tracker_project_name: str = flag("diffusion_unet", "Name of the run's project at the trackers.")
     logging_dir: str = flag("logs", "Where trackers write, inside output_dir.")
 
     def __post_init__(self) -> None:
-        check_numbers(self, _NUMBERS)
+        check_flags(self)
         check_trackers([] if self.report_to in ("none", "all") else self.report_to.split(","), _trackers())
         if self.use_8bit_adam:
             require_package("bitsandbytes", "--use_8bit_adam")

@@ -13,12 +13,12 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, PIXELS, SHARE, Range, changed, check_numbers, flag
+from ckpt_ft.training.flags import AtLeastOne, Count, Needs, NotNegative, Range, Share, changed, check_flags, flag
 from ckpt_ft.training.samples.drawings import COMBINATIONS, drawn_shapes
 from ckpt_ft.workloads.sample_sizes import AUTO, Size, read_buckets
 
@@ -28,19 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-_NUMBERS = {
-    "resolution": Range(0, PIXELS.most),
-    "max_train_samples": AT_LEAST_ONE,
-    "dataloader_num_workers": NOT_NEGATIVE,
-    "proportion_empty_prompts": SHARE,
-    "num_class_images": AT_LEAST_ONE,
-    "sample_batch_size": AT_LEAST_ONE,
-    "prior_loss_weight": NOT_NEGATIVE,
-}
-_PRIOR_FLAGS = (
-    "class_data_dir", "class_prompt", "num_class_images", "sample_batch_size", "prior_generation_precision",
-    "prior_loss_weight",
-)  # fmt: skip
+_SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
 _PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
 
 
@@ -66,13 +54,16 @@ class PriorPreservation(NamedTuple):
 
 @dataclass
 class ImageArguments:
-    """The captioned images, or the images of one subject, to train on, and how they are prepared.
+    """The captioned images, or the images of one subject, to train on, and how they are prepared."""
 
-    Raises:
-        UserError: a size that a VAE cannot take, a subject's folder without its prompt, flags of prior preservation
-            without it, or settings that contradict each other.
-    """
-
+    _argument_group_name = "data"
+    _needs: ClassVar[Needs] = {
+        "instance_data_dir": ("instance_prompt",),
+        "with_prior_preservation": (
+            "class_data_dir", "class_prompt", "num_class_images", "sample_batch_size", "prior_generation_precision",
+            "prior_loss_weight",
+        ),
+    }  # fmt: skip
     dataset_name: str | None = flag(None, "Hub id of a dataset of images and captions.")
     dataset_config_name: str | None = flag(None, "Configuration of the Hub dataset.")
     train_data_dir: str | None = flag(
@@ -82,8 +73,10 @@ class ImageArguments:
     )
     image_column: str = flag("image", "Column of the images.")
     caption_column: str = flag("text", "Column, or key in metadata.jsonl, of the captions.")
-    max_train_samples: int | None = flag(None, "Train on only this many rows, the first ones.")
-    resolution: int | None = flag(None, "Side of the square images in pixels; the model's own when left out.")
+    max_train_samples: AtLeastOne | None = flag(None, "Train on only this many rows, the first ones.")
+    resolution: Annotated[int, Range(0, 2**14)] | None = flag(
+        None, "Side of the square images in pixels; the model's own when left out."
+    )
     aspect_ratio_buckets: str | None = flag(
         None,
         "'height,width;height,width': each image in the size nearest to its shape, batches of one size; auto makes "
@@ -91,14 +84,14 @@ class ImageArguments:
     )
     center_crop: bool = flag(True, "Crop the middle; --no_center_crop crops anywhere, anew each time.")
     random_flip: bool = flag(False, "Mirror half of the images, anew each time.")
-    proportion_empty_prompts: float = flag(0.0, "Share of captions left out, for classifier-free guidance.")
+    proportion_empty_prompts: Share = flag(0.0, "Share of captions left out, for classifier-free guidance.")
     skip_bad_images: bool = flag(False, "Train without images that cannot be read instead of stopping.")
     cache_latents: bool | None = flag(
         None,
         "Encode images and captions once, into files; only the trained model is then on the device. "
         "On when left out, unless images are cropped or flipped at random.",
     )
-    dataloader_num_workers: int = flag(0, "Processes that prepare batches.")
+    dataloader_num_workers: Count = flag(0, "Processes that prepare batches.")
     instance_data_dir: str | None = flag(None, "DreamBooth: a folder of images of one subject, without captions.")
     instance_prompt: str | None = flag(None, "The caption of all these images, such as 'a photo of sks dog'.")
     with_prior_preservation: bool = flag(
@@ -110,26 +103,32 @@ class ImageArguments:
     class_prompt: str | None = flag(
         None, "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
     )
-    num_class_images: int | None = flag(None, "Number of class images; 100 when left out.")
-    sample_batch_size: int | None = flag(None, "Class images drawn at once; 4 when left out.")
+    num_class_images: AtLeastOne | None = flag(None, "Number of class images; 100 when left out.")
+    sample_batch_size: AtLeastOne | None = flag(None, "Class images drawn at once; 4 when left out.")
     prior_generation_precision: str | None = flag(
         None,
         "Precision that class images are drawn in; --mixed_precision when left out.",
         choices=["no", "fp32", "fp16", "bf16"],
     )
-    prior_loss_weight: float | None = flag(None, "Weight of the class images' loss; 1 when left out.")
+    prior_loss_weight: NotNegative | None = flag(None, "Weight of the class images' loss; 1 when left out.")
 
     def __post_init__(self) -> None:
-        check_numbers(self, _NUMBERS)
-        if self.resolution is not None and (self.resolution < PIXELS.least or self.resolution % 8):
+        check_flags(self)
+        if self.resolution is not None and (self.resolution < 8 or self.resolution % 8):
             below = max(8, self.resolution // 8 * 8)
             raise UserError(f"--resolution {self.resolution} is not a multiple of 8; take {below} or {below + 8}")
         if self.aspect_ratio_buckets not in (None, AUTO):
             read_buckets(str(self.aspect_ratio_buckets))
-        if self.dataset_name is not None and self.train_data_dir is not None:
-            raise UserError("--dataset_name and --train_data_dir are two sources of images; give one of them")
-        self._check_instance()
-        self._check_prior()
+        sources = [name for name in _SOURCES if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise UserError(f"--{sources[0]} and --{sources[1]} are two sources of images; give one of them")
+        if self.instance_data_dir is not None and not (self.instance_prompt or "").strip():
+            raise UserError(
+                f"--instance_data_dir {self.instance_data_dir}: what does it show? add --instance_prompt, such as "
+                "'a photo of sks dog'"
+            )
+        if self.with_prior_preservation:
+            self._check_prior()
         self.asked_to_cache = bool(self.cache_latents)
         random_each_time = self.random_flip or not self.center_crop
         if self.cache_latents and random_each_time:
@@ -161,31 +160,7 @@ class ImageArguments:
             self.sample_batch_size or 4, self.prior_generation_precision, weight,
         )  # fmt: skip
 
-    def _check_instance(self) -> None:
-        if self.instance_data_dir is None:
-            if self.instance_prompt is not None:
-                raise UserError(
-                    "--instance_prompt is the caption of the images in --instance_data_dir, which is missing; those "
-                    "of other sources have captions of their own"
-                )
-            return
-        other = "dataset_name" if self.dataset_name is not None else "train_data_dir"
-        if getattr(self, other) is not None:
-            raise UserError(f"--instance_data_dir and --{other} are two sources of images; give one of them")
-        if not (self.instance_prompt or "").strip():
-            raise UserError(
-                f"--instance_data_dir {self.instance_data_dir}: what does it show? add --instance_prompt, such as "
-                "'a photo of sks dog'"
-            )
-
     def _check_prior(self) -> None:
-        given = [name for name in _PRIOR_FLAGS if getattr(self, name) is not None]
-        if not self.with_prior_preservation:
-            if given:
-                raise UserError(
-                    f"--{given[0]} belongs to prior preservation: add --with_prior_preservation, or drop it"
-                )
-            return
         needed = {"class_data_dir": "a folder for images of the class", "class_prompt": "such as 'a photo of a dog'"}
         for name, example in needed.items():
             if not (getattr(self, name) or "").strip():

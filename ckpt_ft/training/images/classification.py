@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from PIL import Image, ImageOps
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.training.flags import PIXELS, Range, SplitArguments, changed, check_numbers, flag
+from ckpt_ft.training.flags import Pixels, Range, SplitArguments, changed, flag
 from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
 from ckpt_ft.training.samples.drawings import drawn_shapes
 from ckpt_ft.validation import library_reads
@@ -38,16 +38,11 @@ _SHAPES_RESOLUTION = 40  # pixels as drawn; the model's own resolution decides w
 _BUILT_IN_SIDE = 32
 _ASPECTS = (3 / 4, 4 / 3)  # width / height of a crop before it is made square
 _CROP_TRIES = 10
-_NUMBERS = {"max_train_samples": Range(2), "resolution": PIXELS, "min_crop": Range(0, 1, open=True)}
 
 
 @dataclass
 class VisionArguments(SplitArguments):
-    """The labelled images to train on, and how the model is shown them.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """The labelled images to train on, and how the model is shown them."""
 
     dataset_name: str | None = flag(
         None,
@@ -56,15 +51,13 @@ class VisionArguments(SplitArguments):
     )
     image_column: str = flag("image", "Column of images of a Hub dataset.")
     label_column: str = flag("label", "Column of classes of a Hub dataset.")
-    max_train_samples: int | None = flag(None, "Train on only this many images, drawn at random.")
+    max_train_samples: Annotated[int, Range(2)] | None = flag(None, "Train on only this many images, drawn at random.")
     skip_bad_images: bool = flag(False, "Leave out images that cannot be read.")
-    resolution: int | None = flag(None, "Pixels of a side; by default the model's own.")
+    resolution: Pixels | None = flag(None, "Pixels of a side; by default the model's own.")
     augment: bool = flag(True, "Train on random crops that are mirrored half of the time (--no_augment).")
-    min_crop: float = flag(0.25, "The least share of an image's area that a crop shows.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, _NUMBERS)
+    min_crop: Annotated[float, Range(0, 1, open=True)] = flag(
+        0.25, "The least share of an image's area that a crop shows."
+    )
 
 
 def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None, list[str]]:

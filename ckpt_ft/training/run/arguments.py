@@ -19,7 +19,7 @@ from ckpt_ft.training.flags import (
     POSITIVE,
     SEED,
     SHARE,
-    check_numbers,
+    check_flags,
     check_trackers,
     flag,
 )
@@ -72,10 +72,11 @@ class RunArguments(TrainingArguments):
         UserError: a number is out of range, or a requested package is not installed.
     """
 
+    _argument_group_name = "training (transformers.TrainingArguments)"
     overwrite_output_dir: bool = flag(False, OVERWRITE)
 
     def __post_init__(self) -> None:
-        check_numbers(self, _NUMBERS)
+        check_flags(self, _NUMBERS)
         if self.max_steps != _EPOCHS and self.max_steps < 1:
             raise UserError(f"--max_steps {self.max_steps}: give at least 1, or leave it out to train for epochs")
         token: str | None = getattr(self, "hub_token")  # noqa: B009  its type cannot be determined

@@ -12,15 +12,24 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from ckpt_ft.errors import UserError, meant, one_line
 from ckpt_ft.spec.settings import known_as
 from ckpt_ft.spec.training_file import read_yaml
 from ckpt_ft.workloads.model_config import hub_answers
+
+# Flags of TrainingArguments and TRL's DPOConfig that `--help` shows.
+COMMON = (
+    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type",
+    "warmup_steps", "optim", "bf16", "fp16", "max_grad_norm", "torch_compile", "logging_steps", "save_steps",
+    "eval_strategy", "report_to", "seed", "max_length", "beta", "loss_type", "precompute_ref_log_probs",
+)  # fmt: skip
 
 
 class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -31,6 +40,18 @@ class _AsWritten(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
         return super()._get_help_string(action) if shown else action.help
 
 
+class _Help(argparse._HelpAction):
+    """Prints our own flags, and of the hundred of TrainingArguments the `COMMON` ones."""
+
+    def __call__(self, parser: Parser, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        kinds = [kind for kind in parser.dataclass_types if issubclass(kind, TrainingArguments)]
+        foreign = {field.name for kind in kinds for field in fields(kind)}
+        for action in parser._actions:
+            if action.dest in foreign and action.dest not in COMMON:
+                action.help = argparse.SUPPRESS
+        super().__call__(parser, *args, **kwargs)
+
+
 class Parser(HfArgumentParser):
     """`HfArgumentParser` that raises `UserError` (one line, exit 2) and accepts no abbreviated flags."""
 
@@ -39,8 +60,9 @@ class Parser(HfArgumentParser):
             dataclass_types, allow_abbrev=False, add_help=False, formatter_class=_AsWritten, usage="%(prog)s [flags]",
             **kwargs,
         )  # fmt: skip
-        self.add_argument("-h", "--help", "--help-all", action="help", help="Show every flag.")
         self.add_argument("--config", metavar="FILE.yaml", help="YAML file of flags; those on the command line win")
+        self.add_argument("-h", "--help", action=_Help, help="Show the flags that most runs need.")
+        self.add_argument("--help-all", action="help", help="Show every flag.")
 
     @property
     def names(self) -> list[str]:

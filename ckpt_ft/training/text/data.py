@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import SEQ_LENGTH
-from ckpt_ft.training.flags import NOT_NEGATIVE, SplitArguments, check_numbers, flag
+from ckpt_ft.training.flags import Count, Length, SplitArguments, flag
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,30 +31,15 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
 
 @dataclass
 class DataArguments(SplitArguments):
-    """The dataset to train on, and how its rows become sequences. The names are TRL's.
-
-    Raises:
-        UserError: `max_length` is below 2, or a number is out of range.
-    """
+    """The dataset to train on, and how its rows become sequences. The names are TRL's."""
 
     dataset_name: str | None = flag(
         None, "Hub id, or a local directory or file (json, jsonl, csv, parquet, txt); without it, the sample."
     )
     dataset_text_field: str = flag("text", "Column of plain text.")
-    dataset_num_proc: int | None = flag(None, "Number of processes that tokenize.")
-    max_length: int = flag(SEQ_LENGTH, "Tokens per sequence; longer rows are cut.")
+    dataset_num_proc: Count | None = flag(None, "Number of processes that tokenize.")
+    max_length: Length = flag(SEQ_LENGTH, "Tokens per sequence; longer rows are cut.")
     packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_max_length(self.max_length)
-        check_numbers(self, {"dataset_num_proc": NOT_NEGATIVE})
-
-
-def check_max_length(max_length: int) -> None:
-    """Raises UserError if a sequence of `max_length` tokens has no token to predict."""
-    if max_length < 2:
-        raise UserError(f"--max_length {max_length}: a sequence needs at least 2 tokens to have anything to predict")
 
 
 def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None]:

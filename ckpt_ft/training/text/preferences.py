@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_numbers, flag
+from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_flags, flag
 from ckpt_ft.training.run.arguments import RunArguments
 
 from .answers import SHOWN
@@ -42,7 +42,7 @@ class DPOArguments(RunArguments, DPOConfig):
     pad_token: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        check_numbers(self, _NUMBERS)
+        check_flags(self, _NUMBERS)
         super().__post_init__()
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import TRAINED_TOWERS
-from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SplitArguments, check_numbers, flag
+from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
 from ckpt_ft.training.images.files import named_columns, open_image
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.text.data import LOADERS, ROW_NUMBER, check_max_length, load_rows
+from ckpt_ft.training.text.data import LOADERS, ROW_NUMBER, load_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 MARK = "<image>"  # an image in a text
 PATH_KEYS = ("image", "path", "image_url", "url")  # keys of an image part that name its file
 Cell = Mapping[str, Any]  # an undecoded image: `bytes` or `path`
-_NUMBERS = {
-    "answered": NOT_NEGATIVE,
-    "dataset_num_proc": NOT_NEGATIVE,
-    "max_pixels": AT_LEAST_ONE,
-    "longest_side": AT_LEAST_ONE,
-}
 
 
 @dataclass
@@ -50,11 +44,7 @@ class VisionLanguageModelArguments(ModelArguments):
 
 @dataclass
 class VisionLanguageArguments(SplitArguments):
-    """The conversations about images to train on. The names are TRL's and the processors'.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """The conversations about images to train on. The names are TRL's and the processors'."""
 
     dataset_name: str | None = flag(
         None, "Hub id, or a local directory or file (json, jsonl, parquet); without it, drawn pictures."
@@ -62,20 +52,17 @@ class VisionLanguageArguments(SplitArguments):
     messages_column: str = flag("messages", "Column of conversations.")
     image_column: str = flag("images", "Column of each row's images: files, or images of the dataset; also one image.")
     image_folder: str | None = flag(None, "Folder of images that rows name by path; by default the dataset's own.")
-    dataset_num_proc: int | None = flag(None, "Processes that look through the rows.")
-    max_length: int = flag(
+    dataset_num_proc: Count | None = flag(None, "Processes that look through the rows.")
+    max_length: Length = flag(
         2048,
         "Tokens per sequence, images included; text beyond it is cut, and rows whose images do not fit are left out.",
     )
     packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
-    max_pixels: int | None = flag(None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin).")
-    longest_side: int | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
-    answered: int = flag(0, "Held-out questions to answer before and after training: how many are right.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_max_length(self.max_length)
-        check_numbers(self, _NUMBERS)
+    max_pixels: AtLeastOne | None = flag(
+        None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
+    )
+    longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
+    answered: Count = flag(0, "Held-out questions to answer before and after training: how many are right.")
 
 
 @dataclass(frozen=True)

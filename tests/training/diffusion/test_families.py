@@ -170,7 +170,7 @@ PIPELINES = dict(zip(KINDS, ["FluxPipeline", "Flux2KleinPipeline", "StableDiffus
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"load_in_4bit": True}, "belong to LoRA"),
+        ({"load_in_4bit": True}, "add --rank for QLoRA"),
         ({"rank": 2, "load_in_4bit": True}, "needs bitsandbytes"),
         ({"max_sequence_length": 0}, "--max_sequence_length 0"),
         ({"logit_std": 0.0}, "--logit_std"),

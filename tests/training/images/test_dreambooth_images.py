@@ -95,14 +95,14 @@ CLASS = {"with_prior_preservation": True, "class_data_dir": "class", "class_prom
     [
         ({"instance_data_dir": "a"}, "--instance_data_dir a: what does it show. add --instance_prompt"),
         ({"instance_data_dir": "a", "instance_prompt": " "}, "add --instance_prompt"),
-        ({"instance_prompt": "sks"}, "--instance_prompt is the caption of the images in --instance_data_dir"),
+        ({"instance_prompt": "sks"}, "--instance_prompt belongs to --instance_data_dir: add"),
         (
             {"instance_data_dir": "a", "instance_prompt": "sks", "train_data_dir": "b"},
             "--instance_data_dir and --train_data_dir are two sources",
         ),
-        ({"class_prompt": "a dog"}, "--class_prompt belongs to prior preservation: add --with_prior_preservation"),
-        ({"num_class_images": 100}, "--num_class_images belongs to prior preservation"),
-        ({"prior_loss_weight": 1.0}, "--prior_loss_weight belongs to prior preservation"),
+        ({"class_prompt": "a dog"}, "--class_prompt belongs to --with_prior_preservation: add"),
+        ({"num_class_images": 100}, "--num_class_images belongs to --with_prior_preservation"),
+        ({"prior_loss_weight": 1.0}, "--prior_loss_weight belongs to --with_prior_preservation"),
         ({"with_prior_preservation": True}, "--with_prior_preservation needs --class_data_dir: a folder"),
         ({**CLASS, "class_prompt": None}, "--with_prior_preservation needs --class_prompt: such as"),
         ({**CLASS, "num_class_images": 0}, "--num_class_images 0: give at least 1"),

@@ -72,7 +72,7 @@ def test_the_loop(flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch) 
     ("kind", "flags", "says"),
     [
         (ModelArguments, ["--use_peft", "--lora_r", "100000000000"], "--lora_r 100000000000: give a number from 1 to"),
-        (DiffusionModelArguments, ["--rank", "65537"], "--rank 65537: a LoRA rank is at least 1, at most 65536;"),
+        (DiffusionModelArguments, ["--rank", "65537"], "--rank 65537: give a number from 1 to 65536"),
         (DiffusionModelArguments, ["--noise_offset", "nan"], "--noise_offset nan: give a number from 0 on"),
         (DiffusionModelArguments, ["--snr_gamma", "0"], "--snr_gamma 0.0: give a number above 0"),
         (ImageArguments, ["--resolution", "100000"], "--resolution 100000: give a number from 0 to 16384"),

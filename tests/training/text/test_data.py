@@ -74,7 +74,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_lengths_and_shares_are_checked() -> None:
-    with pytest.raises(UserError, match="--max_length 0: a sequence needs at least 2 tokens"):
+    with pytest.raises(UserError, match="--max_length 0: give at least 2"):
         DataArguments(max_length=0)
     with pytest.raises(UserError, match="--test_split_size 1.5"):
         DataArguments(test_split_size=1.5)
