@@ -1,4 +1,7 @@
-"""Merges a trained adapter into its base model: full weights that load without PEFT."""
+"""Merges a trained adapter into its base model: full weights that load without PEFT.
+
+Bad input raises UserError, one line that names the file or the flag.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,6 @@ def merge(adapter: str, output: str, base: str = "", dtype: str = "auto") -> Pat
         base: Hub id or directory; by default the one that the adapter names.
         dtype: dtype of the merged weights; "auto" keeps the base's. If the base was trained in 4 bits, its unquantised
             weights are loaded.
-
-    Raises:
-        UserError: there is no adapter, its base cannot be loaded or does not match, or `output` exists.
     """
     source, target = Path(adapter), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -210,10 +210,6 @@ def to_kohya(adapter: str, output: str) -> Path:
     """Write the LoRA of a run of recipes/diffusion_unet.py to the file `output`, under kohya's names.
 
     adapter: the run's output_dir, or the LoRA file in it.
-
-    Raises:
-        UserError: the LoRA is missing, incomplete, not a U-Net's or more than LoRA, or `output` exists or is not
-            writable.
     """
     from safetensors.torch import save_file
 

@@ -1,7 +1,8 @@
 """Loads a causal language model and its tokenizer from flags with TRL's names: full fine-tuning, LoRA, QLoRA.
 
 `--peft_config` adds adapters of any PEFT type, in every recipe. Its file is PEFT's own `adapter_config.json`, which
-may leave out three settings that a recipe knows: the task, the target modules, and the modules trained in full.
+may leave out three settings that a recipe knows: the task, the target modules, and the modules trained in full. Bad
+input raises UserError, one line that names the flag.
 """
 
 from __future__ import annotations
@@ -95,11 +96,7 @@ class ModelArguments:
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; without a padding token of its own, it pads with its end token.
-
-    Raises:
-        UserError: no tokenizer can be loaded.
-    """
+    """Load the model's tokenizer; without a padding token of its own, it pads with its end token."""
     from transformers import AutoTokenizer
 
     with library_reads(f"model {args.model_name_or_path}: no tokenizer can be loaded"):
@@ -114,9 +111,6 @@ def within_positions(args: ModelArguments, max_length: int) -> int:
 
     Longer sequences cause an index error deep in the model. Rotary positions run at any length, but the model has not
     learned them: they need `--rope_scaling`.
-
-    Raises:
-        UserError: a length other than the default exceeds the model's positions.
     """
     config = _config(args)
     positions = trained_positions(config)
@@ -144,9 +138,6 @@ def load_model(args: ModelArguments, max_length: int = 0) -> PreTrainedModel:
     """Returns the causal language model in train mode; with adapters its weights are frozen, in 4 bits if requested.
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
-
-    Raises:
-        UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -158,9 +149,6 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
     """Calls `auto.from_pretrained` for the model of `args`, with `more` as additional arguments.
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
-
-    Raises:
-        UserError: the model cannot be loaded, or bitsandbytes is missing.
     """
     kwargs: dict[str, Any] = {**args.source, "dtype": args.dtype, **more}
     if args.rope_scaling is not None:
@@ -179,11 +167,7 @@ def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more
 
 
 def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> PreTrainedModel:
-    """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`.
-
-    Raises:
-        UserError: the model has no target modules of these names, or none that the adapter supports.
-    """
+    """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
     from peft import get_peft_model
 
     config = adapter_config(args, **more)
@@ -248,9 +232,6 @@ def check_peft_flag(path: str | None, beside: Mapping[str, object]) -> None:
     """Validate the flag before anything is loaded.
 
     beside: LoRA's own flags, by name.
-
-    Raises:
-        UserError: the file is not a PEFT configuration, a plain loop cannot train it, or LoRA's flags are also given.
     """
     if path is None:
         return
@@ -284,10 +265,6 @@ def adapter_of(
         targets: maps the file's target modules to those of the model.
         modules_to_save: modules that are trained in full, in addition to those in the file.
         task_type: the recipe's task type, which overrides the file's.
-
-    Raises:
-        UserError: the file is not a PEFT configuration, does not support `modules_to_save`, or is a prompt-learning
-            type and the recipe has no task.
     """
     asked = f"--peft_config {path}"
     content = read_peft(path, asked)

@@ -2,6 +2,7 @@
 
 A loader's sample is addressed by (epoch, index), and everything random depends on the seed and that key alone. Any
 process can therefore make any sample of any epoch, in any order, and a resumed run needs no state of the dataset.
+Bad input raises UserError, one line that names the file or the row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from datasets import concatenate_datasets
 from PIL import Image, ImageDraw
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -55,8 +56,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Tensor]
 Key = tuple[int, int]  # epoch, index
-SHARD = 256  # rows of a file of cached latents
-_SHARD_VERSION = 2  # part of the cache key: raise it when the tensors of a shard change
+_VERSION = 3  # part of the cache key: raise it when the tensors of a row change
 _GREY = (127, 127, 127)
 
 
@@ -165,7 +165,7 @@ class Pairs(TorchDataset[Row]):
 
 
 class CachedLatents(TorchDataset[Row]):
-    """Rows of `moments`, `time_ids` and encoded prompts, read one by one from the files of `cache_latents`.
+    """Rows of `moments`, `time_ids` and encoded prompts, each read from its file (see `cache_latents`).
 
     Attributes:
         sizes, buckets: those of `FramedImages`.
@@ -173,85 +173,64 @@ class CachedLatents(TorchDataset[Row]):
 
     def __init__(self, directory: Path, images: FramedImages) -> None:
         self.directory, self.sizes, self.buckets = directory, images.sizes, images.buckets
-        self._place = {
-            index: (shard, row) for shard, rows in enumerate(_shards(images)) for row, index in enumerate(rows)
-        }
-        self._open: dict[tuple[int, int], Any] = {}
 
     def __len__(self) -> int:
-        return len(self._place)
+        return sum(map(len, self.buckets))
 
     def __getitem__(self, key: Key) -> Row:
-        shard, row = self._place[key[1]]
-        place = (os.getpid(), shard)  # each loader process maps the files itself
-        if place not in self._open:
-            self._open[place] = safe_open(_shard_path(self.directory, shard), framework="pt")
-        tensors = self._open[place]
-        # A clone, because the slice keeps the whole mapped shard alive.
-        return {name: tensors.get_slice(name)[row].clone() for name in tensors.keys()}  # noqa: SIM118  not a dict
+        row: Row = load_file(self.file(key[1]))
+        return row
+
+    def file(self, index: int) -> Path:
+        return self.directory / f"{index:07}.safetensors"
+
+    def damage(self, index: int) -> str | None:
+        """Returns why the file of a row cannot be used; None if it can."""
+        try:
+            with safe_open(self.file(index), framework="pt"):
+                return None
+        except (SafetensorError, OSError) as error:
+            return one_line(error)
 
 
 def cache_latents(
     images: FramedImages, encoders: FrozenEncoders, root: Path, batch_size: int, rank: int = 0, ranks: int = 1
 ) -> CachedLatents:
-    """Encodes the images that are not yet in the cache under `root`, every `ranks`-th file from `rank` on.
+    """Encodes the images that are not yet in the cache under `root`; this rank every `ranks`-th batch of one bucket.
 
-    The latents are safetensors files of `SHARD` rows, in a directory named by a digest of everything that they depend
-    on: images, framing, tokenizers, encoders. A damaged file is made again, with a warning. With several processes,
-    `accelerator.wait_for_everyone()` must follow before the latents are read.
+    The latents are a safetensors file for each image, in a directory named by a digest of everything that they depend
+    on: images, framing, tokenizers, encoders. The batch of a damaged file is made again, with a warning. With several
+    processes, `accelerator.wait_for_everyone()` must follow before the latents are read.
 
     Raises:
         WorkFailed: the VAE's output is not finite.
         OSError: the cache cannot be written.
     """
-    directory = root / _digest(images, encoders)
-    directory.mkdir(parents=True, exist_ok=True)
-    for shard, rows in itertools.islice(enumerate(_shards(images)), rank, None, ranks):
-        path = _shard_path(directory, shard)
-        keys = [(0, index) for index in rows]
-        if path.exists():
-            damage = _damage(path, len(keys))
-            if damage is None:
-                continue
-            logger.warning("%s is made again: %s", path, damage)
-        parts = []
-        for start in range(0, len(keys), batch_size):
-            batch = torch.utils.data.default_collate([images[key] for key in keys[start : start + batch_size]])
-            parts.append({name: tensor.cpu() for name, tensor in encoders.encode(batch).items()})
-        # Contiguous, because a VAE's convolutions may return channels_last tensors, which safetensors refuses.
-        tensors = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
-        if not tensors["moments"].isfinite().all():
+    cached = CachedLatents(root / _digest(images, encoders), images)
+    batches = [rows[at : at + batch_size] for rows in images.buckets for at in range(0, len(rows), batch_size)]
+    for rows in batches[rank::ranks]:
+        missing = [row for row in rows if not cached.file(row).exists()]
+        damaged = [(row, why) for row in rows if row not in missing and (why := cached.damage(row)) is not None]
+        for row, why in damaged:
+            logger.warning("%s is made again: %s", cached.file(row), why)
+        if not missing and not damaged:
+            continue
+        encoded = encoders.encode(torch.utils.data.default_collate([images[0, row] for row in rows]))
+        if not encoded["moments"].isfinite().all():
             raise WorkFailed(
                 f"the VAE makes no numbers of images {rows[0] + 1} to {rows[-1] + 1}; give "
                 "--mixed_precision bf16, or --pretrained_vae_model_name_or_path of one that is stable in fp16"
             )
-        write(path, partial(save_file, tensors))
-    return CachedLatents(directory, images)
-
-
-def _shards(images: FramedImages) -> list[list[int]]:
-    """Returns the rows of each file, all of one bucket and therefore of one shape."""
-    return [rows[start : start + SHARD] for rows in images.buckets for start in range(0, len(rows), SHARD)]
-
-
-def _shard_path(directory: Path, shard: int) -> Path:
-    return directory / f"{shard:06}.safetensors"
-
-
-def _damage(path: Path, rows: int) -> str | None:
-    """Returns why a file of `rows` rows cannot be used; None if it can."""
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            if any(tensors.get_slice(name).get_shape()[0] != rows for name in tensors.keys()):  # noqa: SIM118
-                return f"it does not hold {rows} rows"
-            return None if tensors.get_tensor("moments").isfinite().all() else "it holds what is no number"
-    except (SafetensorError, OSError) as error:
-        return one_line(error)
+        for row, *values in zip(rows, *(tensor.cpu() for tensor in encoded.values()), strict=True):
+            # A contiguous copy, because safetensors would write a slice with all of its batch.
+            tensors = {name: value.contiguous().clone() for name, value in zip(encoded, values, strict=True)}
+            write(cached.file(row), partial(save_file, tensors))
+    return cached
 
 
 def _digest(images: FramedImages, encoders: FrozenEncoders) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {SHARD} {_SHARD_VERSION}".encode())
+    digest.update(f"{images.rows._fingerprint} {images.sizes} {encoders.identity} {_VERSION}".encode())
     for file in images.rows["image"]:
         if file["bytes"] is None:  # a row with a path does not change with its file
             status = os.stat(file["path"])

@@ -1,6 +1,7 @@
 """The part of a pipeline that is trained: its adapters, its checkpoint files, and the saved result.
 
-LoRA is saved as `pipe.load_lora_weights` reads it, every other adapter in PEFT's own files.
+LoRA is saved as `pipe.load_lora_weights` reads it, every other adapter in PEFT's own files. Bad input raises
+UserError, one line that names the flag.
 """
 
 from __future__ import annotations
@@ -84,9 +85,6 @@ def prepare(model: Any, args: PipelineArguments, dtype: torch.dtype, targets: li
 
     Args:
         targets: names of the modules that get LoRA; the attention's projections by default.
-
-    Raises:
-        UserError: the model cannot have such adapters.
     """
     if isinstance(model, TextAndUNet):
         model.unet = prepare(model.unet, args, dtype, targets)

@@ -1,6 +1,6 @@
 """Loads the parts of a pipeline one by one: VAE, tokenizers, text encoders, noise schedule, and what is trained.
 
-Every error is one line that names the part.
+Bad input raises UserError, one line that names the part.
 """
 
 from __future__ import annotations
@@ -101,9 +101,6 @@ class UNetEncoders(FrozenEncoders):
 
     The VAE stays in float32, because SDXL's own overflows in half precision; the text encoders are in `dtype`. With
     `--train_text_encoder` there are no text encoders here, and a prompt is encoded to its tokens.
-
-    Raises:
-        UserError: a part cannot be loaded.
     """
 
     def __init__(
@@ -168,9 +165,6 @@ class TransformerEncoders(FrozenEncoders):
     """VAE, tokenizers and text encoders of a transformer's pipeline, which encodes prompts itself.
 
     The VAE stays in float32; the text encoders are in `dtype`.
-
-    Raises:
-        UserError: a part cannot be loaded.
     """
 
     def __init__(self, args: TransformerArguments, family: Family, device: torch.device, dtype: torch.dtype) -> None:
@@ -251,11 +245,7 @@ def pipeline_flag(args: PipelineArguments) -> str:
 
 
 def frozen_dtype(accelerator: Accelerator) -> torch.dtype:
-    """Returns the dtype of weights that are not trained: that of mixed precision.
-
-    Raises:
-        UserError: fp16 on a CPU, where Accelerate does not autocast to it.
-    """
+    """Returns the dtype of weights that are not trained: that of mixed precision."""
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError("--mixed_precision fp16 needs a GPU; on a CPU give bf16 or no")
     return MIXED_PRECISION.get(accelerator.mixed_precision) or torch.float32
@@ -270,11 +260,7 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_part(cls: Any, args: PipelineArguments, subfolder: str, **kwargs: Any) -> Any:
-    """Returns `cls.from_pretrained` of one part of the pipeline.
-
-    Raises:
-        UserError: the part does not exist or cannot be read.
-    """
+    """Returns `cls.from_pretrained` of one part of the pipeline."""
     with library_reads(f"{pipeline_flag(args)}: no usable {subfolder}"):
         part = cls.from_pretrained(
             args.pretrained_model_name_or_path, subfolder=subfolder, revision=args.revision, **kwargs
@@ -285,11 +271,7 @@ def load_part(cls: Any, args: PipelineArguments, subfolder: str, **kwargs: Any) 
 
 
 def _pipeline_class_name(args: PipelineArguments) -> Any:
-    """Returns the pipeline's class as its model_index.json names it.
-
-    Raises:
-        UserError: the file does not exist or cannot be read.
-    """
+    """Returns the pipeline's class as its model_index.json names it."""
     from diffusers import DiffusionPipeline
 
     with library_reads(f"{pipeline_flag(args)}: no usable model_index.json"):
@@ -328,11 +310,7 @@ def _check_vocabulary(source: str, tokenizer: Any) -> None:
 
 
 def load_tokenizers(args: DiffusionModelArguments, sdxl: bool) -> list[Any]:
-    """Returns the tokenizers of a Stable Diffusion pipeline: two for SDXL, else one.
-
-    Raises:
-        UserError: one cannot be loaded, or has no vocabulary.
-    """
+    """Returns the tokenizers of a Stable Diffusion pipeline: two for SDXL, else one."""
     from transformers import CLIPTokenizer
 
     tokenizers = [load_part(CLIPTokenizer, args, f"tokenizer{suffix}") for suffix in ("", "_2")[: 1 + sdxl]]
@@ -342,11 +320,7 @@ def load_tokenizers(args: DiffusionModelArguments, sdxl: bool) -> list[Any]:
 
 
 def load_text_encoders(args: DiffusionModelArguments, tokenizers: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Returns the frozen text encoders that belong to `tokenizers`.
-
-    Raises:
-        UserError: one cannot be loaded, or its tokenizer makes more tokens than it takes.
-    """
+    """Returns the frozen text encoders that belong to `tokenizers`."""
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     encoders = []
@@ -363,11 +337,7 @@ def load_text_encoders(args: DiffusionModelArguments, tokenizers: list[Any], dty
 
 
 def load_denoiser(args: DiffusionModelArguments, dtype: torch.dtype) -> Any:
-    """Returns the U-Net in float32; with `train_text_encoder` one model of it and its text encoders, those in `dtype`.
-
-    Raises:
-        UserError: a part cannot be loaded.
-    """
+    """Returns the U-Net in float32; with `train_text_encoder` a model of it and its text encoders in `dtype`."""
     unet = load_unet(args)
     if not args.train_text_encoder:
         return unet
@@ -376,11 +346,7 @@ def load_denoiser(args: DiffusionModelArguments, dtype: torch.dtype) -> Any:
 
 
 def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
-    """Returns the U-Net in float32.
-
-    Raises:
-        UserError: it cannot be loaded, or takes something other than latents, text and SDXL's time ids.
-    """
+    """Returns the U-Net in float32."""
     from diffusers import UNet2DConditionModel
 
     unet = load_part(UNet2DConditionModel, args, "unet", variant=args.variant)
@@ -399,11 +365,7 @@ def load_unet(args: DiffusionModelArguments) -> UNet2DConditionModel:
 
 
 def unet_config(args: DiffusionModelArguments) -> Any:
-    """Returns the U-Net's configuration, before any weights are read.
-
-    Raises:
-        UserError: the pipeline has no U-Net, or is code of its own.
-    """
+    """Returns the U-Net's configuration, before any weights are read."""
     from diffusers import UNet2DConditionModel
 
     missing = "no U-Net in it (unet/config.json); give an SD 1.x, 2.x or SDXL pipeline"
@@ -414,11 +376,7 @@ def unet_config(args: DiffusionModelArguments) -> Any:
 
 
 def own_side(config: Any) -> int:
-    """Returns the side of the latents that a U-Net was made for.
-
-    Raises:
-        UserError: its configuration names none.
-    """
+    """Returns the side of the latents that a U-Net was made for."""
     if not isinstance(config.sample_size, int):
         raise UserError("the U-Net's configuration has no sample_size; give --resolution")
     side: int = config.sample_size
@@ -436,11 +394,7 @@ def load_scheduler(args: DiffusionModelArguments) -> DDPMScheduler:
 
 
 def family_of(args: TransformerArguments) -> Family:
-    """Returns the family of the pipeline.
-
-    Raises:
-        UserError: the family is not supported.
-    """
+    """Returns the family of the pipeline."""
     name = _pipeline_class_name(args)
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(f"{family.name} ({pipeline})" for pipeline, family in FAMILIES.items())
@@ -449,21 +403,13 @@ def family_of(args: TransformerArguments) -> Family:
 
 
 def transformer_config(args: TransformerArguments, family: Family) -> Any:
-    """Returns the transformer's configuration, before any weights are read.
-
-    Raises:
-        UserError: it does not exist, or is of another class than the pipeline needs.
-    """
+    """Returns the transformer's configuration, before any weights are read."""
     component = family.part.component
     return _load_config(family.part.model_class, args, component, f"no usable {component}")
 
 
 def checked_resolution(asked: int | None, config: Any, encoders: TransformerEncoders) -> int:
-    """Returns the side of the images in pixels: `asked`, else the one that the transformer was made for.
-
-    Raises:
-        UserError: it is not a whole number of the transformer's tokens.
-    """
+    """Returns the side of the images in pixels: `asked`, else the one that the transformer was made for."""
     side, token = config.get("sample_size"), encoders.token
     own = side * encoders.vae_scale_factor if isinstance(side, int) else _DEFAULT_RESOLUTION
     resolution: int = asked or own
@@ -477,11 +423,7 @@ def checked_resolution(asked: int | None, config: Any, encoders: TransformerEnco
 
 
 def load_transformer(args: TransformerArguments, part: TrainedPart, dtype: torch.dtype) -> Any:
-    """Returns the transformer: float32 if all weights are trained, `dtype` under adapters, NF4 with `load_in_4bit`.
-
-    Raises:
-        UserError: it does not exist or cannot be read.
-    """
+    """Returns the transformer: float32 if all weights are trained, `dtype` under adapters, NF4 with `load_in_4bit`."""
     options: dict[str, Any] = dtype_argument(dtype if args.adapts else torch.float32)
     if args.load_in_4bit:
         from diffusers import BitsAndBytesConfig

@@ -2,8 +2,8 @@
 
 A folder has a metadata.jsonl, or a .txt file beside each image. DreamBooth (Ruiz et al., 2022,
 https://arxiv.org/abs/2208.12242) trains on a few images of one subject under one prompt, and keeps what the model
-knows by training on images of its class as well. All images are checked before training, and every error is one line
-that names the file or the row. The flags are named as in diffusers' scripts.
+knows by training on images of its class as well. All images are checked before training. Bad input raises UserError,
+one line that names the file or the row. The flags are named as in diffusers' scripts.
 """
 
 from __future__ import annotations
@@ -140,11 +140,7 @@ class ImageArguments:
             self.cache_latents = not random_each_time
 
     def uncached(self, why: str) -> ImageArguments:
-        """Returns these arguments without cached latents, which `why` rules out.
-
-        Raises:
-            UserError: `--cache_latents` was given.
-        """
+        """Returns these arguments without cached latents, which `why` rules out."""
         if self.asked_to_cache:
             raise UserError(f"--cache_latents encodes each image once, but {why}: drop it")
         return changed(self, cache_latents=False)
@@ -182,10 +178,6 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     """Returns rows of `image` (bytes or path, undecoded) and `text`: captioned images, or the subject's.
 
     Every image can be read and every caption is there.
-
-    Raises:
-        UserError: the source does not exist or is empty, a column or a caption is missing, or an image cannot be read
-            and `skip_bad_images` is off.
     """
     from datasets import Image as ImageFeature
 
@@ -210,11 +202,7 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
 
 
 def load_class_images(prior: PriorPreservation, args: ImageArguments) -> Dataset:
-    """Returns rows of `image` and `text` of the class: the first `prior.images` of the folder, sorted by name.
-
-    Raises:
-        UserError: an image cannot be read and `skip_bad_images` is off, or none is left.
-    """
+    """Returns rows of `image` and `text` of the class: the first `prior.images` of the folder, sorted by name."""
     images = images_in("--class_data_dir", prior.folder)[: prior.images]
     return _one_caption(images, prior.prompt, "--class_data_dir", args)
 
@@ -315,11 +303,7 @@ def _is_caption(text: Any) -> bool:
 
 
 def images_in(flag: str, folder: Path) -> list[Path]:
-    """Returns the image files of `folder`, not of the folders below it: DreamBooth's may lie in one another.
-
-    Raises:
-        UserError: the folder does not exist or cannot be read.
-    """
+    """Returns the image files of `folder`, not of the folders below it: DreamBooth's may lie in one another."""
     try:
         return image_files(folder, below=False)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
@@ -332,9 +316,6 @@ def missing_class_images(prior: PriorPreservation) -> dict[int, Path]:
 
     Image i always goes to the same file, so that a run that was killed, or several ranks, only fill the gaps. A user's
     own images, under any other name, count as well.
-
-    Raises:
-        UserError: the folder cannot be made, or has images that were generated for another prompt.
     """
     try:
         prior.folder.mkdir(parents=True, exist_ok=True)

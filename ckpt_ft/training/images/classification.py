@@ -2,8 +2,8 @@
 
 Images come from the Hub, from a folder of class folders, or are drawn shapes. In training they are cropped at random
 and mirrored; in evaluation the model's own processor frames them. Random crops follow Szegedy et al. 2014
-(arXiv:1409.4842, section 6): a share of the area and an aspect ratio are drawn. Every error is one line that names the
-folder, the row or the class.
+(arXiv:1409.4842, section 6): a share of the area and an aspect ratio are drawn. Bad input raises
+UserError, one line that names the folder, the row or the class.
 """
 
 from __future__ import annotations
@@ -61,12 +61,7 @@ class VisionArguments(SplitArguments):
 
 
 def load_images(args: VisionArguments, *, evaluate: bool, seed: int) -> tuple[Dataset, Dataset | None, list[str]]:
-    """Returns the training rows of `image` (undecoded) and `label`, the evaluation rows, and the classes' names.
-
-    Raises:
-        UserError: the source does not exist, cannot be read or is empty, has fewer than two classes, or has an image
-            or a label that cannot be used.
-    """
+    """Returns the training rows of `image` (undecoded) and `label`, the evaluation rows, and the classes' names."""
     train, test = _load(args, evaluate)
     if evaluate and test is None:
         train, test = args.hold_out(train, seed)
@@ -152,11 +147,7 @@ def _undecoded(rows: Dataset) -> Dataset:
 
 
 def class_names(rows: Dataset, source: str) -> list[str]:
-    """Returns the classes in label order: the dataset's own names, or the sorted values of its label column.
-
-    Raises:
-        UserError: a label is neither a whole number nor a text.
-    """
+    """Returns the classes in label order: the dataset's own names, or the sorted values of its label column."""
     from datasets import ClassLabel
 
     feature = rows.features["label"]
@@ -310,9 +301,6 @@ def load_classifier(args: ModelArguments, names: list[str]) -> PreTrainedModel:
 
     With adapters all weights are frozen except the head and BatchNorm. Both are saved whole beside the adapters:
     BatchNorm's statistics change in training, and an adapter without them would predict something else.
-
-    Raises:
-        UserError: the model cannot be read, or is not an image classifier.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
     from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
@@ -349,11 +337,7 @@ def _adaptable_layers(model: nn.Module, head: str) -> list[str]:
 
 
 def load_processor(args: ModelArguments) -> Any:
-    """Returns the model's image processor: its size, scaling and normalisation.
-
-    Raises:
-        UserError: it does not exist or cannot be read.
-    """
+    """Returns the model's image processor: its size, scaling and normalisation."""
     from transformers import AutoImageProcessor, ViTImageProcessor
 
     if args.model_name_or_path is None:
@@ -363,11 +347,7 @@ def load_processor(args: ModelArguments) -> Any:
 
 
 def own_resolution(processor: Any) -> int:
-    """Returns the pixels of a side that `processor` gives a square image.
-
-    Raises:
-        UserError: the processor names no size.
-    """
+    """Returns the pixels of a side that `processor` gives a square image."""
     size = (getattr(processor, "do_center_crop", None) and processor.crop_size) or processor.size or {}
     for key in ("height", "shortest_edge"):
         if size.get(key):
@@ -390,11 +370,7 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
 
 
 def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
-    """Returns `args` with `dataloader_drop_last` if the last of `count` images would be a batch of one for BatchNorm.
-
-    Raises:
-        UserError: the batch size is 1, over which BatchNorm cannot compute statistics.
-    """
+    """Returns `args` with `dataloader_drop_last` if the last of `count` images would be alone in a batch of BatchNorm."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     if not any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):

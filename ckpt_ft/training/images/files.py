@@ -1,6 +1,6 @@
 """Reads image files and cells of image columns as RGB pictures, and finds those that cannot be read.
 
-Every error is one line that names the file or the row.
+Bad input raises UserError, one line that names the file or the row.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ def image_files(folder: Path, *, below: bool = True) -> list[Path]:
 
 
 def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) -> Dataset:
-    """Selects and renames columns, each given as (the flag that names it, its name, its new name).
-
-    Raises:
-        UserError: a column does not exist, or two flags name the same one.
-    """
+    """Selects and renames columns, each given as (the flag that names it, its name, its new name)."""
     flags: dict[str, str] = {}
     for flag, column, _ in columns:
         if (other := flags.setdefault(column, flag)) != flag:
@@ -53,11 +49,7 @@ def named_columns(rows: Dataset, source: str, *columns: tuple[str, str, str]) ->
 
 
 def readable(rows: Dataset, source: str, *, skip: bool) -> Dataset:
-    """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB.
-
-    Raises:
-        UserError: an image cannot be read and `skip` is off, or none is left.
-    """
+    """Returns the rows whose undecoded `image` can be read; prints the others, and what is converted to RGB."""
     problems: dict[int, str] = {}
     kinds: Counter[str] = Counter()
     for row, image in enumerate(rows["image"]):
@@ -102,11 +94,7 @@ def _inspect(image: Mapping[str, Any] | None, row: int) -> tuple[str | None, str
 
 
 def open_image(image: Mapping[str, Any]) -> Image.Image:
-    """Returns the RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says.
-
-    Raises:
-        UserError: the image cannot be read.
-    """
+    """Returns the RGB picture of an undecoded `image` cell (`bytes` or `path`), turned as its EXIF data says."""
     try:
         with _opened(image) as opened:
             return to_rgb(opened)
@@ -116,11 +104,7 @@ def open_image(image: Mapping[str, Any]) -> Image.Image:
 
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns height and width of the picture that `open_image` returns; reads only the file's header.
-
-    Raises:
-        UserError: the image cannot be read.
-    """
+    """Returns height and width of the picture that `open_image` returns; reads only the file's header."""
     try:
         with _opened(image) as opened:
             width, height = opened.size

@@ -112,11 +112,7 @@ _OUTLINES: dict[str, list[tuple[float, float]]] = {
 
 
 def drawings(count: int | None = None, seed: int = 0) -> list[Drawing]:
-    """Returns `count` different combinations (all of them by default) in an order shuffled by `seed`.
-
-    Raises:
-        UserError: `count` is not between 1 and `COMBINATIONS`.
-    """
+    """Returns `count` different combinations (all of them by default) in an order shuffled by `seed`."""
     every = [Drawing(*parts) for parts in product(SHAPES, COLOURS, POSITIONS, SIZES, BACKGROUNDS)]
     random.Random(seed).shuffle(every)
     if count is not None and not 1 <= count <= COMBINATIONS:
@@ -129,9 +125,6 @@ def drawn_shapes(count: int | None = None, resolution: int = 64) -> Dataset:
 
     Its columns are `image` (PIL, RGB, `resolution` squared), `text` (the caption), `label` (ClassLabel of `SHAPES`),
     and the strings `colour`, `position`, `size` and `background`.
-
-    Raises:
-        UserError: `count` is out of range, or `resolution` is below 8.
     """
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as ImageFeature

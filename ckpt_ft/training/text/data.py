@@ -1,7 +1,7 @@
 """Rows of text for a language model: from the Hub, a local file or a directory.
 
 `load_rows` loads and splits a dataset, `known_columns` renames the columns of other tools, and `encode.py` turns the
-rows into tokens. Every error is one line that names the file, the line or the column.
+rows into tokens. Bad input raises UserError, one line that names the file, the line or the column.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ def load_rows(args: SplitArguments, *, evaluate: bool, seed: int) -> tuple[Datas
     """Returns the training rows, and the evaluation rows if `evaluate` is set.
 
     Rows that are split with `--test_split_size` have a column `ROW_NUMBER`, which error messages use.
-
-    Raises:
-        UserError: the dataset or a split does not exist, cannot be read, or is empty.
     """
     if args.dataset_name is None:
         raise UserError("--dataset_name is missing: give a Hub id or a local json, jsonl, csv, parquet or txt file")
@@ -118,9 +115,6 @@ def _check_json(path: Path, parse_all: bool = False) -> None:
     """Checks the lines that would crash the readers of `datasets`, which abort on a first row `null`.
 
     By default a line is parsed only if it is deeply nested, or if the file is one array.
-
-    Raises:
-        UserError: a row is not an object, not UTF-8, too long or too deeply nested.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
@@ -168,9 +162,6 @@ def known_columns(rows: Dataset, text_field: str) -> Dataset:
 
     ShareGPT's 'conversations' become 'messages'. Alpaca's 'instruction', 'input' and 'output' become 'prompt' and
     'completion', with Alpaca's own prompt text.
-
-    Raises:
-        UserError: a value in 'conversations' is not a conversation; the error names its row.
     """
     columns = set(rows.column_names)
     if "messages" in columns or {"prompt", "completion"} <= columns or text_field in columns:

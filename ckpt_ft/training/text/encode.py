@@ -4,6 +4,7 @@ The loss is computed on the whole of a `text`, on the `completion` after a `prom
 `messages`. A row is a list of segments `(text, trained)` that are tokenized one by one. A prompt is therefore
 tokenized exactly as it is at inference, and no token is half prompt and half answer. A conversation whose template
 marks the assistant's text with `{% generation %}` is tokenized in one piece, and the markers say what is trained.
+Bad input raises UserError, one line that names the row or the flag.
 """
 
 from __future__ import annotations
@@ -48,10 +49,6 @@ def encode_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DataArg
     """Returns `rows` as `input_ids` and `labels` of at most `max_length` tokens; packed rows also have `position_ids`.
 
     Rows without a trained token are left out. A warning says how many rows are cut or left out.
-
-    Raises:
-        UserError: the columns are unknown, a value is not a text or a conversation (the error names its row), or no
-            row has a trained token.
     """
     rows = known_columns(rows, args.dataset_text_field)
     layout = row_layout(rows.column_names, args.dataset_text_field)
@@ -84,11 +81,7 @@ def warn_of_cut_rows(cut: int, left_out: int, rows: int, max_length: int) -> Non
 
 
 def row_layout(columns: Sequence[str], text_field: str) -> str:
-    """Returns the layout of rows with these columns: "messages", "completion" (with a prompt) or "text".
-
-    Raises:
-        UserError: the columns match no layout.
-    """
+    """Returns the layout of rows with these columns: "messages", "completion" (with a prompt) or "text"."""
     if "messages" in columns:
         return "messages"
     if "prompt" in columns and "completion" in columns:
@@ -106,9 +99,6 @@ def dataset_lengths(dataset: str, model: str, max_length: int) -> Lengths:
     """Returns the tokens of each row of a dataset, at most `max_length`, as recipes/llm.py encodes them for `model`.
 
     A dataset with a column `input_ids` needs no tokenizer.
-
-    Raises:
-        UserError: the dataset or the tokenizer cannot be read, or the rows have no length.
     """
     args = DataArguments(dataset_name=dataset, max_length=max_length)
     rows, _ = load_rows(args, evaluate=False, seed=0)
@@ -197,9 +187,6 @@ def chat_segments(messages: Any, first: int, renderer: Renderer, place: str) -> 
     Args:
         renderer: a tokenizer or a processor, whose chat template is used.
         place: the row's name in errors.
-
-    Raises:
-        UserError: there is no chat template, or it cannot render the conversation in this way.
     """
     if renderer.chat_template is None:
         raise UserError(

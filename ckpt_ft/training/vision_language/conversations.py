@@ -1,8 +1,8 @@
 """Conversations about images: rows of `messages`, and the images of each row in the order of their mention.
 
 A row has the layout of TRL, LLaMA-Factory and ms-swift: `messages` with a part `{"type": "image"}` (or the text
-"<image>") for each image in the column `images`. An image part may name its own file instead. Every error is one line
-that names the row.
+"<image>") for each image in the column `images`. An image part may name its own file instead. Bad input raises
+UserError, one line that names the row.
 """
 
 from __future__ import annotations
@@ -79,9 +79,6 @@ def load_conversations(
     """Returns the training rows of `messages` and undecoded `images`, the evaluation rows, and the images' folder.
 
     The folder is None for a Hub dataset.
-
-    Raises:
-        UserError: the dataset does not exist, cannot be read, or lacks a column.
     """
     train, test = load_rows(args, evaluate=evaluate, seed=seed)
     source = f"dataset {args.dataset_name}"
@@ -119,9 +116,6 @@ def conversation(row: Mapping[str, Any], place: str) -> Conversation:
 
     Args:
         place: the row's name in errors.
-
-    Raises:
-        UserError: the row is not a conversation, or the numbers of its image parts and its images differ.
     """
     turns = row["messages"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and turn.get("role") for turn in turns):
@@ -198,12 +192,7 @@ class ImageLoader:
     smallest: int = 1
 
     def open(self, image: Cell, place: str) -> Image.Image:
-        """Returns the RGB picture.
-
-        Raises:
-            UserError: the file does not exist, lies outside of the folder or cannot be read, or the picture is smaller
-                than a patch.
-        """
+        """Returns the RGB picture."""
         if image.get("bytes") is None:
             image = {"bytes": None, "path": str(self._file(str(image["path"]), place))}
         try:

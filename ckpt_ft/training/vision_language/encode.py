@@ -2,6 +2,7 @@
 
 The model's own processor decides how many tokens an image has. A conversation is cut where the assistant's turns begin
 and end, as in text/encode.py. Pieces with images go through the processor, pieces without go through its tokenizer.
+Bad input raises UserError, one line that names the row.
 """
 
 from __future__ import annotations
@@ -44,10 +45,6 @@ def encode_conversations(
 
     Every image is read once. Rows whose images or whose answers do not fit into `max_length` are left out. A warning
     says how many rows are cut or left out. Packed rows also have `position_ids`.
-
-    Raises:
-        UserError: a row is not a conversation, an image cannot be used, no row is left, or rows with and without
-            images are mixed for a model that takes only one kind in a batch.
     """
     encoded = rows.map(
         _Encoder(processor, images, args.max_length, image_files_digest(rows, images.folder)),
@@ -168,11 +165,7 @@ class _Encoder:
 def processed(
     processor: ProcessorMixin, text: str, cells: list[Cell], images: ImageLoader, place: str
 ) -> dict[str, Any]:
-    """Returns what the processor makes of a text and its images: lists for `TOKENS`, tensors for the rest.
-
-    Raises:
-        UserError: an image cannot be used, or the processor refuses it.
-    """
+    """Returns what the processor makes of a text and its images: lists for `TOKENS`, tensors for the rest."""
     pictures = [images.open(cell, place) for cell in cells]
     try:
         made = processor(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False)

@@ -1,4 +1,7 @@
-"""Loads a vision-language model and its processor, and encodes a dataset for the planner with them."""
+"""Loads a vision-language model and its processor, and encodes a dataset for the planner with them.
+
+Bad input raises UserError, one line that names the model, the dataset or the flag.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArguments) -> ProcessorMixin:
-    """Returns the model's processor, set to the image size of the flags.
-
-    Raises:
-        UserError: it cannot be read, takes no images, or its image size cannot be chosen in this way.
-    """
+    """Returns the model's processor, set to the image size of the flags."""
     from transformers import AutoProcessor
 
     with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
@@ -63,9 +62,6 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
     """Returns the model in train mode, with the other towers frozen; with adapters only the trained towers have them.
 
     max_length: tokens of the longest sequence, for `--rope_scaling`.
-
-    Raises:
-        UserError: the model cannot be read, has no such tower, or has no layer that could get an adapter.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -80,11 +76,7 @@ def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTr
 
 
 def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> ImageCollator:
-    """Returns the collator of encoded rows for `model`, with the inputs that its forward takes.
-
-    Raises:
-        UserError: the rows are packed, and the model is not known to keep them apart.
-    """
+    """Returns the collator of encoded rows for `model`, with the inputs that its forward takes."""
     model = without_adapters(model)
     forward = inspect.signature(model.forward)
     token_types = tuple(name for name in TOKEN_TYPES if name in forward.parameters)
@@ -149,9 +141,6 @@ def rows_with_images(
     Args:
         model: a vision-language model.
         max_pixels, longest_side: image size; None or 0 for the processor's own.
-
-    Raises:
-        UserError: the dataset or the processor cannot be read, or a row is wrong.
     """
     smallest = patch_size(read_config(model))
     data = VisionLanguageArguments(
