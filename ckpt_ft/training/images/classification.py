@@ -370,7 +370,7 @@ def position_arguments(model: Any, resolution: int | None) -> dict[str, Any]:
 
 
 def check_batch_norm(model: nn.Module, args: TrainingArguments, count: int) -> TrainingArguments:
-    """Returns `args` with `dataloader_drop_last` if the last of `count` images would be alone in a batch of BatchNorm."""
+    """Returns `args` with `dataloader_drop_last` if the last of `count` images were alone in a batch of BatchNorm."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     if not any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules()):
