@@ -25,8 +25,8 @@ from ckpt_ft.training.diffusion.loop import TrainingState, leave_behind, resume,
 from ckpt_ft.training.diffusion.workload import fit_loop, load_unet_data, unet_workload
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.replan import Attempt, run_with_replanning
+from ckpt_ft.training.run.arguments import parse_args
 from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.run.saving import explained_full_disk
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
 from ckpt_ft.training.samples.pipelines import tiny_pipeline_dir

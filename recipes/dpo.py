@@ -18,20 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.flags import SplitArguments, changed
 from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
-from ckpt_ft.training.replan import evaluate, train
-from ckpt_ft.training.run.card import write_model_card
-from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.arguments import parse_args
+from ckpt_ft.training.run.trainer import answers, evaluate, start, train, write_model_card
 from ckpt_ft.training.samples.language import make_preferences
-from ckpt_ft.training.text.answers import answers
 from ckpt_ft.training.text.data import load_rows
 from ckpt_ft.training.text.preferences import DPOArguments, check_preferences, preference_prompts
 from ckpt_ft.validation import library_reads
@@ -59,15 +56,12 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, SplitArguments, A
         unless="model_name_or_path",
         description=__doc__,
     )
-    check_conflicts(training_args, ac_args.policy)
     return model_args, data_args, ac_args, training_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.adapts)
-    directory.open()
-    set_seed(training_args.seed)
+    directory = start(training_args, ac_args, lora=model_args.adapts)
 
     # 1. Model, tokenizer and preferences
     if model_args.model_name_or_path is None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import Trainer, set_seed
+from transformers import Trainer
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.images.classification import (
     Collator,
     ImageRows,
@@ -37,11 +37,8 @@ from ckpt_ft.training.images.classification import (
     position_arguments,
 )
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.replan import evaluate, train
-from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
-from ckpt_ft.training.run.card import write_model_card
-from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.arguments import RunArguments, parse_args
+from ckpt_ft.training.run.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.
@@ -68,16 +65,12 @@ def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, VisionArguments, 
         unless="model_name_or_path",
         description=__doc__,
     )
-    check_conflicts(training_args, ac_args.policy)
-    check_best_metric(training_args, ("loss", "accuracy"))
     return model_args, data_args, ac_args, training_args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.adapts)
-    directory.open()
-    set_seed(training_args.seed)
+    directory = start(training_args, ac_args, lora=model_args.adapts, metrics=("loss", "accuracy"))
 
     # 1. Data: rows and class names
     with training_args.main_process_first(desc="reading images"):

@@ -18,23 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import Trainer, set_seed
+from transformers import Trainer
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
-from ckpt_ft.training.replan import evaluate, train
-from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
-from ckpt_ft.training.run.card import write_model_card
-from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.run.arguments import RunArguments, parse_args
+from ckpt_ft.training.run.trainer import answers, evaluate, prompts_of, start, train, write_model_card
 from ckpt_ft.training.samples.language import make_docstrings
-from ckpt_ft.training.text.answers import answers, prompts_of
 from ckpt_ft.training.text.data import DataArguments, load_rows
-from ckpt_ft.training.text.encode import PadCollator, check_cache, check_rows_apart, encode_rows
+from ckpt_ft.training.text.encode import collator_of, encode_rows
 from ckpt_ft.validation import library_reads
-from ckpt_ft.workloads.batches import in_one_sequence
 
 # The defaults if no model is given.
 BUILT_IN = {
@@ -52,24 +47,13 @@ BUILT_IN = {
 
 def parse(argv: Sequence[str] | None) -> tuple[ModelArguments, DataArguments, ACArguments, RunArguments]:
     """Returns the four groups of flags, checked against each other before anything is loaded or written."""
-    model_args, data_args, ac_args, training_args = parse_args(
-        (ModelArguments, DataArguments, ACArguments, RunArguments),
-        argv,
-        builtin=BUILT_IN,
-        unless="model_name_or_path",
-        description=__doc__,
-    )
-    check_conflicts(training_args, ac_args.policy)
-    check_best_metric(training_args, ("loss",))
-    check_cache(training_args, data_args.packing)
-    return model_args, data_args, ac_args, training_args
+    groups = (ModelArguments, DataArguments, ACArguments, RunArguments)
+    return parse_args(groups, argv, builtin=BUILT_IN, unless="model_name_or_path", description=__doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.adapts)
-    directory.open()
-    set_seed(training_args.seed)
+    directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
 
     # 1. Model and tokenizer
     if model_args.model_name_or_path is None:
@@ -87,10 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset = None if eval_rows is None else encode_rows(eval_rows, tokenizer, data_args)
 
     model = load_model(model_args, data_args.max_length)
-    if data_args.packing:
-        check_rows_apart(model)
-
-    collator = PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
 
     # 3. Training: one callback plans what --ac_policy auto and --find_max_batch_size leave open, applies the policy
     # and reports memory
@@ -101,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            data_collator=collator,
+            data_collator=collator_of(model, tokenizer, data_args.packing),
         )
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)

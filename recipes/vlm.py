@@ -19,26 +19,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import Trainer, set_seed
+from transformers import Trainer
 
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.replan import evaluate, train
-from ckpt_ft.training.run.arguments import RunArguments, check_best_metric
-from ckpt_ft.training.run.card import write_model_card
-from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.parser import parse_args
+from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.run.arguments import RunArguments, parse_args
+from ckpt_ft.training.run.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.text.answers import Questions, check_answers
-from ckpt_ft.training.text.encode import check_cache
 from ckpt_ft.training.vision_language.conversations import (
     ImageLoader,
     VisionLanguageArguments,
     VisionLanguageModelArguments,
     load_conversations,
 )
-from ckpt_ft.training.vision_language.encode import encode_conversations
+from ckpt_ft.training.vision_language.encode import Questions, check_answers, encode_conversations
 from ckpt_ft.training.vision_language.models import (
     check_all_have_images,
     collator_of,
@@ -76,9 +71,6 @@ def parse(
         unless="model_name_or_path",
         description=__doc__,
     )
-    check_conflicts(training_args, ac_args.policy)
-    check_best_metric(training_args, ("loss",))
-    check_cache(training_args, data_args.packing)
     check_answers(data_args.answered, training_args.do_eval)
     training_args.remove_unused_columns = False  # a row's transform loads its images from other columns
     return model_args, data_args, ac_args, training_args
@@ -86,9 +78,7 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> None:
     model_args, data_args, ac_args, training_args = parse(argv)
-    directory = RunDirectory.of(training_args, lora=model_args.adapts)
-    directory.open()
-    set_seed(training_args.seed)
+    directory = start(training_args, ac_args, lora=model_args.adapts, packing=data_args.packing)
 
     # 1. Model and processor
     if model_args.model_name_or_path is None:

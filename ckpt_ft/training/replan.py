@@ -1,7 +1,7 @@
 """Trains with checkpoints, and continues under a policy that needs less memory if it runs out under `auto`.
 
-`train` and `evaluate` are the part of a run that all Trainer recipes share. `train_with_replanning` calls a Trainer's
-`train` again; `run_with_replanning` repeats a loop's run from loading the model. Several processes are not replanned:
+`train_with_replanning` calls a Trainer's `train` again; `run_with_replanning` repeats a loop's run from loading the
+model. Several processes are not replanned:
 one runs out of memory while the others wait for it in a collective, so they cannot agree on a new plan, and training
 stops with advice.
 """
@@ -16,22 +16,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
-from transformers import Trainer
 
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.saving import Finished, keep_checkpoints, load_finished
+from ckpt_ft.training.run.saving import Finished, load_finished
 from ckpt_ft.units import format_bytes
 
 from .arguments import ACArguments
 from .fit import Fitted, make_plan, say
-from .session import Session, advise_on_oom
+from .session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from ckpt_ft.training.callback import ACCallback
 
 logger = logging.getLogger(__name__)
 _NEXT_BUDGET = 0.9  # of the budget that was too large
@@ -155,29 +152,3 @@ def _replans(settings: ACArguments) -> bool:
 def _may_replan(trainer: Trainer, fitted: Fitted, directory: RunDirectory) -> bool:
     started = trainer.state.global_step > 0
     return _replans(fitted.settings) and (directory.last_complete() is not None or not started)
-
-
-def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
-    """Trains from `directory.checkpoint`, and saves the weights or adapters, the trainer's state and its metrics.
-
-    Checkpoints are complete or absent, a signal is deferred to the end of a step, and under `--ac_policy auto` a run
-    that runs out of memory continues with a policy that needs less.
-
-    Raises:
-        Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
-        UserError: the checkpoint does not match, or the first step fails with these flags and data.
-        WorkFailed: memory ran out, or a file could not be written.
-    """
-    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
-        metrics = train_with_replanning(trainer, memory.session, directory)
-    trainer.save_state()
-    if metrics:
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-
-
-def evaluate(trainer: Trainer, **metrics: Any) -> None:
-    """Evaluates, then logs and saves the results with other `metrics`."""
-    results = trainer.evaluate() | metrics
-    trainer.log_metrics("eval", results)
-    trainer.save_metrics("eval", results)

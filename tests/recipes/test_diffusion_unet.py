@@ -33,8 +33,8 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopAr
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.run.arguments import parse_args
 from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
-from ckpt_ft.training.run.parser import parse_args
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session
 from ckpt_ft.units import GIB, parse_bytes

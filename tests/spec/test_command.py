@@ -75,8 +75,7 @@ def test_the_recipes_read_their_commands(recipe: str) -> None:
     from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.images.classification import VisionArguments
     from ckpt_ft.training.models import ModelArguments
-    from ckpt_ft.training.run.arguments import RunArguments
-    from ckpt_ft.training.run.parser import parse_args
+    from ckpt_ft.training.run.arguments import RunArguments, parse_args
     from ckpt_ft.training.text.data import DataArguments
 
     more = {"lora_r": 4, "load_in_4bit": True, "double_quant": True, "seq_length": 64} if recipe == "llm" else {}

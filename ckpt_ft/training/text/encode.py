@@ -32,7 +32,7 @@ from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_numbe
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -301,12 +301,11 @@ def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
 
-def check_cache(args: TrainingArguments, packing: bool) -> None:
-    """Raises UserError if packed rows would attend to each other: attention with a KV cache ignores positions."""
-    if packing and args.use_cache:
-        raise UserError(
-            "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
-        )
+def collator_of(model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool) -> PadCollator:
+    """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart."""
+    if packing:
+        check_rows_apart(model)
+    return PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
 
 
 def check_rows_apart(model: Any) -> None:

@@ -7,11 +7,12 @@ Bad input raises UserError, one line that names the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch.nn.functional import pad
 
 from ckpt_ft.errors import UserError, one_line
@@ -30,7 +31,7 @@ from .conversations import Cell, ImageLoader, VisionLanguageArguments, conversat
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from transformers import ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
 TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
@@ -289,3 +290,45 @@ def _check_cross_attention(processor: ProcessorMixin, pixels: Sequence[int]) -> 
             f"{without} of {len(pixels)} rows have no image: this model reads images by cross-attention, and takes "
             "no batch of rows with and without; leave them out, or train on them by themselves"
         )
+
+
+def check_answers(count: int, evaluates: bool) -> None:
+    """Raises UserError if `--answered` has no held-out rows, or several processes."""
+    if count and not evaluates:
+        raise UserError(f"--answered {count}: no rows are held out; add --eval_strategy and --test_split_size, say")
+    if count and PartialState().num_processes > 1:
+        raise UserError(f"--answered {count} is of one process; leave it out, and ask the saved model")
+
+
+@dataclass
+class Questions:
+    """The last answer of each encoded row, to be generated from the tokens and images before it."""
+
+    rows: Dataset
+    tokenizer: PreTrainedTokenizerBase
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def right(self, model: PreTrainedModel) -> int:
+        """Returns how many answers `model` generates word for word, greedily."""
+        training = model.training
+        model.eval()
+        try:
+            return sum(self._answer(model, row) for row in self.rows)
+        finally:
+            model.train(training)
+
+    @torch.no_grad()
+    def _answer(self, model: PreTrainedModel, row: dict[str, Any]) -> bool:
+        labels = row["labels"]
+        end = max(at for at, label in enumerate(labels) if label != IGNORED) + 1
+        begin = end - next(n for n, label in enumerate([*labels[:end][::-1], IGNORED]) if label == IGNORED)
+        prompt = {name: value[:begin] if isinstance(value, list) else value for name, value in row.items()}
+        batch = {name: value.to(model.device) for name, value in self.collate([prompt]).items() if name != "labels"}
+        generated: Any = model.generate(
+            **batch, max_new_tokens=end - begin, do_sample=False, use_cache=True,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )  # fmt: skip
+        return self._text(generated[0, begin:].tolist()) == self._text(labels[begin:end])
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()

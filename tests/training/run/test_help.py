@@ -9,8 +9,7 @@ import pytest
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.arguments import RunArguments
-from ckpt_ft.training.run.parser import COMMON, Parser, parse_args
+from ckpt_ft.training.run.arguments import COMMON, Parser, RunArguments, parse_args
 from ckpt_ft.training.text.data import DataArguments
 from ckpt_ft.training.text.preferences import DPOArguments
 

@@ -1,0 +1,191 @@
+"""What every Trainer recipe does beside its own code: start, train, evaluate, and the model card.
+
+The card is Trainer's own with greedy answers of the trained model and the memory report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import set_seed
+
+from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.files import write
+from ckpt_ft.redact import redacted_text
+from ckpt_ft.tables import code_block
+from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.replan import train_with_replanning
+from ckpt_ft.training.session import advise_on_oom, never_fatal
+from ckpt_ft.training.text.encode import IGNORED
+
+from .checkpoints import RunDirectory
+from .saving import keep_checkpoints
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+    from ckpt_ft.memory.measure.report import MemoryReport
+    from ckpt_ft.training.arguments import ACArguments
+
+SHOWN = 3  # prompts in a model card
+_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
+_MAX_PROMPT = 512
+_MAX_NEW_TOKENS = 32
+
+
+def start(
+    args: Any, settings: ACArguments, *, lora: bool, packing: bool = False, metrics: Sequence[str] = ("loss",)
+) -> RunDirectory:
+    """Checks flags against each other, opens the output directory and sets the seed.
+
+    Args:
+        args: RunArguments.
+        lora: whether adapters are trained.
+        packing: whether rows are packed; attention with a KV cache ignores their positions.
+        metrics: what an evaluation returns.
+
+    Raises:
+        UserError: flags contradict each other, or the output directory cannot be used.
+    """
+    check_conflicts(args, settings.policy)
+    check_best_metric(args, metrics)
+    if packing and args.use_cache:
+        raise UserError(
+            "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"
+        )
+    directory = RunDirectory.of(args, lora=lora)
+    directory.open()
+    set_seed(args.seed)
+    return directory
+
+
+def check_best_metric(args: TrainingArguments, metrics: Sequence[str]) -> None:
+    """Raises UserError if an evaluation does not return `--metric_for_best_model`; a Trainer only fails after it."""
+    name = args.metric_for_best_model
+    if name is not None and name.removeprefix("eval_") not in metrics:
+        raise UserError(f"--metric_for_best_model {name}: an evaluation gives {', '.join(metrics)}; name one of them")
+
+
+def train(trainer: Trainer, memory: ACCallback, directory: RunDirectory) -> None:
+    """Trains from `directory.checkpoint`, and saves the weights or adapters, the trainer's state and its metrics.
+
+    Checkpoints are complete or absent, a signal is deferred to the end of a step, and under `--ac_policy auto` a run
+    that runs out of memory continues with a policy that needs less.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM was received; the last step has a checkpoint.
+        UserError: the checkpoint does not match, or the first step fails with these flags and data.
+        WorkFailed: memory ran out, or a file could not be written.
+    """
+    with advise_on_oom(memory.session), keep_checkpoints(trainer, directory):
+        metrics = train_with_replanning(trainer, memory.session, directory)
+    trainer.save_state()
+    if metrics:
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+
+
+def evaluate(trainer: Trainer, **metrics: Any) -> None:
+    """Evaluates, then logs and saves the results with other `metrics`."""
+    results = trainer.evaluate() | metrics
+    trainer.log_metrics("eval", results)
+    trainer.save_metrics("eval", results)
+
+
+class Answer(NamedTuple):
+    """A prompt and the trained model's answer."""
+
+    prompt: str
+    text: str
+
+
+def write_model_card(
+    trainer: Trainer, report: MemoryReport | None, *, dataset: str | None = None, answers: Sequence[Answer] = ()
+) -> None:
+    """Write `README.md` into the output directory, on the main process; with `push_to_hub`, upload everything first.
+
+    The card names `dataset` unless it is a local path, and shows `answers` unchanged. If the card cannot be written, a
+    warning is logged.
+
+    Raises:
+        WorkFailed: the upload failed; the weights are in the output directory.
+    """
+    args = trainer.args
+    named = {"dataset": dataset} if dataset and not Path(dataset).exists() else {}
+    if args.push_to_hub:
+        with _uploading(trainer):
+            trainer.push_to_hub(**named)  # writes and uploads its own card, so ours follows
+    sections = [*([_sample(answers)] if answers else []), *([_section(report)] if report is not None else [])]
+    ours = bool(sections) and trainer.is_world_process_zero()
+    with never_fatal("writing the model card"):
+        if not args.push_to_hub:
+            trainer.create_model_card(**named)
+        if ours:
+            card = Path(args.output_dir) / "README.md"
+            written = redacted_text(card.read_text(encoding="utf-8").rstrip())
+            write(card, "\n\n".join([written, *sections]) + "\n")
+    if args.push_to_hub and ours:
+        from huggingface_hub import upload_file
+
+        with _uploading(trainer):
+            upload_file(
+                path_or_fileobj=Path(args.output_dir) / "README.md", path_in_repo="README.md",
+                repo_id=trainer.hub_model_id, token=args.hub_token,
+            )  # fmt: skip
+
+
+@contextmanager
+def _uploading(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # network, Hub or repository errors
+        out, why = trainer.args.output_dir, redacted_text(one_line(f"{type(error).__name__}: {error}", 300))
+        raise WorkFailed(
+            f"--push_to_hub: the upload failed ({why}); all that was "
+            f"trained is in {out}: `hf upload {trainer.hub_model_id} {out}` sends it"
+        ) from error
+
+
+def _sample(answers: Sequence[Answer]) -> str:
+    """Returns prompts and answers as a section of the card."""
+    blocks = [code_block(f"{answer.prompt.strip()}\n--> {answer.text.strip()}") for answer in answers]
+    return "## A sample\n\nGreedy answers, behind the arrows, to prompts of the data.\n\n" + "\n\n".join(blocks)
+
+
+def _section(report: MemoryReport) -> str:
+    """Returns the report as a section of the card: headings one level down, secrets removed from its command."""
+    lines = redacted_text(report.to_markdown()).strip().splitlines()
+    return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines)
+
+
+def prompts_of(rows: Dataset) -> list[list[int]]:
+    """Returns the token ids before the first trained token of the first rows; for plain text, its beginning."""
+    found = []
+    for row in rows.select(range(min(SHOWN, len(rows)))):
+        borders = [at for at, position in enumerate(row.get("position_ids") or []) if at and position == 0]
+        labels = row["labels"][: borders[0] if borders else None]
+        prompt = next((at for at, label in enumerate(labels) if label != IGNORED), 0)
+        found.append(row["input_ids"][: prompt if prompt > 1 else min(_TEXT_PROMPT, max(len(labels) // 2, 1))])
+    return found
+
+
+def answers(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Sequence[int]]) -> list[Answer]:
+    """Returns the model's answers to `prompts`, on the main process; none if the model is sharded."""
+    if not trainer.is_world_process_zero() or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return []
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    found: list[Answer] = []
+    with never_fatal("a sample of answers"), torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt[-_MAX_PROMPT:]], device=model.device)
+            generated = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_MAX_NEW_TOKENS, do_sample=False,
+                use_cache=True, pad_token_id=tokenizer.pad_token_id,
+            )[0, ids.shape[1] :]  # fmt: skip
+            found.append(Answer(tokenizer.decode(prompt), tokenizer.decode(generated, skip_special_tokens=True)))
+    return found
