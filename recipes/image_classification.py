@@ -38,7 +38,7 @@ from ckpt_ft.training.images.classification import (
 )
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.run.trainer import evaluate, start, train, write_model_card
+from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.validation import library_reads
 
 # The defaults if no model is given.

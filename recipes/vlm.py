@@ -25,8 +25,8 @@ from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.run.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.training.samples.language import make_questions
+from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.training.vision_language.conversations import (
     ImageLoader,
     VisionLanguageArguments,

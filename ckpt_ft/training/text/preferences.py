@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_flags, flag
 from ckpt_ft.training.run.arguments import RunArguments
-from ckpt_ft.training.run.trainer import SHOWN
 
 try:
     from trl import DPOConfig
@@ -17,7 +16,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 _NUMBERS = {
     "beta": NOT_NEGATIVE,
@@ -43,20 +41,6 @@ class DPOArguments(RunArguments, DPOConfig):
     def __post_init__(self) -> None:
         check_flags(self, _NUMBERS)
         super().__post_init__()
-
-
-def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Returns the token ids of the first rows' prompts as the model gets them; none if there is no column 'prompt'."""
-    if "prompt" not in rows.column_names:
-        return []
-    prompts = rows.select(range(min(SHOWN, len(rows))))["prompt"]
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
-    return [tokenizer(text, add_special_tokens=isinstance(prompts[0], str)).input_ids for text in texts]
 
 
 def check_preferences(rows: Dataset, name: str) -> None:

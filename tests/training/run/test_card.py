@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_ft.errors import WorkFailed
-from ckpt_ft.training.run.trainer import Answer, write_model_card
+from ckpt_ft.training.trainer import Answer, write_model_card
 
 REPORT = SimpleNamespace(to_markdown=lambda: "# Memory\n\npeak 3 GiB\n")
 

@@ -13,8 +13,8 @@ from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.images.classification import VisionArguments
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.run.trainer import check_best_metric
 from ckpt_ft.training.text.preferences import DPOArguments
+from ckpt_ft.training.trainer import check_best_metric
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from datasets import Dataset
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.models import ModelArguments, load_model, within_positions
-from ckpt_ft.training.run.trainer import SHOWN, prompts_of
 from ckpt_ft.training.text.encode import IGNORED
+from ckpt_ft.training.trainer import SHOWN, prompts_of
 
 
 def rows(**columns: list[list[int]]) -> Dataset:

@@ -22,8 +22,8 @@ from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.session import advise_on_oom, never_fatal
 from ckpt_ft.training.text.encode import IGNORED
 
-from .checkpoints import RunDirectory
-from .saving import keep_checkpoints
+from .run.checkpoints import RunDirectory
+from .run.saving import keep_checkpoints
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -189,3 +189,17 @@ def answers(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompts: Itera
             )[0, ids.shape[1] :]  # fmt: skip
             found.append(Answer(tokenizer.decode(prompt), tokenizer.decode(generated, skip_special_tokens=True)))
     return found
+
+
+def preference_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Returns the token ids of the first rows' prompts as the model gets them; none if there is no column 'prompt'."""
+    if "prompt" not in rows.column_names:
+        return []
+    prompts = rows.select(range(min(SHOWN, len(rows))))["prompt"]
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    return [tokenizer(text, add_special_tokens=isinstance(prompts[0], str)).input_ids for text in texts]
