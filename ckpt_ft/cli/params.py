@@ -15,6 +15,7 @@ import typer
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.flags import Flag, fields_of, flags
+from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
 from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import TrainingSpec
@@ -23,7 +24,7 @@ from ckpt_ft.workloads.model_config import checkpoint_dtype, hub_id
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 ONE_LAUNCH = ("gpus",)
-ONE_PROCESS = ("launch", "processes", "gpus", "machines", "link", "alloc_conf")
+ONE_PROCESS = ("launch", "processes", "gpus", "machines", *SIZES, "link", "alloc_conf")
 Model = Annotated[str, typer.Argument(help="Hub id, local directory or config file")]
 Config = Annotated[
     str,

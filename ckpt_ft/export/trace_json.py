@@ -21,7 +21,7 @@ STORAGE_COLUMNS = {
 }  # fmt: skip
 OP_COLUMNS = {
     "name": str, "flops": int, "nbytes": int, "dtype": str, "phase": str, "module": str, "at": int, "kernels": int,
-    "stream": str, "wire": int, "shape": tuple, "around": str,
+    "stream": str, "wire": int, "shape": tuple, "around": str, "group": tuple,
 }  # fmt: skip
 
 

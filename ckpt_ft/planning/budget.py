@@ -50,8 +50,9 @@ class Candidate:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples a second of one process."""
-        return self.batch * self.accumulation / self.seconds
+        """Samples a second of one process; those that several processes work on together are shared among them."""
+        together = 1 if self.launch is None else self.launch.ranks_of_a_sample
+        return self.batch * self.accumulation / self.seconds / together
 
     @classmethod
     def of(

@@ -102,7 +102,7 @@ class Growth:
             grew = [max(0, round(was + extra * share)) for was, extra in zip(_figures(o), more, strict=True)]
             flops, nbytes, kernels, *shape = grew
             here = o.dtype, o.phase, o.module, o.at
-            scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around))
+            scaled.append(Op(o.name, flops, nbytes, *here, kernels, o.stream, o.wire, tuple(shape), o.around, o.group))
         return scaled
 
     def sizes(self, trace: StepTrace, batch: int) -> list[int]:

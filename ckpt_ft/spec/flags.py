@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared
-from .launch import STRATEGIES, WORTH_A_LOOK, Launch, launches_on
+from .launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on
 from .launch_file import read_launch
 from .peft_file import read_peft
 from .training_spec import TrainingSpec, declared
@@ -46,6 +47,10 @@ _LAUNCH = (
     ("processes", int, "number of GPUs; default: the file's"),
     ("gpus", int, "number of GPUs that there are: plan chooses the launch (of --launch ddp,fsdp2, or others named)"),
     ("machines", int, "number of machines with these GPUs; default: the file's, or one for every 8 GPUs"),
+    ("tp", int, "GPUs that share each weight matrix (tensor parallelism, transformers' own)"),
+    ("cp", int, "GPUs that share each sequence in a ring (context parallelism, with --launch fsdp2)"),
+    ("sp", int, "GPUs that share each sequence by heads (DeepSpeed's Ulysses, with --launch zero3)"),
+    ("dp_replicate", int, "copies of a model that FSDP2 shards (HSDP)"),
     ("link", str, "bytes that a GPU sends in a second of a large collective, e.g. 25GB"),
 )
 _POLICY = "e.g. full, every:2, save:attention+matmul, pointwise"
@@ -119,10 +124,14 @@ def _field(own: Declared, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     named: Any
+    sizes = {name: given[name] for name in SIZES if given.get(name)}
     named, processes, machines, link = (
         given.get("launch", ""), given.get("processes", 0), given.get("machines", 0), given.get("link", ""),
     )  # fmt: skip
     precision = found.get("mixed_precision", "no")
+    if sizes and "gpus" not in given:
+        named = named or ("zero3" if "sp" in sizes else "fsdp2" if sizes.keys() - {"tp"} else "ddp")
+        processes = processes or (0 if Path(str(named)).suffix else prod(sizes.values()))
     words = {name: given[name] for name, *_ in _LAUNCH if name in given}
     if isinstance(named, Mapping) and ("gpus" in given or not processes):  # of a training file
         said = "fsdp" if "fsdp_config" in named else "deepspeed"
@@ -135,7 +144,9 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
                 f"--gpus {given['gpus']} and {said}: --gpus chooses among strategies by name, a file is one launch"
             )
         strategies = [name.strip() for name in named.split(",")] if named else WORTH_A_LOOK
-        launches = launches_on(given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link))
+        launches = launches_on(
+            given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link), **sizes
+        )
         return {"launches": tuple(launches), "asked": asked}
     if not named:
         for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):
@@ -146,7 +157,7 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     for key, value in also.items():
         if found.setdefault(key, value) != value:
             raise UserError(f"launch {named}: {key.replace('_', ' ')} {value}, and {found[key]} elsewhere; give one")
-    launch = replace(launch, machines=machines or launch.machines, link=_rate(link))
+    launch = replace(launch, machines=machines or launch.machines, link=_rate(link), **sizes)
     if isinstance(named, Mapping):
         asked = (option_of("launch"), launch.strategy, *asked[asked.index(option_of("launch")) + 2 :])
     return {**also, "launch": launch, "asked": asked} | (

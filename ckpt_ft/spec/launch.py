@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ckpt_ft.errors import UserError, meant
@@ -21,6 +22,8 @@ _ON_A_MACHINE = 8  # GPUs of a DGX and of most cloud machines
 PRECISIONS = ("no", "bf16", "fp16")
 _MOST = 2**20  # processes
 _AUTO = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
+SIZES = ("dp_replicate", "tp", "cp", "sp")  # fields of a launch besides the processes that shard or replicate
+ROTATIONS = ("allgather", "alltoall")
 SECTION = "deepspeed.zero_optimization"  # of the table of settings
 _COUNTS = (*_AUTO, "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
@@ -105,6 +108,11 @@ class Launch:
         find_unused_parameters: whether DDP looks for unused parameters, Trainer's default; it then copies each output
             of the model.
         wrap: names of the block classes that FSDP2 shards one by one; () for the model's own, None for none.
+        dp_replicate: copies of the sharded model, as FSDP2 replicates shards (HSDP).
+        tp: processes that share each weight matrix, as transformers' tensor parallelism does.
+        cp: processes that share each sequence in torch's ring attention.
+        sp: processes that share each sequence, and the heads within attention, in DeepSpeed's Ulysses.
+        rotation: how ring attention passes keys and values on: "allgather" or "alltoall".
         link: bytes a second that a rank sends in a large collective; None for the card's usual rate (collectives.py).
         zero: DeepSpeed's bucket sizes and thresholds.
         rank: the traced rank; rank 0 has the largest share of uneven shards. With DeepSpeed it is always the last.
@@ -121,6 +129,11 @@ class Launch:
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     wrap: tuple[str, ...] | None = ()
+    dp_replicate: int = 1
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    rotation: str = "allgather"
     link: float | None = None
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     rank: int = 0
@@ -141,6 +154,47 @@ class Launch:
                 f"launch: {self.processes} processes on {self.machines} machines; give at least one, and as many on "
                 f"each machine, {_MOST} in all at most"
             )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raises UserError for combinations that accelerate, transformers or DeepSpeed refuse."""
+        sizes = {name: getattr(self, name) for name in SIZES}
+        said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+        together, problem = prod(sizes.values()), ""
+        if min(sizes.values()) < 1:
+            problem = "sizes are at least 1"
+        elif self.processes % together:
+            problem = f"{self.processes} processes are not a multiple of {together}"
+        elif self.cp > 1 and self.sp > 1:
+            problem = "accelerate takes context or sequence parallelism, not both"
+        elif self.sp > 1 and not self.stage:
+            problem = "Ulysses is DeepSpeed's: give --launch zero1, zero2 or zero3"
+        elif self.stage and (self.tp > 1 or self.cp > 1 or self.dp_replicate > 1):
+            problem = "with DeepSpeed, only sp is predicted"
+        elif self.cp > 1 and self.strategy != "fsdp2":
+            problem = "accelerate combines context parallelism with FSDP2: give --launch fsdp2"
+        elif self.dp_replicate > 1 and (self.strategy != "fsdp2" or self.processes == together):
+            problem = "it replicates what FSDP2 shards: give --launch fsdp2, and more processes than copies"
+        elif self.tp > 1 and self.strategy == "ddp" and self.processes > self.tp:
+            problem = "accelerate does not combine tensor parallelism with DDP: give --launch fsdp2"
+        elif self.rotation not in ROTATIONS:
+            problem = f"rotation '{self.rotation}' is not one of {', '.join(ROTATIONS)}"
+        if problem:
+            raise UserError(f"launch {self.strategy}, {said or 'cp 1'}: {problem}")
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the dimensions with several ranks, in accelerate's order; ranks of the last are neighbours."""
+        shard = self.processes // (self.dp_replicate * self.tp * self.cp * self.sp)
+        sizes = {
+            "dp_replicate": self.dp_replicate, "dp_shard": shard, "cp": self.cp, "sp": self.sp, "tp": self.tp,
+        }  # fmt: skip
+        return {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Number of processes that work on the same samples."""
+        return self.tp * self.cp * self.sp
 
     @property
     def stage(self) -> int:
@@ -151,7 +205,8 @@ class Launch:
     def sharing(self) -> str:
         """The strategy in words."""
         kept = self.strategy == "fsdp2" and not self.reshard_after_forward
-        return f"{self.strategy}, kept after forward" if kept else self.strategy
+        split = "".join(f", {name} {size}" for name in SIZES if (size := getattr(self, name)) > 1)
+        return f"{self.strategy}{split}" + (", kept after forward" if kept else "")
 
     @property
     def shards(self) -> bool:

@@ -18,7 +18,8 @@ from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.distributed.ddp import outputs_copied
-from ckpt_ft.memory.distributed.wrap import without_synchronisation
+from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
+from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
 
 from .sample_sizes import Lengths
@@ -73,6 +74,9 @@ class Ranks(_Alone):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         self.left -= 1
         return without_synchronisation(models[0]) if self.left else contextlib.nullcontext()
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
+        return clip_grad_norm_(parameters, max_norm)
 
 
 def optimizer_step(
@@ -239,12 +243,16 @@ class Workload:
         def step(model: nn.Module, optimizer: Any) -> None:
             model.train()
             recorded = min(self._recorded, self.accumulation)
-            fetched = [self.make_batch(samples, length) for _ in range(self.accumulation if self.prefetched else 0)]
-            batches = fetched[:recorded] or (self.make_batch(samples, length) for _ in range(recorded))
+            fetched = [self._batch(samples, length) for _ in range(self.accumulation if self.prefetched else 0)]
+            batches = fetched[:recorded] or (self._batch(samples, length) for _ in range(recorded))
             engine = Ranks(recorded) if self.launch else ALONE
             optimizer_step(model, optimizer, batches, self.loss_of, max_grad_norm=self.max_grad_norm, engine=engine)
 
         return step
+
+    def _batch(self, samples: int, length: int | None) -> Batch:
+        batch = self.make_batch(samples, length)
+        return batch if self.launch is None else of_one_rank(batch, self.launch)
 
     def typical_step(self, samples: int) -> Step:
         """The step on a batch of typical length."""

@@ -49,32 +49,53 @@ _LL128 = _Protocol(14.0, (1.9, 2.5, 4.0), (1.25, 1.9, 8.5), 0.92, 0.92, 0.85)
 _SIMPLE = _Protocol(8.4, (3.4, 5.7, 14.0), (4.0, 4.0, 14.0), 1.0, 1.0, 0.92)
 
 
-def bus_bandwidth(launch: Launch, gpu: GPU) -> float:
-    """Bytes per second that each rank sends in a large collective."""
+class Ring(NamedTuple):
+    """The ranks of a collective: how many there are, on how many machines, and the other groups like it on each."""
+
+    ranks: int
+    machines: int
+    groups: int = 1
+
+    @classmethod
+    def of(cls, launch: Launch, group: tuple[int, int]) -> Ring:
+        """The ring of `group` (number of ranks, distance between them); of all ranks if it is zeros."""
+        here = launch.processes // launch.machines
+        ranks, apart = group if any(group) else (launch.processes, 1)
+        together = max(min(ranks, here // apart), 1)  # ranks of the group on one machine
+        return cls(ranks, max(ranks // together, 1), max(here // together, 1))
+
+
+def bus_bandwidth(launch: Launch, gpu: GPU, group: tuple[int, int] = (0, 0)) -> float:
+    """Bytes per second that each rank of `group` sends in a large collective; other groups send at the same time."""
     if launch.link:
         return launch.link
+    ring = Ring.of(launch, group)
     inside = _REACHED * _NVLINK[gpu.arch] if gpu.arch in _NVLINK else gpu.host_bandwidth / 2
-    if launch.machines == 1:
+    if ring.machines == 1:
         return inside
     ranks = launch.processes // launch.machines
     cards = _CARDS[gpu.arch] * ranks if gpu.arch in _CARDS else _ONE_CARD
-    return min(inside, _REACHED_BETWEEN * cards)
+    return min(inside, _REACHED_BETWEEN * cards / ring.groups)
 
 
-def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "") -> float:
-    """Seconds of a collective (op `name`) in which each rank sends `wire` bytes, with the fastest protocol."""
+def collective_seconds(wire: int, launch: Launch, gpu: GPU, name: str = "", group: tuple[int, int] = (0, 0)) -> float:
+    """Seconds of a collective (op `name`) in which each rank sends `wire` bytes, with the fastest protocol.
+
+    group: number of ranks and the distance between them; zeros for all ranks of the launch.
+    """
     nvlink = gpu.arch in _NVLINK
-    sent = wire / bus_bandwidth(launch, gpu)
-    several, here = launch.machines > 1, launch.processes // launch.machines
-    all_reduce = "allreduce" in name
+    sent = wire / bus_bandwidth(launch, gpu, group)
+    ring = Ring.of(launch, group)
+    several, here = ring.machines > 1, ring.ranks // ring.machines
+    all_reduce = "allreduce" in name or "all_reduce" in name
     found = []
     for protocol in (_LL, _LL128, _SIMPLE) if nvlink else (_LL, _SIMPLE):  # LL128 is for NVLink
         start, (over, slot, between), tree, share, share_between, tree_share = protocol
         inside = max(over if nvlink else slot, (3.0 if protocol is _SIMPLE else 1.0) if several else 0.0)
-        steps = (launch.machines - 1) * between + (launch.processes - launch.machines) * inside
+        steps = (ring.machines - 1) * between + (ring.ranks - ring.machines) * inside
         found.append((start + (1 + all_reduce) * steps) * 1e-6 + sent / (share_between if several else share))
         if all_reduce:
-            climb = (here - 1) * tree[0 if nvlink else 1] + int(math.log2(launch.machines)) * tree[2]
+            climb = (here - 1) * tree[0 if nvlink else 1] + int(math.log2(ring.machines)) * tree[2]
             found.append((start + 2 * climb) * 1e-6 + sent / tree_share)
     return min(found)
 

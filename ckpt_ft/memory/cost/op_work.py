@@ -25,6 +25,7 @@ _NO_KERNEL = {
     "alias",
     "lift_fresh",
     "_unsafe_view",
+    "wait_tensor",
     "_reshape_alias",
     "set_",
     "resize_",
@@ -224,14 +225,27 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 
 @cache
-def _asynchronous_at(func: OpOverload) -> int | None:
+def _place_of(func: OpOverload, name: str) -> int | None:
     names = [argument.name for argument in func._schema.arguments]
-    return names.index("async_op") if "async_op" in names else None
+    return names.index(name) if name in names else None
+
+
+@cache
+def is_collective(func: OpOverload) -> bool:
+    """Whether an op communicates: an op of c10d, or of DTensor, which are functional and waited for separately."""
+    return func.namespace == "c10d" or (func.namespace == "_c10d_functional" and not is_wait(func))
+
+
+def is_wait(func: OpOverload) -> bool:
+    """Whether an op makes the current stream wait for a functional collective."""
+    return func._schema.name == "_c10d_functional::wait_tensor"
 
 
 def is_asynchronous(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a collective (an op of c10d) runs beside the stream that issues it, until a wait for it."""
-    at = _asynchronous_at(func)
+    """Whether a collective runs beside the stream that issues it, until a wait for it."""
+    if func.namespace == "_c10d_functional":
+        return True
+    at = _place_of(func, "async_op")
     return at is not None and (len(args) <= at or args[at])  # the default is true, and defaults are not passed on
 
 
@@ -239,14 +253,39 @@ def collective_bytes(func: OpOverload, args: tuple[Any, ...]) -> int:
     """Bytes that each rank sends in a ring collective; at least 1.
 
     All-gather and reduce-scatter send the difference between input and output; an all-reduce does one after the other.
+    An all-to-all sends all but the rank's own part; if it passes everything on to one rank, all of it.
     """
+    name = func._schema.name
     given = [t.nbytes for t in tensors(args[:2])]
-    if "reduce_scatter" in func._schema.name or "allgather" in func._schema.name:
+    ranks = group_of(func, args)[0]
+    if func.namespace == "c10d" and ("reduce_scatter" in name or "allgather" in name):
         return max(max(given) - min(given), 1)
-    if func._schema.name == "c10d::allreduce_":
-        ranks = torch.distributed.ProcessGroup.unbox(args[1]).size()
+    if "allreduce" in name or "all_reduce" in name:
         return max(2 * (ranks - 1) * given[0] // ranks, 1)
+    if "all_gather" in name:
+        return max((ranks - 1) * given[0], 1)
+    if "reduce_scatter" in name or ("all" in name and "to" in name and not _passes_on(args)):
+        return max((ranks - 1) * given[0] // ranks, 1)
     return max(*given, 1)
+
+
+def _passes_on(args: tuple[Any, ...]) -> bool:
+    """Whether an all-to-all sends everything to one rank, as a step around a ring does."""
+    splits = next((arg for arg in reversed(args) if isinstance(arg, (list, tuple)) and arg), ())
+    return sum(1 for split in splits if isinstance(split, int) and split) == 1
+
+
+def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
+    """The number of ranks of a collective, and the distance between them; zeros if the op does not say."""
+    functional = func.namespace == "_c10d_functional"
+    at = _place_of(func, "group_name" if functional else "process_group")
+    if at is None:
+        return 0, 0
+    groups = torch.distributed.distributed_c10d
+    group = groups._resolve_process_group(args[at]) if functional else torch.distributed.ProcessGroup.unbox(args[at])
+    known = groups._world.pg_group_ranks.items()  # by name: a group from C++ may be another Python object
+    ranks = next((list(ranks) for made, ranks in known if made.group_name == group.group_name), [])
+    return group.size(), ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
 # Shapes: the sizes that a kernel's time depends on (see kernels.py), for each kind of op.

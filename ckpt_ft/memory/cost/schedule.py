@@ -193,7 +193,7 @@ def schedule(ops: Iterable[Op], gpu: GPU, host: Host | None = None, launch: Laun
         start = max(free[op.stream], issued)
         if op.wire and launch is not None:
             start = max(start, network)
-            free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu, op.name)
+            free[op.stream] = network = start + collective_seconds(op.wire, launch, gpu, op.name, op.group)
             busy.append((start, network))
             yield Span(op, issued, start, network, op.stream)
         elif op.kernels:

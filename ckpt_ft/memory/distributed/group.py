@@ -29,8 +29,10 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
         rank: this process's rank; with uneven shards, rank 0 holds the most.
         names: names of the dimensions.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _clear_sharding_prop_cache()  # it keeps meshes, with their groups, and an equal mesh is answered from it
     own: dict[str, Any] = {name: type(getattr(distributed_c10d, name))() for name in _REGISTRIES}
     own |= {"_world": distributed_c10d._World(), "_group_count": next(_UNUSED), "_default_pg_init_method": None}
     hook, before = sys.excepthook, dist.get_rank() if dist.is_initialized() else -1
@@ -39,6 +41,7 @@ def rank_of(*processes: int, rank: int = 0, names: tuple[str, ...] | None = ("dp
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(processes))
             yield init_device_mesh("cpu", processes, mesh_dim_names=names)
     finally:
+        _clear_sharding_prop_cache()
         # destroy_process_group() would remove every group from C++'s list, also those of a distributed run
         for name in own["_pg_names"].values():
             _unregister_process_group(name)

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .fsdp2 import done_once
@@ -147,6 +149,30 @@ def _shapes_are_asked_elsewhere(propagator: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """A DeviceMesh finds this rank's place in it by an op whose result depends on data, also in parts made later."""
+    find = DeviceMesh._compute_coordinate_on_dim
+
+    def found(mesh: DeviceMesh) -> Any:
+        with _disable_current_modes():
+            return find(mesh)
+
+    with patch.object(DeviceMesh, "_compute_coordinate_on_dim", found):
+        yield
+
+
+@contextmanager
+def _results_are_waited_for_late() -> Iterator[None]:
+    """Functional collectives return a tensor that waits at its first use; on fakes they would wait at once."""
+
+    def wrapped(result: torch.Tensor) -> torch.Tensor:
+        return functional.AsyncCollectiveTensor(result)
+
+    with patch.object(functional, "_maybe_wrap_tensor", wrapped):
+        yield
+
+
+@contextmanager
 def _waits_are_followed(streams: Streams) -> Iterator[None]:
     """Reports waits for asynchronous collectives of a fake process group to `streams`."""
     kind = getattr(sys.modules.get("torch._C._distributed_c10d"), "FakeWork", None)
@@ -171,6 +197,8 @@ def streams_are_followed() -> Iterator[Streams]:
         propagator = getattr(sys.modules.get("torch.distributed.tensor._sharding_prop"), "ShardingPropagator", None)
         if propagator is not None:
             stack.enter_context(_shapes_are_asked_elsewhere(propagator))
+        stack.enter_context(_meshes_are_real())
+        stack.enter_context(_results_are_waited_for_late())
         stack.enter_context(done_once())
         stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
         stack.enter_context(_waits_are_followed(streams))

@@ -5,23 +5,26 @@ from __future__ import annotations
 import operator
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
 
+from . import sequence_parallel
 from .ddp import Buckets
 from .streams import Streams
 from .zero import Label, Zero
@@ -40,13 +43,18 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
     Raises:
         UserError: accelerate refuses it.
     """
-    if launch.stage:
+    sequence_parallel.check(model, launch)
+    if launch.cp > 1:
+        sequence_parallel.without_masks(model)
+    if launch.tp > 1:
+        tensor_parallel(model, launch, mesh)
+    if launch.stage or launch.tp > 1:
         return []
     if launch.strategy == "ddp":
         buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
         setattr(model, _SHARED, buckets)
         return [bucket.flat for bucket in buckets.buckets]
-    _fsdp2(model, launch, mesh)
+    _fsdp2(model, launch, _sharding_mesh(mesh, launch))
     return []
 
 
@@ -72,17 +80,93 @@ def initialize(
     sizes = getattr(config, "hidden_sizes", None)
     hidden = getattr(config, "hidden_size", max(sizes) if sizes else None)
     launch = replace(launch, zero=launch.zero.filled(launch.stage, hidden))
-    more = launch, mesh.get_group(), streams, label
+    group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    more = launch, group, streams, label
     zero = Zero3(model, optimizer, *more) if launch.stage == 3 else Zero(optimizer, *more)
     setattr(model, _SHARED, zero)
     return zero
 
 
 @contextmanager
-def library_patches(launch: Launch | None) -> Iterator[None]:
-    """Patches torch as the launch's library does."""
-    with linear_saves_parameters() if launch is not None and launch.stage == 3 else nullcontext():
+def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[None]:
+    """Patches torch and transformers as the launch's libraries do while `model` trains."""
+    with ExitStack() as stack:
+        if launch.stage == 3:
+            stack.enter_context(linear_saves_parameters())
+        if launch.cp > 1:
+            stack.enter_context(sequence_parallel.ring_attention(mesh["cp"], launch.rotation))
+        if launch.sp > 1:
+            implementation = model.config.get_text_config()._attn_implementation
+            stack.enter_context(sequence_parallel.ulysses(mesh["sp"], implementation))
         yield
+
+
+def tensor_parallel(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
+    """Divide weights over the mesh's "tp", then over its other dimensions, as transformers does when it loads a model.
+
+    accelerate 1.15 cannot shard such a model itself: it imports `ReplicateParallel`, which transformers 5.23 does not
+    have (accelerator.py: _prepare_tp).
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    others = launch.processes // launch.tp
+    config = DistributedConfig(
+        tp_size=launch.tp, fsdp_size=others // launch.dp_replicate, dp_replicate_size=launch.dp_replicate
+    )
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:  # transformers ties them afterwards
+        head.weight = nn.Parameter(head.weight.detach(), head.weight.requires_grad)
+    tp_plan, _, fsdp_plan = model._resolve_parallel_plans(config)
+    apply_tensor_parallelism(model, mesh["tp"], tp_plan)
+    model.tie_weights()
+    if others > 1:
+        meshes = SimpleNamespace(get_mesh=lambda names: _sharding_mesh(mesh, launch))
+        model.config.distributed_config = config
+        try:
+            apply_fully_sharded_data_parallelism(model, meshes, fsdp_plan, {})
+        finally:
+            del model.config.distributed_config
+
+
+def _by_mesh(parameters: Iterable[Any]) -> list[list[Any]]:
+    """Groups tensors by the device mesh that they are divided over, plain ones together."""
+    groups: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
+def separate_meshes(optimizer: Any) -> None:
+    """Give each device mesh a parameter group of its own, as Trainer does: fused and foreach kernels take one mesh."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.param_groups[:] = [
+            {**group, "params": alike} for group in optimizer.param_groups for alike in _by_mesh(group["params"])
+        ]
+
+
+def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip gradients on several device meshes, by one norm for each, as Trainer does (_mixed_mesh_grad_norm)."""
+    groups = _by_mesh(parameter for parameter in parameters if parameter.grad is not None)
+    if len(groups) < 2:
+        return torch.nn.utils.clip_grad_norm_([p for group in groups for p in group], max_norm)
+    norms: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    )
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
+    """The part of `mesh` over which FSDP2 shards: its "dp_shard" and "cp" as one dimension, beside "dp_replicate"."""
+    names: tuple[str, ...] = tuple(name for name in ("dp_shard", "cp") if name in launch.mesh)
+    if len(names) == 2:
+        mesh[names]._flatten("dp_shard_cp")
+        names = ("dp_shard_cp",)
+    return mesh[("dp_replicate", *names) if launch.dp_replicate > 1 else names]
 
 
 @contextmanager
@@ -162,7 +246,7 @@ def _fsdp2(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> None:
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
         device=torch.device("cpu"),
         mixed_precision="no" if packed else launch.mixed_precision,  # otherwise trained parameters are cast to fp32
         is_main_process=False,

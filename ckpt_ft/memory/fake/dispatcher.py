@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, measure
+from ckpt_ft.memory.cost.op_work import Work, is_asynchronous, is_wait, measure
 from ckpt_ft.memory.distributed.streams import Streams
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record import cpu_kernels
@@ -224,6 +224,8 @@ class FakeOps:
     def call(self, op: Handling, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Work]:
         assert isinstance(op, _FakeHandling)
         pinned = kwargs.pop("pin_memory", False)
+        if is_wait(func):
+            self.streams.await_collectives()
         if op.answered:
             out, work = self._run(op, func, args, kwargs)
             return out, Work() if self.recorder.all_ignored(args) else work

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
-from ckpt_ft.memory.distributed.wrap import initialize, library_patches, share, whole_again
+from ckpt_ft.memory.distributed.wrap import initialize, library_patches, separate_meshes, share, whole_again
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
@@ -136,7 +136,7 @@ def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[
     if launch is None or (sharding is None and launch.processes == 1):
         yield None
     elif sharding is None:
-        with rank_of(launch.processes, rank=launch.rank) as mesh:
+        with rank_of(*launch.mesh.values(), rank=launch.rank, names=tuple(launch.mesh)) as mesh:
             yield mesh
     else:
         with rank_of(*sharding.shape, rank=launch.rank, names=sharding.names) as mesh:
@@ -175,10 +175,11 @@ def launched(
 
     The tensors are None if the model is not wrapped here.
     """
-    with library_patches(launch if mesh is not None else None), streams_are_followed() as streams:
+    with streams_are_followed() as streams, ExitStack() as patches:
         held = None
         if launch is not None and mesh is not None:
             held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
+            patches.enter_context(library_patches(model, launch, mesh))
         yield streams, held
 
 
@@ -237,6 +238,8 @@ class _Trace:
             tracker.add_beside(self.beside)
             with self._tracking(tracker), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
+                if launch is not None and launch.tp > 1:
+                    separate_meshes(optimizer)
                 sharded = held is None and any(map(is_traceable_wrapper_subclass, model.parameters()))
                 if launch is not None and mesh is not None and launch.stage:
                     optimizer = initialize(model, optimizer, launch, mesh, streams, tracker.add_resident)

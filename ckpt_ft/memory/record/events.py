@@ -55,6 +55,7 @@ class Op:
     wire: int = 0  # bytes that this rank sends in a collective
     shape: tuple[int, ...] = ()  # sizes that the time of its kernels depends on: see cost/kernels.py
     around: str = ""  # Python around it on the host: "hooks" of a checkpoint's second run, or a dispatch "mode"
+    group: tuple[int, int] = (0, 0)  # ranks of a collective, and how far apart they are; zeros for all of the launch
 
     def later(self, events: int, module: str | None = None) -> Op:
         """A copy that is `events` later, in `module` if given."""

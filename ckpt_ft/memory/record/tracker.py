@@ -21,7 +21,7 @@ from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ckpt_ft.memory.cost.op_work import Work, collective_bytes, describe, measure, tensors
+from ckpt_ft.memory.cost.op_work import Work, collective_bytes, describe, group_of, is_collective, measure, tensors
 
 from .cpu_kernels import real_kernels
 from .dispatch import After, Handling, Rule, from_python_dispatch, in_parts, is_composite, leave_uncompiled, wraps
@@ -63,10 +63,14 @@ class Dispatcher(Protocol):
         """The stream that a collective runs on."""
 
 
+# Makes a tensor that waits for a functional collective at its first use, and wraps its result: no storage of its own.
+_WRAPS = {torch.ops._c10d_functional._wrap_tensor_autograd.default}
+
+
 def handling_of(func: Any, rule: Rule | None, after: After | None) -> Handling:
     """How to treat an op for which there is a `rule`, or something to record `after` it."""
     kind = func.namespace
-    return Handling(describe(func)[0], rule, after, kind == "c10d", kind == "profiler")
+    return Handling(describe(func)[0], rule, after, is_collective(func), kind == "profiler" or func in _WRAPS)
 
 
 class RealOps:
@@ -300,6 +304,8 @@ class Tracker(TorchDispatchMode):
                 stream = dispatcher.collective_stream(func, args)
             around = "mode" if from_python_dispatch() else "hooks" if context.recomputing else ""
             recorder.add_op(op.name, work, module, at, stream, wire, around)
+            if op.collective:
+                recorder.ops[-1].group = group_of(func, args)
         return out
 
     @classmethod

@@ -30,7 +30,8 @@ def test_a_fake_rank_needs_what_deepspeeds_do(few: bool, tmp_path: Path) -> None
     run_ranks(measure, str(tmp_path), "few" if few else "")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
     for name, stage, precision, policy, lora, accumulation, options in cases(few):
-        launch = Launch(f"zero{stage}", PROCESSES, mixed_precision=precision, zero=ZeroOptions.read(options, name))
+        zero, sp = ZeroOptions.read(options, name), 2 if name.endswith("sp") else 1
+        launch = Launch(f"zero{stage}", PROCESSES, mixed_precision=precision, zero=zero, sp=sp)
         trace = workload(launch, policy, lora, accumulation).trace(2)
         begins = max(at for at, phase in trace.marks if phase == "optimizer")
         for phase, peak in spans(trace, begins).items():

@@ -22,9 +22,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ckpt_ft.checkpointing.apply import apply_policy
+from ckpt_ft.memory.distributed.wrap import library_patches, separate_meshes, share
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.workloads.batches import own_loss
@@ -39,6 +41,9 @@ FEW = (
     "fsdp2 uneven LoRA",
     "ddp head",
     "ddp accumulated",
+    "cp",
+    "cp alltoall",
+    "tp",
 )
 Case = tuple[str, Launch, str, str, int]
 
@@ -66,6 +71,11 @@ def _all() -> Iterator[Case]:
     yield "fsdp2 uneven LoRA", fsdp, "full", "uneven lora", 1
     yield "fsdp2 half precision", replace(fsdp, mixed_precision="bf16"), "full", "llama", 1
     yield "fsdp2 experts", fsdp, "none", "experts", 1
+    yield "cp", replace(fsdp, cp=2), "full", "llama", 1
+    yield "cp alltoall", replace(fsdp, cp=2, rotation="alltoall"), "save:attention", "llama", 1
+    yield "cp accumulated", replace(fsdp, cp=2), "none", "llama", 3
+    yield "tp", replace(ddp, tp=2), "full", "llama", 1
+    yield "tp tied", replace(ddp, tp=2), "none", "tied", 1
     yield "ddp viewed", viewed, "none", "llama", 1
     yield "ddp viewed accumulated", viewed, "none", "llama", 3
     yield "ddp unused", replace(ddp, find_unused_parameters=True), "full", "llama", 1
@@ -176,6 +186,7 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     """Peaks of each phase: the least of several steps."""
     assert asked.make_optimizer is not None
     optimizer = asked.make_optimizer(model)
+    separate_meshes(optimizer)
     step = asked.step(2)
     found = []
     with Tracker(model, optimizer) as tracker:
@@ -189,27 +200,61 @@ def measured(asked: Workload, model: nn.Module, steps: int) -> dict[str, int]:
     return {phase: min(step[phase] for step in found) for phase in found[0]}
 
 
-def main(out: str, few: str = "") -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.parallel import DistributedDataParallel
+def apart(launch: Launch, policy: str) -> float:
+    """How far the gradients under `launch`, summed over the ranks, are from those of one process, relative."""
+    torch.manual_seed(1)
+    ids = torch.randint(300, (2, 64))
+    targets, positions = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:], torch.arange(64).expand(2, -1)
+    rank, alone, model = dist.get_rank(), build("llama"), build("llama")
+    apply_policy(model.train(), policy, verify="never")
 
-    from ckpt_ft.memory.distributed.wrap import share
+    def backward(model: Any, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> None:
+        logits = model(input_ids=ids, position_ids=positions).logits.flatten(0, 1)
+        (nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / 126).backward()
+
+    backward(alone, ids, targets, positions)
+    mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
+    own = torch.arange(64).chunk(2)[rank]
+    if launch.cp > 1:  # pieces from both ends
+        first, second, third, last = torch.arange(64).chunk(4)
+        own = torch.cat([first, last] if rank == 0 else [second, third])
+    if launch.tp > 1:
+        own = torch.arange(64)
+    share(model, launch, mesh)
+    with library_patches(model, launch, mesh):
+        backward(model, ids[:, own], targets[:, own], positions[:, own])
+    expected = dict(alone.named_parameters())
+    found = 0.0
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        if launch.sp > 1:
+            dist.all_reduce(gradient)
+        elif launch.strategy == "fsdp2":
+            gradient = gradient * PROCESSES  # it averages
+        found = max(found, float((gradient - expected[name].grad).norm() / expected[name].grad.norm()))
+    return found
+
+
+def main(out: str, few: str = "") -> None:
+    from torch.nn.parallel import DistributedDataParallel
 
     gc.disable()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("dp_shard",))
     peaks: dict[str, dict[str, int]] = {}
     for name, launch, policy, kind, accumulation in cases(bool(few)):
         asked = workload(launch, policy, kind, accumulation)
         model: nn.Module = asked.model
-        if launch.strategy == "ddp":
+        mesh = init_device_mesh("cpu", tuple(launch.mesh.values()), mesh_dim_names=tuple(launch.mesh))
+        if launch.strategy == "ddp" and launch.tp == 1:
             options = {name: getattr(launch, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
             model = DistributedDataParallel(model, **options)
             asked = replace(asked, launch=replace(launch, find_unused_parameters=False))  # it copies outputs itself
         else:
             share(model, launch, mesh)
-        peaks[name] = measured(asked, model, STEPS[launch.strategy])
+        with library_patches(model, launch, mesh):
+            peaks[name] = measured(asked, model, STEPS[launch.strategy])
         dist.barrier()
         del model, asked
     asked = workload(None, "full", "llama", 1)
@@ -217,6 +262,14 @@ def main(out: str, few: str = "") -> None:
     peaks["predicted by hand"] = asked.trace(2).peaks
     peaks["by hand"] = measured(asked, asked.model, STEPS["fsdp2"])
     dist.barrier()
+    fsdp = Launch("fsdp2", PROCESSES)
+    shared = {
+        "cp": replace(fsdp, cp=2), "cp alltoall": replace(fsdp, cp=2, rotation="alltoall"),
+        "tp": Launch("ddp", PROCESSES, tp=2), "sp": Launch("zero1", PROCESSES, sp=2),
+    }  # fmt: skip
+    for name, launch in shared.items():
+        for policy in ("none", "full,tile:4") if name == "cp" else ("full",):
+            assert (far := apart(launch, policy)) < 1e-6, (name, policy, far)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 

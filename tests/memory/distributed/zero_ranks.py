@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from two_ranks import workload
 
+from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
+from ckpt_ft.spec.launch import Launch
 
 STEPS = 2  # ZeRO-3 records the order of its gathers in the first, and gathers ahead by it in the next
 
 
-FEW = ("zero2 LoRA", "zero3 accumulated", "zero3 LoRA")
+FEW = ("zero2 LoRA", "zero3 accumulated", "zero3 LoRA", "zero3 sp")
 Case = tuple[str, int, str, str, bool, int, dict[str, Any]]
 
 
@@ -47,6 +49,7 @@ def _all() -> Iterator[Case]:
     yield "zero3", 3, "no", "full", False, 1, few
     yield "zero3 accumulated", 3, "bf16", "save:attention+matmul", False, 2, {**few, "sub_group_size": 30_000}
     yield "zero3 LoRA", 3, "no", "full", True, 1, few
+    yield "zero3 sp", 3, "no", "full", False, 1, few
 
 
 def spans(trace: StepTrace, updates: int) -> dict[str, int]:
@@ -65,12 +68,15 @@ def without_gloo(trace: StepTrace) -> StepTrace:
 
 def main(out: str, few: str = "") -> None:
     import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     gc.disable()
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # compiled for a minute and more
     dist.init_process_group("gloo")
+    deepspeed.init_distributed("gloo", verbose=False)
     peaks: dict[str, dict[str, int]] = {}
     for name, stage, precision, policy, lora, accumulation, options in cases(bool(few)):
         asked = workload(None, policy, lora, accumulation)
@@ -82,14 +88,18 @@ def main(out: str, few: str = "") -> None:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, **options},
         }
+        shared = Launch(f"zero{stage}", 2, sp=2 if name.endswith("sp") else 1)
         engine, *_ = deepspeed.initialize(
-            model=asked.model, optimizer=asked.make_optimizer(asked.model), config=config
+            model=asked.model,
+            optimizer=asked.make_optimizer(asked.model),
+            config=config,
+            mpu=UlyssesSPAttentionHF.register_with_transformers(asked.model, "sdpa", shared.sp, 2),
         )
         with Tracker(engine.module, ops=False) as tracker:
             for _ in range(STEPS):
                 gc.collect()
                 tracker.start_step()
-                batches = [asked.make_batch(2, None) for _ in range(accumulation)]
+                batches = [of_one_rank(asked.make_batch(2, None), shared) for _ in range(accumulation)]
                 for batch in batches:
                     loss = asked.compute_loss(engine, batch)
                     engine.backward(loss)
@@ -98,6 +108,7 @@ def main(out: str, few: str = "") -> None:
                     del loss
         peaks[name] = spans(without_gloo(tracker.trace()), updates)
         engine.destroy()
+        ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
         dist.barrier()
         del engine, asked
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(peaks))

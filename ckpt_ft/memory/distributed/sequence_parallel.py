@@ -1,0 +1,230 @@
+"""Sequences shared by several ranks: torch's ring attention (context parallelism), and DeepSpeed's Ulysses.
+
+Ring attention runs torch's own code (torch/distributed/tensor/experimental/_context_parallel/_attention.py), on fake
+tensors too: F.scaled_dot_product_attention gets DTensors that are sharded along the sequence. torch knows rings of the
+CUDA kernels only; `_RINGS` adds the CPU's flash kernel.
+
+Ulysses (arXiv:2309.14509) follows deepspeed/runtime/sequence_parallel/ulysses_sp.py (0.19.8), whose module needs a
+process group of deepspeed.comm: an all-to-all gives each rank all tokens of its share of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as rings
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.launch import Launch
+
+aten = torch.ops.aten
+_FLASH_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def check(model: nn.Module, launch: Launch) -> None:
+    """Raises UserError if the libraries refuse to share the sequences or heads of `model` as `launch` does."""
+    config = getattr(model, "config", None)
+    split = next((name for name in ("cp", "sp", "tp") if getattr(launch, name) > 1), "")
+    if not split:
+        return
+    size = getattr(launch, split)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UserError(f"launch {split} {size}: {type(model).__name__} is no language model of transformers")
+    text, problem = config.get_text_config(), ""
+    heads, implementation = getattr(text, "num_attention_heads", 0), text._attn_implementation
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    if launch.cp > 1 and implementation != "sdpa":
+        problem = f"attention '{implementation}': Trainer takes context parallelism with sdpa only"
+    elif launch.sp > 1 and implementation == "eager":
+        problem = "attention 'eager': DeepSpeed takes sdpa, flash_attention_2 or flex_attention"
+    elif launch.sp > 1 and (heads % launch.sp or (of_keys % launch.sp and launch.sp % of_keys)):
+        problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
+    elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
+        problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
+    elif launch.tp > 1 and not getattr(model, "tp_plan", None):
+        problem = f"transformers has no tensor-parallel plan for {type(model).__name__}"
+    elif (launch.cp > 1 or launch.sp > 1) and any(
+        kind in ("linear_attention", "mamba") for kind in getattr(text, "layer_types", None) or ()
+    ):
+        problem = "layers that carry a state along the sequence: accelerate refuses them"
+    if problem:
+        raise UserError(f"launch {split} {size}: {problem}")
+
+
+def of_one_rank(batch: dict[str, Any], launch: Launch) -> dict[str, Any]:
+    """The rank's part of a micro-batch: tokens of each sequence, as context parallelism and Ulysses divide it.
+
+    Context parallelism shrinks whole tensors in place, so their storages stay (torch's `context_parallel`).
+
+    Raises:
+        UserError: packed sequences, masks of padding, or lengths that cannot be divided.
+    """
+    ranks = launch.cp * launch.sp
+    if ranks == 1:
+        return batch
+    name = f"launch {'cp' if launch.cp > 1 else 'sp'} {ranks}"
+    if "input_ids" not in batch:
+        raise UserError(f"{name}: the batches hold no sequences of tokens")
+    length = batch["input_ids"].shape[1]
+    if launch.cp > 1 and "position_ids" in batch:
+        raise UserError(f"{name}: packed rows need a mask, and context parallelism takes none; leave packing out")
+    if launch.cp > 1 and "attention_mask" in batch and not bool(batch["attention_mask"].all()):
+        raise UserError(f"{name}: rows of different lengths need a mask, and context parallelism takes none")
+    parts = 2 * launch.cp if launch.cp > 1 else launch.sp  # a ring divides evenly in pieces from both ends
+    if length % parts:
+        raise UserError(f"{name}: sequences of {length} tokens; give a multiple of {parts}")
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
+            return value
+        own = value[:, : length // ranks]
+        return own if launch.cp > 1 else own.clone()
+
+    return {name: part(value) for name, value in batch.items()}
+
+
+# -- context parallelism ----------------------------------------------------------------------------------------------
+
+
+def without_masks(model: nn.Module) -> None:
+    """Make attention causal without a mask, as accelerate does under context parallelism.
+
+    Raises:
+        UserError: accelerate refuses the model's kinds of attention.
+    """
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    try:
+        _attach_context_parallel_hooks(model)
+    except ValueError as error:
+        raise UserError(f"launch cp: {str(error).split('.')[0]}") from error
+
+
+@contextmanager
+def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
+    """Runs F.scaled_dot_product_attention as a ring over `mesh`, as inside torch's `context_parallel`."""
+    method = rings._RotateMethod.ALL_GATHER if rotation == "allgather" else rings._RotateMethod.ALL_TO_ALL
+    with (
+        patch.multiple(rings._cp_options, enable_load_balance=True, rotate_method=method),
+        patch.object(rings, "_dispatch_mode", rings._DispatchMode.MONKEY_PATCH),
+        rings_on_cpu(),
+    ):
+        rings._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+        try:
+            yield
+        finally:
+            rings._disable_context_parallel_dispatcher_impl()
+
+
+@contextmanager
+def rings_on_cpu() -> Iterator[None]:
+    """Adds rings of the CPU's flash attention to those that torch's `context_parallel` knows."""
+    with patch.dict(rings.custom_ops, _RINGS):
+        yield
+
+
+def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    query, key, value, dropout, causal = (*args, 0.0, False)[:5]
+    kwargs.pop("attn_mask", None)  # accelerate has dropped it
+    local = {"query": query, "key": key, "value": value}
+    found = rings._templated_ring_attention(
+        query.device_mesh.get_group(), 2, op, **{name: t.to_local() for name, t in local.items()},
+        is_causal=causal, dropout_p=dropout, **kwargs,
+    )  # fmt: skip
+    return _sharded_like(query, found)
+
+
+def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, query, key, value, out, logsumexp, dropout, causal = args
+    kwargs.pop("attn_mask", None)
+    local = {"query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp, "grad_out": gradient}
+    found = rings._templated_ring_attention_backward(
+        query.device_mesh.get_group(), 2, op, **{name: t.to_local() for name, t in local.items()},
+        grad_out_name="grad_out", is_causal=causal, dropout_p=dropout, **kwargs,
+    )  # fmt: skip
+    return _sharded_like(query, found)
+
+
+def _sharded_like(query: DTensor, found: tuple[Tensor, ...]) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(t, query.device_mesh, query.placements, run_check=False) for t in found)
+
+
+_RINGS: dict[Any, Callable[..., Any]] = {_FLASH_ON_CPU: _forward, _FLASH_ON_CPU_BACKWARD: _backward}
+
+
+# -- Ulysses ----------------------------------------------------------------------------------------------------------
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of dimension 0 goes to rank i of the group (deepspeed/sequence/layer.py: _dim_zero_all_to_all)."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        given = given.contiguous()
+        out = torch.empty_like(given)
+        dist.all_to_all_single(out, given, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
+@contextmanager
+def ulysses(mesh: DeviceMesh, implementation: str) -> Iterator[None]:
+    """Makes transformers' attention `implementation` run on all tokens of a share of the heads."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    group, attention = mesh.get_group(), FUNCTIONS[implementation]
+    ranks = group.size()
+
+    def all_tokens(given: Tensor) -> Tensor:
+        """(batch, heads, own tokens, size) -> (batch, own heads, tokens, size)"""
+        batch, heads, tokens, size = given.shape
+        given = given.permute(2, 0, 1, 3)
+        if heads < ranks:
+            given, heads = given.repeat_interleave(ranks // heads, dim=2), ranks
+        parts = given.reshape(tokens, batch, ranks, heads // ranks, size).permute(2, 0, 1, 3, 4).contiguous()
+        exchanged = _AllToAll.apply(parts, group).reshape(ranks * tokens, batch, heads // ranks, size).contiguous()
+        return exchanged.permute(1, 2, 0, 3).contiguous()
+
+    def own_tokens(context: Tensor) -> Tensor:
+        """(batch, tokens, own heads, size) -> (batch, own tokens, heads * size)"""
+        batch, tokens, heads, size = context.shape
+        context = context.permute(1, 0, 2, 3).reshape(tokens, batch, -1)
+        parts = context.reshape(ranks, tokens // ranks, batch, heads * size).contiguous()
+        exchanged = _AllToAll.apply(parts, group).permute(1, 2, 0, 3)
+        whole = exchanged.reshape(tokens // ranks, batch, -1).contiguous()
+        return whole.permute(1, 0, 2).reshape(batch, tokens // ranks, -1)
+
+    def run(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        if not module.training:
+            return attention(module, query, key, value, attention_mask, *args, **kwargs)
+        if kwargs.get("position_ids") is not None:
+            own = kwargs["position_ids"]
+            found = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(found, own, group=group)
+            kwargs["position_ids"] = torch.cat(found, dim=1)
+        query, key, value = all_tokens(query), all_tokens(key), all_tokens(value)
+        groups = query.shape[1] // key.shape[1]
+        with patch.object(module, "num_key_value_groups", groups) if hasattr(module, _GROUPS) else ExitStack():
+            context, weights = attention(module, query, key, value, None, *args, **kwargs)
+        return own_tokens(context), weights
+
+    with patch.dict(FUNCTIONS._local_mapping, {implementation: run}):
+        yield
+
+
+_GROUPS = "num_key_value_groups"
