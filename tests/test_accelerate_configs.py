@@ -17,6 +17,9 @@ EXPECTED = {
     "fsdp2_two_nodes": (DistributedType.FSDP, False),
     "deepspeed_zero2": (DistributedType.DEEPSPEED, False),
     "deepspeed_zero3": (DistributedType.DEEPSPEED, False),
+    "context_parallel": (DistributedType.FSDP, False),
+    "tensor_parallel": (DistributedType.MULTI_GPU, False),
+    "ulysses": (DistributedType.DEEPSPEED, False),
 }
 
 

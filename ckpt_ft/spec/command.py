@@ -7,7 +7,7 @@ from typing import Any
 
 from .flags import words_of
 from .launch import Launch
-from .launch_file import sharing_options
+from .launch_file import parallelism, sharing_options
 from .optimizers import OPTIM_OF_TRAINER
 from .training_spec import TrainingSpec, declared
 
@@ -62,6 +62,10 @@ def training_command(spec: TrainingSpec, recipe: str, dataset: str = "", config_
     launch = spec.launch.launch
     setting = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(spec.host.alloc_conf)} " if spec.host.alloc_conf else ""
     words = [] if launch is None else ["accelerate", "launch", "-q"]
+    if launch is not None and not config_file and (sizes := parallelism(launch)):
+        # its options for them are for FSDP2 only (accelerate/commands/launch.py)
+        sizes = {f"PARALLELISM_CONFIG_{name.upper()}": value for name, value in sizes.items()}
+        setting += "".join(f"{k}={v} " for k, v in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **sizes}.items())
     if launch is not None:
         words += ["--config_file", config_file] if config_file else launch_words(launch)
         if launch.machines > 1:

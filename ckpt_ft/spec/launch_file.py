@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.units import whole_number
 from ckpt_ft.validation import load_yaml
 
-from .launch import Launch, ZeroOptions
+from .launch import SIZES, Launch, ZeroOptions
 from .settings import read_settings
 
 # Keys that accelerate refuses if there is a DeepSpeed file (accelerate/utils/dataclasses.py:
@@ -49,7 +50,15 @@ def read_launch(
         raise UserError(
             f"launch {path}: distributed_type {kind} is not modelled (MULTI_GPU, FSDP of version 2, DEEPSPEED)"
         )
-    given = {"mixed_precision": str(config.get("mixed_precision") or "no"), **_SHARING[kind](config, path, ignored)}
+    sizes = {name: _count(found.pop(name), f"{name} size", path) for name in (*SIZES, "dp_shard") if name in found}
+    shard = sizes.pop("dp_shard", 0)
+    rotation = {"rotation": found.pop("rotation")} if "rotation" in found else {}
+    given = {
+        **sizes,
+        **rotation,
+        "mixed_precision": str(config.get("mixed_precision") or "no"),
+        **_SHARING[kind](config, path, ignored),
+    }
     found |= given.pop("found", {})
     if mixed_precision != "no":
         given["mixed_precision"] = mixed_precision
@@ -58,6 +67,16 @@ def read_launch(
         processes=_count(processes or config.get("num_processes", 1), "num_processes", path),
         machines=_count(config.get("num_machines", 1), "num_machines", path),
     )
+    if shard > 1 and shard != launch.mesh.get("dp_shard", 1):
+        raise UserError(
+            f"launch {path}: {launch.processes} processes, and the sizes of parallelism_config make "
+            f"{shard * prod(sizes.values())}; they must agree"
+        )
+    if launch.tp > 1 and launch.strategy == "fsdp2":
+        raise UserError(
+            f"launch {path}: tp {launch.tp} with FSDP: accelerate 1.15 imports ReplicateParallel for it, "
+            "which transformers 5.23 does not have; --launch fsdp2 --tp predicts transformers' own DistributedConfig"
+        )
     if not isinstance(source, Mapping):
         _check_with_accelerate(source)
     also = {key: found[key] for key in _ALSO if found.get(key) not in (None, "auto")}
@@ -192,9 +211,21 @@ def accelerate_config(launch: Launch) -> str:
         "debug": False,
         **sharing_options(launch),
     }
+    if sizes := parallelism(launch):
+        config["parallelism_config"] = {f"parallelism_config_{name}": value for name, value in sizes.items()}
     if launch.machines > 1:
         config |= {"main_process_ip": "127.0.0.1", "main_process_port": 29500}
     return yaml.safe_dump(config, sort_keys=False)
+
+
+def parallelism(launch: Launch) -> dict[str, int | str]:
+    """Returns the fields of accelerate's ParallelismConfig; {} if the launch needs none."""
+    if all(getattr(launch, name) == 1 for name in SIZES):
+        return {}
+    sizes: dict[str, int | str] = {
+        f"{name}_size": launch.mesh.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    return {**sizes, "cp_comm_strategy": launch.rotation} if launch.cp > 1 else sizes
 
 
 def sharing_options(launch: Launch) -> dict[str, dict[str, Any]]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ckpt_ft.errors import UserError, meant
 from ckpt_ft.validation import load_yaml
 
 from .defaults import LORA_R
+from .launch import SIZES
 from .optimizers import OPTIMIZERS, PAGED
 from .settings import KINDS, TYPED, read_settings, table
 
@@ -190,6 +192,7 @@ class _Entries:
             "optimizer": self._optimizer(),
             **self._adapter(),
             **self._launch(),
+            **self._sizes(),
             **self._trainer(),
             **self._evaluation(),
             "attn_implementation": self.get("attn_implementation"),
@@ -337,6 +340,14 @@ class _Entries:
         """TRL's trainer, and the fields of its configuration that the file sets."""
         given = self.get("trainer_args")
         return {"trainer": TRL.get(self.kind), "trainer_args": json.dumps(given, sort_keys=True) if given else ""}
+
+    def _sizes(self) -> dict[str, Any]:
+        """The sizes of context, tensor and sequence parallelism, and the number of processes if all are known."""
+        found = {name: int(size) for name in SIZES if str(size := self.get(name) or 1).isdecimal() and int(size) > 1}
+        if self.kind == "axolotl" and "cp" in found:
+            self.notes.append("context_parallel_size: torch's ring attention over sdpa is predicted for axolotl's")
+        shard = self.get("dp_shard")
+        return {**found, "processes": prod([*found.values(), int(shard)])} if shard and int(shard) > 1 else found
 
     def _launch(self) -> dict[str, Any]:
         """The launch, as accelerate's configuration has it; the number of processes is that of the command line."""

@@ -71,6 +71,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }
 # What the readers make of a modelled setting that is no flag by itself.
 READ = {
+    "dp_shard", "rotation",
     "model", "dataset", "checkpointing", "every_n_layers", "evaluation", "eval_batch_size", "tf32", "use_cpu",
     "use_8bit_adam", "cache_latents", "center_crop", "random_flip", "with_prior_preservation", "adapter",
     "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32", "fsdp",

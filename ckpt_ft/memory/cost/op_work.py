@@ -284,7 +284,8 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> tuple[int, int]:
     groups = torch.distributed.distributed_c10d
     group = groups._resolve_process_group(args[at]) if functional else torch.distributed.ProcessGroup.unbox(args[at])
     known = groups._world.pg_group_ranks.items()  # by name: a group from C++ may be another Python object
-    ranks = next((list(ranks) for made, ranks in known if made.group_name == group.group_name), [])
+    own = group.group_name
+    ranks = next((list(ranks) for made, ranks in known if getattr(made, "group_name", None) == own), [])
     return group.size(), ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 

@@ -50,6 +50,8 @@ def check(model: nn.Module, launch: Launch) -> None:
         problem = f"{heads} heads and {of_keys} key-value heads: DeepSpeed needs multiples of {launch.sp}"
     elif launch.tp > 1 and (heads % launch.tp or of_keys % launch.tp):
         problem = f"{heads} heads and {of_keys} key-value heads are no multiples of {launch.tp}"
+    elif launch.tp > 1 and hasattr(model, "peft_config"):
+        problem = "tensor parallelism of adapters is not predicted"
     elif launch.tp > 1 and not getattr(model, "tp_plan", None):
         problem = f"transformers has no tensor-parallel plan for {type(model).__name__}"
     elif (launch.cp > 1 or launch.sp > 1) and any(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,6 +95,12 @@ def library_patches(model: Any, launch: Launch, mesh: DeviceMesh) -> Iterator[No
     with ExitStack() as stack:
         if launch.stage == 3:
             stack.enter_context(linear_saves_parameters())
+        if launch.tp > 1:  # torch's remarks on transformers' code, which a run prints too
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            stack.enter_context(
+                patch.object(logging.getLogger("torch.distributed.tensor._redistribute"), "disabled", True)
+            )
         if launch.cp > 1:
             stack.enter_context(sequence_parallel.ring_attention(mesh["cp"], launch.rotation))
         if launch.sp > 1:

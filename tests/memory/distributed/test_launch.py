@@ -63,7 +63,7 @@ def test_our_own_files() -> None:
         ),
         (
             "distributed_type: MULTI_GPU\nparallelism_config: {tp_size: 2}",
-            "parallelism_config.tp_size: 2: tensor, context and sequence",
+            "launch ddp, tp 2: 1 processes are not a multiple of 2",
         ),
         ("distributed_type: MULTI_GPU\nnum_gpus: 2", "no setting 'num_gpus'"),
         ("num_processes: 2", "accelerate refuses it: A `distributed_type` must be specified"),

@@ -1,0 +1,127 @@
+"""Context, tensor and sequence parallelism: what is read, refused and sent; two_ranks.py compares with real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from two_ranks import workload
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.collectives import bus_bandwidth
+from ckpt_ft.memory.gpus import find_gpu
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.launch_file import accelerate_config, read_launch
+
+CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
+LAYERS, HIDDEN, TOKENS, FLOAT = 3, 64, 64, 4  # of two_ranks' model, which has 4 heads of 16 and 2 of keys
+
+
+def test_files() -> None:
+    assert read_launch(CONFIGS / "context_parallel.yaml")[0] == Launch("fsdp2", 8, mixed_precision="bf16", cp=8)
+    assert read_launch(CONFIGS / "tensor_parallel.yaml")[0] == Launch("ddp", 2, mixed_precision="bf16", tp=2)
+    assert read_launch(CONFIGS / "ulysses.yaml")[0] == Launch("zero3", 8, mixed_precision="bf16", sp=8)
+    for launch in (Launch("fsdp2", 8, cp=4, rotation="alltoall"), Launch("fsdp2", 8, dp_replicate=2)):
+        assert read_launch(yaml.safe_load(accelerate_config(launch)))[0] == launch
+        assert Launch.from_dict(vars(launch) | {"zero": vars(launch.zero)}) == launch
+
+
+def test_flags() -> None:
+    asked = {given: fields_of({given: 4})["launch"] for given in ("cp", "tp", "sp")}
+    assert asked == {"cp": Launch("fsdp2", 4, cp=4), "tp": Launch("ddp", 4, tp=4), "sp": Launch("zero3", 4, sp=4)}
+    both = fields_of({"cp": 4, "tp": 2, "launch": "fsdp2", "processes": 16})["launch"]
+    assert both.mesh == {"dp_shard": 2, "cp": 4, "tp": 2}
+    assert both.ranks_of_a_sample == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fsdp2", "cp": 2, "sp": 2}, "context or sequence parallelism, not both"),
+        ({"strategy": "fsdp2", "sp": 4}, "Ulysses is DeepSpeed's: give --launch zero1, zero2 or zero3"),
+        ({"strategy": "ddp", "cp": 4}, "accelerate combines context parallelism with FSDP2"),
+        ({"strategy": "ddp", "tp": 2}, "does not combine tensor parallelism with DDP"),
+        ({"strategy": "zero3", "tp": 2}, "with DeepSpeed, only sp is predicted"),
+        ({"strategy": "fsdp2", "cp": 3}, "4 processes are not a multiple of 3"),
+        ({"strategy": "fsdp2", "cp": 0}, "sizes are at least 1"),
+        ({"strategy": "fsdp2", "cp": 2, "dp_replicate": 2}, "more processes than copies"),
+        ({"strategy": "fsdp2", "cp": 2, "rotation": "ring"}, "rotation 'ring' is not one of allgather, alltoall"),
+    ],
+)
+def test_combinations_that_the_libraries_refuse(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Launch(**options, processes=4)
+
+
+def test_files_that_the_libraries_refuse() -> None:
+    fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 8}
+    with pytest.raises(UserError, match="8 processes, and the sizes of parallelism_config make 4"):
+        read_launch({**fsdp, "parallelism_config": {"cp_size": 2, "dp_shard_size": 2}})
+    with pytest.raises(UserError, match="accelerate 1.15 imports ReplicateParallel for it"):
+        read_launch({**fsdp, "parallelism_config": {"tp_size": 2}})
+
+
+def test_models_and_batches_that_the_libraries_refuse() -> None:
+    asked = workload(None, "none", "llama", 1)
+    for launch, attention, message in (
+        (Launch("fsdp2", 2, cp=2), "eager", "attention 'eager': Trainer takes context parallelism with sdpa only"),
+        (Launch("zero3", 8, sp=8), "sdpa", "4 heads and 2 key-value heads: DeepSpeed needs multiples of 8"),
+        (Launch("ddp", 4, tp=4), "sdpa", "4 heads and 2 key-value heads are no multiples of 4"),
+        (Launch("fsdp2", 3, cp=3), "sdpa", "sequences of 64 tokens; give a multiple of 6"),
+    ):
+        asked.model.set_attn_implementation(attention)
+        with pytest.raises(UserError, match=message):
+            replace(asked, launch=launch).trace(1)
+    adapted = workload(Launch("ddp", 2, tp=2), "none", "lora", 1)
+    with pytest.raises(UserError, match="tensor parallelism of adapters is not predicted"):
+        adapted.trace(1)
+    asked.model.set_attn_implementation("sdpa")
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    for more, message in (
+        ({"position_ids": ids}, "packed rows need a mask, and context parallelism takes none"),
+        ({"attention_mask": ids}, "rows of different lengths need a mask"),
+    ):
+        batch = {"input_ids": ids, "labels": ids, **more}
+        with pytest.raises(UserError, match=message):
+            replace(asked, launch=Launch("fsdp2", 2, cp=2), make_batch=lambda *_, batch=batch: batch).trace(1)
+    asked.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(UserError, match="does not support attention layers of type"):
+        replace(asked, launch=Launch("fsdp2", 2, cp=2)).trace(1)
+
+
+def sent(trace: StepTrace, phase: str, group: tuple[int, int], *names: str) -> int:
+    """Bytes that the rank sends in ops whose names contain one of `names`, within groups like `group`."""
+    ops = [op for op in trace.ops if op.at >= trace.start and op.phase == phase and op.group == group]
+    return sum(op.wire for op in ops if any(name in op.name for name in names))
+
+
+def test_bytes_on_the_wire() -> None:
+    """Per layer, of one sequence of 64 tokens in float32."""
+    ring = workload(Launch("fsdp2", 4, cp=4), "none", "llama", 1).trace(1)
+    keys = 2 * (TOKENS // 4) * 32 * FLOAT  # and values
+    assert sent(ring, "forward", (4, 1), "_c10d_functional.all_gather") == LAYERS * 3 * keys
+    # gradients go around the ring in float32, once for each rank
+    assert sent(ring, "backward", (4, 1), "_c10d_functional.all_to_all") == LAYERS * 4 * keys
+
+    heads = workload(Launch("zero3", 2, sp=2), "none", "llama", 1).trace(1)
+    exchanged = (TOKENS // 2) * (HIDDEN + 32 + 32 + HIDDEN) * FLOAT // 2  # half of it goes to the other rank
+    for phase in ("forward", "backward"):
+        assert sent(heads, phase, (2, 1), "alltoall") == LAYERS * exchanged
+
+    both = workload(Launch("fsdp2", 4, tp=2), "none", "llama", 1).trace(1)
+    states = TOKENS * HIDDEN * FLOAT  # an all-reduce in a group of 2 sends all of it
+    assert sent(both, "forward", (2, 1), "all_reduce") == (2 * LAYERS + 1) * states  # and the embedding's
+    blocks = [op for op in both.ops if op.at >= both.start and "_allgather_base" in op.name]
+    assert {op.group for op in blocks} == {(2, 2)}  # FSDP2 gathers over every other rank
+
+
+def test_a_group_across_machines_has_its_share_of_the_cards() -> None:
+    h100, launch = find_gpu("h100"), Launch("fsdp2", 16, machines=2, tp=8)
+    assert bus_bandwidth(launch, h100, (8, 1)) == 0.8 * 450e9  # within a machine
+    assert bus_bandwidth(launch, h100, (2, 8)) == 0.9 * 50e9  # one card for each of eight such groups
