@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ckpt_ft.errors import UserError
 
+from .dropped_tensors import saved_tensor
 from .tensor_identity import is_array, is_wrapper, version_of
 
 _SEQUENCES = (list, tuple, deque)
@@ -169,13 +170,21 @@ class Inputs:
 class Input:
     """A tensor that a region is given, and its value from before the first run where that one writes into it."""
 
-    __slots__ = ("copy", "fixed", "key", "tensor", "version")
+    __slots__ = ("copy", "key", "tensor", "version")
 
     def __init__(self, key: Key, tensor: torch.Tensor) -> None:
         self.key, self.tensor, self.version = key, tensor, version_of(tensor)
-        # fake ones have no value, and parameters and what was made in inference mode are not written in forward
-        self.fixed = isinstance(tensor, (FakeTensor, nn.Parameter)) or tensor.is_inference()
         self.copy: torch.Tensor | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is never copied: fake ones have no value; parameters and inference tensors are not written."""
+        return isinstance(self.tensor, (FakeTensor, nn.Parameter)) or self.tensor.is_inference()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the argument itself is the tensor."""
+        return self.key[1] == DIRECT
 
     def __str__(self) -> str:
         return f"argument {self.key[0]!r}"
@@ -207,13 +216,12 @@ DIRECT = -1  # the argument itself is the tensor
 class Call:
     """One call of a region: the caller's own arguments in the first run, in the second what the first one found.
 
-    Attributes:
-        saved: positional arguments for `torch.utils.checkpoint`, which hands them back to the second run, and behind
-            them the `named` ones: what it saves, `offload` can park. Of those that are kept here, no more than their
-            shape: a checkpoint around this one counts what is saved.
+    Tensors given by position, and those by name that need a gradient, are saved as a node of the graph saves its own:
+    `offload` can park them, and a checkpoint around this one drops them. Of a tensor whose value is copied only the
+    shape is saved, because a checkpoint around this one counts what is saved.
     """
 
-    __slots__ = ("changeable", "first", "forward", "given", "held", "inputs", "kept", "kwargs", "named", "saved",
+    __slots__ = ("args", "changeable", "copied", "first", "forward", "given", "held", "inputs", "kwargs", "saved",
         "second", "tensors",
     )  # fmt: skip
 
@@ -229,49 +237,56 @@ class Call:
         self.first, self.second = runs
         self.given: Arguments | None = (args, kwargs)
         self.tensors = inputs.before(args, kwargs)
-        self.changeable = changeable(args) or any(changeable(value) for value in kwargs.values())
-        self.kwargs: dict[str, Any]
-        args, self.kwargs = rebuild((args, kwargs), _same) if self.changeable else (args, kwargs)
-        # saved by autograd: positional ones, and those by name that need a gradient. The others are held here
-        direct = {x.key[0]: x for x in self.tensors if x.key[1] == DIRECT}
-        saved = {key: x for key, x in direct.items() if type(key) is int or x.tensor.requires_grad}
-        self.kept = {key: x for key, x in saved.items() if x.copy is not None}
-        self.held = {id(x.tensor): x for x in self.tensors if x.key[0] not in saved}
+        self.changeable = changeable(args) or any(map(changeable, kwargs.values()))
+        if self.changeable:
+            args, kwargs = rebuild((args, kwargs), _same)
+        self.copied = {given.key[0]: given for given in self.tensors if given.copy is not None and given.is_direct}
+        self.saved: list[tuple[int | str, Callable[[], Any]]] = []
+        self.args, self.kwargs = list(args), dict(kwargs)
         for key, value in enumerate(args):
-            if isinstance(value, torch.Tensor) and value.is_inference():  # which autograd does not save
-                self.kept[key] = Input((key, DIRECT), value)
-        named = {key: x.tensor for key, x in saved.items() if isinstance(key, str)}
-        self.kwargs = {key: value for key, value in self.kwargs.items() if key not in named}
-        self.named = tuple(named)
-        kept, given = self.kept, (*enumerate(args), *named.items())
-        self.saved = tuple(kept[key].shape() if key in kept else value for key, value in given)
+            if isinstance(value, torch.Tensor):
+                self._save(key, value)
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                self._save(name, value)
+        saved = {key for key, _ in self.saved}
+        self.held = {id(x.tensor): x for x in self.tensors if not (x.is_direct and x.key[0] in saved)}
 
-    def __call__(self, *saved: Any) -> Any:
-        if self.given is None:
-            return self.again(saved)
+    def _save(self, key: int | str, tensor: torch.Tensor) -> None:
+        given = self.copied.get(key)
+        if given is None and tensor.is_inference():  # which autograd does not save
+            given = self.copied[key] = Input((key, DIRECT), tensor)
+        shape = tensor if given is None else given.shape()
+        self.saved.append((key, _nothing if shape is None else saved_tensor(shape)))
+        if isinstance(key, int):
+            self.args[key] = None
+        else:
+            self.kwargs[key] = None
+
+    def __call__(self) -> Any:
+        """The first run."""
+        assert self.given is not None
         (args, kwargs), self.given = self.given, None
         with self.first:
             out = self.forward(*args, **kwargs)
         self.inputs.after(self.tensors)
-        self.tensors, self.saved = [], ()
+        self.tensors = []
         return out
 
-    def again(self, saved: tuple[Any, ...]) -> Any:
+    def again(self) -> Any:
         """The second run."""
-        behind = len(saved) - len(self.named)
-        args: list[Any] = list(saved[:behind])
-        kwargs: dict[str, Any] = {**self.kwargs, **dict(zip(self.named, saved[behind:], strict=True))}
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for key, unpack in self.saved:
+            value = unpack() if (given := self.copied.get(key)) is None else given.again()
+            if isinstance(key, int):
+                args[key] = value
+            else:
+                kwargs[key] = value
         if self.changeable or any(given.copy is not None for given in self.held.values()):
             args, kwargs = rebuild((args, kwargs), self._found)  # each time: backward may run again (retain_graph)
-            args = list(args)
         else:
             for given in self.held.values():
                 given.check()
-        for key, given in self.kept.items():
-            if isinstance(key, int):
-                args[key] = given.again()
-            else:
-                kwargs[key] = given.again()
         with self.second:
             return self.forward(*args, **kwargs)
 
@@ -283,3 +298,7 @@ class Call:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _nothing() -> None:
+    return None

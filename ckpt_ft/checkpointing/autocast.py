@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +31,21 @@ class AutocastState:
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
+def autocast_now(device_type: str) -> tuple[AutocastState, ...]:
+    """Return the states of a device and of the CPU; nothing if autocast is off everywhere."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(AutocastState.now(kind) for kind in dict.fromkeys((device_type, "cpu")))
+
+
 @contextmanager
-def autocast_as(state: AutocastState | None) -> Iterator[None]:
-    """Set autocast to `state`; if it is None, turn autocast off on every device."""
-    if state is not None:
-        with state.context():
-            yield
-        return
-    kinds = [kind for kind in ("cpu", torch._C._get_accelerator().type) if torch.is_autocast_enabled(kind)]
-    with torch.autocast(kinds[0] if kinds else "cpu", enabled=False):
+def autocast_as(states: tuple[AutocastState, ...]) -> Iterator[None]:
+    """Set autocast to `states`, which `autocast_now` returned; without any, turn autocast off on every device."""
+    with ExitStack() as contexts:
+        for state in states:
+            contexts.enter_context(state.context())
+        if not states and torch._C._is_any_autocast_enabled():
+            for kind in {"cpu", torch._C._get_accelerator().type}:
+                if torch.is_autocast_enabled(kind):
+                    contexts.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -34,6 +34,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.units import MIB, format_bytes
@@ -56,6 +57,7 @@ _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_p
 _LONG = 1000  # entries; longer containers in attributes are data, which is not copied in each call
 _TINY = 4096  # bytes
 _MISSING = object()
+_values_of = dict.values  # not `__getitem__`, by which DeepSpeed's tables learn what a module reads
 Container = Any  # a dict, list, deque or set
 Place = tuple[nn.Module, str, Any]  # module, table or attribute name, key
 Entry = tuple[Container, Any, Any]  # container, key (None: the whole container), old value
@@ -97,11 +99,7 @@ class ModuleState:
 
     def _reset(self) -> None:
         self.history: WeakKeyDictionary[nn.Module, dict[tuple[str, Any], _TensorHistory]] = WeakKeyDictionary()
-        self._seen: list[Any] = []  # the modules' attributes at the last scan
-        self.last: Copies | None = None  # of the last call, for the next one if nothing has changed
-        self.extra: list[tuple[nn.Module, str, Container]] = []  # containers in attributes
-        self.carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
-        self.arrays: list[tuple[nn.Module, str]] = []  # attributes that are numpy arrays of up to 1 MiB
+        self.last: Contents | None = None  # of the last call, for the next one if nothing has changed
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copied model has its own modules
@@ -109,68 +107,161 @@ class ModuleState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
 
-    def containers(self, modules: dict[nn.Module, None]) -> tuple[list[dict[Any, Any]], list[Container]]:
-        """Return all containers of the modules: dicts, with attribute dicts first, and other containers.
+    def contents(self, module: nn.Module) -> Contents:
+        """Return what the module and its submodules hold now."""
+        if self.last is None or not self.last.copies.unchanged():
+            self.last = Contents(module)
+        return self.last
 
-        It runs twice in each call of a region, so the code is optimized for the interpreter.
-        """
-        attributes = [module.__dict__ for module in modules]
-        values = list(chain.from_iterable(map(dict.values, attributes)))
-        if not _same(values, self._seen):
-            self._seen, self.extra, self.carried, self.arrays = values, [], [], []
-            for module in modules:
-                for name, value in module.__dict__.items():
-                    if name in _OWN:
-                        continue
-                    if isinstance(value, torch.Tensor):
-                        self.carried.append((module, name))
-                    elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
-                        self.extra.append((module, name, value))
-                    elif is_array(value) and value.nbytes <= MIB:
-                        self.arrays.append((module, name))
-        dicts = attributes + [table for table in chain.from_iterable(map(_tables, attributes)) if table]
-        if not self.extra:
-            return dicts, []
-        extra = [value for _, _, value in self.extra]
-        return dicts + [x for x in extra if isinstance(x, dict)], [x for x in extra if not isinstance(x, dict)]
+
+class Contents:
+    """What a region's modules hold at one moment: valid as long as `copies.unchanged()`.
+
+    Attributes:
+        modules: the region's module and all its submodules.
+        lazy: whether a layer of them is still lazy.
+        parameters: their parameters.
+        copies: their containers (attributes, tables, containers in attributes), with shallow copies.
+        extra: the containers in attributes.
+        held: their tensors other than parameters, each with its place and container.
+        arrays: attributes that are numpy arrays of up to 1 MiB.
+    """
+
+    __slots__ = ("arrays", "copies", "extra", "held", "lazy", "modules", "parameters")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = modules_in(module)
+        self.lazy = any(isinstance(inner, LazyModuleMixin) for inner in self.modules)
+        found = [value for inner in self.modules for value in inner._parameters.values()]
+        self.parameters = [value for value in found if value is not None]
+        self.extra: list[tuple[nn.Module, str, Container]] = []
+        self.arrays: list[tuple[nn.Module, str]] = []
+        carried: list[tuple[nn.Module, str]] = []  # attributes that are tensors
+        for inner in self.modules:
+            for name, value in inner.__dict__.items():
+                if name in _OWN:
+                    continue
+                if isinstance(value, torch.Tensor):
+                    carried.append((inner, name))
+                elif isinstance(value, (dict, list, deque, set)) and len(value) <= _LONG:
+                    self.extra.append((inner, name, value))
+                elif is_array(value) and value.nbytes <= MIB:
+                    self.arrays.append((inner, name))
+        attributes = [inner.__dict__ for inner in self.modules]
+        tables = list(chain.from_iterable(map(_tables, attributes)))
+        containers = [value for _, _, value in self.extra]
+        dicts = [value for value in containers if isinstance(value, dict)]
+        others = [value for value in containers if not isinstance(value, dict)]
+        empty = [table for table in tables if not table]
+        self.copies = Copies([*attributes, *(table for table in tables if table), *dicts], others, empty)
+        self.held = list(self._held(carried))
+
+    def _held(self, carried: list[tuple[nn.Module, str]]) -> Iterator[tuple[Place, Container, torch.Tensor]]:
+        for module in self.modules:
+            for key, value in module._buffers.items():
+                if value is not None:
+                    yield (module, "_buffers", key), module._buffers, value
+        for module, name in carried:
+            value = module.__dict__[name]
+            if not isinstance(value, nn.Parameter):
+                yield (module, "", name), module.__dict__, value
+        for module, name, container in self.extra:
+            if not isinstance(container, set):
+                for index, value in container.items() if isinstance(container, dict) else enumerate(container):
+                    if type(value) is torch.Tensor:
+                        yield (module, name, index), container, value
+
+
+class Copies:
+    """Containers, and shallow copies of them from one moment. `unchanged` runs three times in each call of a region.
+
+    Args:
+        dicts: the dictionaries.
+        lists: the other containers: lists, deques and sets.
+        empty: dictionaries that are empty at this moment.
+    """
+
+    __slots__ = ("dicts", "empty", "entries", "lists", "of_dicts", "of_lists", "sizes")
+
+    def __init__(self, dicts: list[dict[Any, Any]], lists: list[Container], empty: list[dict[Any, Any]]) -> None:
+        self.dicts, self.lists, self.empty = dicts, lists, empty
+        self.of_dicts, self.of_lists = list(map(_table_copy, dicts)), list(map(list, lists))
+        self.entries, self.sizes = _entries(dicts, lists), [*map(len, dicts), *map(len, lists)]
+
+    def unchanged(self) -> bool:
+        """Whether the containers have the same entries as at that moment."""
+        entries, dicts = self.entries, self.dicts
+        now = list(chain.from_iterable(map(_values_of, dicts)))
+        if self.lists:
+            now += chain.from_iterable(self.lists)
+        return (
+            len(now) == len(entries)
+            and all(map(operator.is_, now, entries))
+            and not any(self.empty)
+            and [*map(len, dicts), *map(len, self.lists)] == self.sizes
+        )
+
+    def now(self) -> Copies:
+        """Copies of the same containers as they are now."""
+        filled, empty = [x for x in self.empty if x], [x for x in self.empty if not x]
+        return Copies(self.dicts + filled, self.lists, empty)
+
+    def put(self, zero3: bool) -> None:
+        """Set the entries of the containers to those of the copies."""
+        for container, copy in zip(self.dicts, self.of_dicts, strict=True):
+            if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
+                _put_entries(container, copy, zero3)
+        for container in self.empty:
+            if container:
+                _put_entries(container, {}, zero3)
+        if zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
+            return
+        for container, copied in zip(self.lists, self.of_lists, strict=True):
+            if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
+                container.clear()
+                container.update(copied) if isinstance(container, set) else container.extend(copied)
+
+    def without_graphs(self) -> None:
+        """Replace tensors that have a graph by leaves with the same values."""
+        for copy in self.of_dicts:
+            copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
+        for values in self.of_lists:
+            values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
+        self.entries = _entries(self.of_dicts, self.of_lists)
+
+
+def _put_entries(container: dict[Any, Any], copy: dict[Any, Any], zero3: bool) -> None:
+    if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, whose order matters
+        container.clear()
+        container.update(copy)
+        return
+    for key in dict.fromkeys((*copy, *container)):
+        wanted, now = copy.get(key, _MISSING), container.get(key, _MISSING)
+        if wanted is now or key in _NOT_RESTORED or _is_managed(wanted) or _is_managed(now):
+            continue
+        if zero3 and not (isinstance(wanted, torch.Tensor) or isinstance(now, torch.Tensor)):
+            continue  # DeepSpeed's counters in attributes must count both runs
+        if wanted is _MISSING:
+            del container[key]
+        else:
+            container[key] = wanted
 
 
 class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_arrays", "_copies", "_dicts", "_lists", "_modules", "_parameters", "_state", "_tensors", "_training",
-        "_values", "_versions", "_zero3",
+        "_arrays", "_contents", "_copies", "_parameters", "_state", "_tensors", "_values", "_versions", "_zero3",
     )  # fmt: skip
 
-    def __init__(self, state: ModuleState, modules: dict[nn.Module, None], training: bool) -> None:
-        self._state, self._modules, self._training = state, modules, training
-        self._dicts, self._lists = state.containers(modules)
-        self._copies = state.last = Copies.of(self._dicts, self._lists, state.last)
-        found = [value for module in modules for value in module._parameters.values()]
-        self._parameters = [value for value in found if value is not None]
-        self._zero3 = bool(self._parameters) and hasattr(self._parameters[0], "ds_id")
-        self._versions = _versions(self._parameters)
-        self._tensors = [_Held(place, owner, value, state, training) for place, owner, value in self._held()]
-        self._arrays = [(module, name, module.__dict__[name].copy()) for module, name in state.arrays]
+    def __init__(self, state: ModuleState, contents: Contents, training: bool) -> None:
+        self._state, self._contents, self._copies = state, contents, contents.copies
+        self._parameters = parameters = contents.parameters
+        self._zero3 = bool(parameters) and hasattr(parameters[0], "ds_id")
+        self._versions = _versions(parameters)
+        self._tensors = [_HeldTensor(place, owner, value, state, training) for place, owner, value in contents.held]
+        self._arrays = [(module, name, module.__dict__[name].copy()) for module, name in contents.arrays]
         self._values: Values | None = None
-
-    def _held(self) -> Iterator[tuple[Place, Container, torch.Tensor]]:
-        """Yield the modules' tensors other than parameters, each with its container."""
-        for module in self._modules:
-            if module._buffers:
-                for key, value in module._buffers.items():
-                    if value is not None:
-                        yield (module, "_buffers", key), module._buffers, value
-        for module, name in self._state.carried:
-            value = module.__dict__[name]
-            if not isinstance(value, nn.Parameter):
-                yield (module, "", name), module.__dict__, value
-        for module, name, container in self._state.extra:
-            if not isinstance(container, set):
-                for index, value in container.items() if isinstance(container, dict) else enumerate(container):
-                    if type(value) is torch.Tensor:
-                        yield (module, name, index), container, value
 
     def end(self) -> None:
         """Record the state after the first run.
@@ -179,7 +270,9 @@ class StateBeforeFirstRun:
             UserError: the run wrote a parameter, or wrote a large buffer for the first time.
         """
         versions = _versions(self._parameters)
-        if versions != self._versions and not (self._zero3 or any(is_a(module, ADAPTED) for module in self._modules)):
+        if versions != self._versions and not (
+            self._zero3 or any(is_a(module, ADAPTED) for module in self._contents.modules)
+        ):
             changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
             raise UserError(
                 f"{self._described(self._parameters[changed])} is written in forward, and a second run would write it "
@@ -190,11 +283,11 @@ class StateBeforeFirstRun:
             tensor.look()
         if any(tensor.value.grad_fn is not None for tensor in self._tensors):
             self._copies.without_graphs()  # otherwise each step would keep the graph of the last
-            self._state.last = None
+            self._state.last, self._contents.held = None, []
         self._tensors = [tensor for tensor in self._tensors if tensor.copy is not None]
 
     def restore(self) -> Copies:
-        """Restore the first run's state before the second run; return the entries that were replaced.
+        """Restore the first run's state before the second run; return what it replaced.
 
         Raises:
             UserError: a parameter's value or `requires_grad` has changed since the first run.
@@ -202,13 +295,11 @@ class StateBeforeFirstRun:
         assert self._values is not None
         if _values(self._parameters) != self._values:
             self._check(self._values)
-        if added := self._added():
-            self._dicts = self._dicts + added
-            self._copies = Copies(self._copies.dicts + [{} for _ in added], self._copies.lists, self._copies.entries)
-        there = Copies.of(self._dicts, self._lists, self._copies)
-        if there is not self._copies:
+        copies = there = self._copies
+        if not copies.unchanged():
+            there = copies.now()
             self._state.last = None  # it must not keep what the modules no longer have
-            self._put(self._copies)
+            copies.put(self._zero3)
         for tensor in self._tensors:
             tensor.restore()
         for module, name, copy in self._arrays:
@@ -216,52 +307,18 @@ class StateBeforeFirstRun:
                 module.__dict__[name] = copy.copy()
         return there
 
-    def _added(self) -> list[dict[Any, Any]]:
-        """Tables that were empty before the first run, and were not copied."""
-        known = set(map(id, self._dicts))
-        tables = chain.from_iterable([_tables(module.__dict__) for module in self._modules])
-        return [table for table in tables if table and id(table) not in known]
-
     def undo(self, there: Copies) -> None:
-        """Put back the entries that `restore` returned, after the second run."""
-        if not _same(_entries(self._dicts, self._lists), there.entries):
-            self._put(there)
-
-    def _put(self, copies: Copies) -> None:
-        """Set the entries of the containers to those of `copies`."""
-        for container, copy in zip(self._dicts, copies.dicts, strict=True):
-            if len(container) != len(copy) or not all(map(operator.is_, container.values(), copy.values())):
-                self._put_entries(container, copy)
-        if self._zero3:  # DeepSpeed's sets of parameters to release, which the second run adds to
-            return
-        for container, copied in zip(self._lists, copies.lists, strict=True):
-            if len(container) != len(copied) or not all(map(operator.is_, container, copied)):
-                container.clear()
-                container.update(copied) if isinstance(container, set) else container.extend(copied)
-
-    def _put_entries(self, container: dict[Any, Any], copy: dict[Any, Any]) -> None:
-        if all(type(key) is int for key in (*container, *copy)):  # a table of hooks, whose order matters
-            container.clear()
-            container.update(copy)
-            return
-        for key in dict.fromkeys((*copy, *container)):
-            wanted, now = copy.get(key, _MISSING), container.get(key, _MISSING)
-            if wanted is now or key in _NOT_RESTORED or _is_managed(wanted) or _is_managed(now):
-                continue
-            if self._zero3 and not (isinstance(wanted, torch.Tensor) or isinstance(now, torch.Tensor)):
-                continue  # DeepSpeed's counters in attributes must count both runs
-            if wanted is _MISSING:
-                del container[key]
-            else:
-                container[key] = wanted
+        """Put back what `restore` replaced, after the second run."""
+        if not there.unchanged():
+            there.put(self._zero3)
 
     def changes(self) -> list[str]:
         """Describe the attributes that have changed since the start of the first run."""
-        names = {id(module.__dict__): type(module).__name__ for module in self._modules}
-        names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._state.extra}
+        names = {id(module.__dict__): type(module).__name__ for module in self._contents.modules}
+        names |= {id(value): f"{type(module).__name__}.{name}" for module, name, value in self._contents.extra}
         return [
             f"'{key}' of {names[id(container)]} was {_shown(copy.get(key))} in forward and is {_shown(value)}"
-            for container, copy in zip(self._dicts, self._copies.dicts, strict=True)
+            for container, copy in zip(self._copies.dicts, self._copies.of_dicts, strict=True)
             if id(container) in names
             for key, value in container.items()
             if value is not copy.get(key) and key not in _NOT_RESTORED
@@ -285,8 +342,8 @@ class StateBeforeFirstRun:
             )
 
     def _described(self, parameter: nn.Parameter) -> str:
-        region = next(iter(self._modules))
-        copies = dict(zip(map(id, self._dicts), self._copies.dicts, strict=True))
+        region = next(iter(self._contents.modules))
+        copies = dict(zip(map(id, self._copies.dicts), self._copies.of_dicts, strict=True))
         for path, module in region.named_modules():
             for name, value in copies.get(id(module._parameters), {}).items():
                 if value is parameter:
@@ -300,52 +357,24 @@ class StateBeforeFirstRun:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the current parameters with names, except those that a sharding engine manages."""
-        for path, module in next(iter(self._modules)).named_modules():
+        for path, module in next(iter(self._contents.modules)).named_modules():
             for name, value in module._parameters.items():
                 if value is not None and not _is_managed(value) and not hasattr(value, "ds_id"):
                     yield f"parameter '{f'{path}.{name}'.lstrip('.')}'", value
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the modules' current buffers, and tensors and arrays of any size in attributes, with names."""
-        for (module, table, key), _, value in self._held():
+        now = Contents(next(iter(self._contents.modules)))
+        for (module, table, key), _, value in now.held:
             if not _is_managed(value):
                 yield _named(module, key if table in ("", "_buffers") else table), value
-        for module in self._modules:
+        for module in now.modules:
             for name, value in module.__dict__.items():
                 inside = value.values() if isinstance(value, dict) else value
                 held = inside if isinstance(value, (dict, list, deque)) and len(value) <= _LONG else (value,)
                 for array in filter(is_array, held):
                     if array.dtype.kind in "biuf" and array.flags.writeable:
                         yield _named(module, name), torch.from_numpy(array)
-
-
-class Copies:
-    """Shallow copies of containers, and all of their entries in one list."""
-
-    __slots__ = ("dicts", "entries", "lists")
-
-    def __init__(self, dicts: list[dict[Any, Any]], lists: list[list[Any]], entries: list[Any]) -> None:
-        self.dicts, self.lists, self.entries = dicts, lists, entries
-
-    @classmethod
-    def of(cls, dicts: list[dict[Any, Any]], lists: list[Container], other: Copies | None) -> Copies:
-        """Copy the containers, or return `other` if it is a copy of containers with the same entries."""
-        entries, sizes = _entries(dicts, lists), [*map(len, dicts), *map(len, lists)]
-        if other is not None and _same(entries, other.entries) and sizes == other.sizes():
-            return other
-        return cls(list(map(_table_copy, dicts)), list(map(list, lists)), entries)
-
-    def sizes(self) -> list[int]:
-        """How many entries each container has."""
-        return [*map(len, self.dicts), *map(len, self.lists)]
-
-    def without_graphs(self) -> None:
-        """Replace tensors that have a graph by leaves with the same values."""
-        for copy in self.dicts:
-            copy |= {key: _leaf(value) for key, value in copy.items() if isinstance(value, torch.Tensor)}
-        for values in self.lists:
-            values[:] = [_leaf(value) if isinstance(value, torch.Tensor) else value for value in values]
-        self.entries = _entries(self.dicts, self.lists)
 
 
 def _table_copy(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -358,10 +387,10 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _entries(dicts: list[dict[Any, Any]], lists: list[Container]) -> list[Any]:
-    return [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+    return [*chain.from_iterable(map(_values_of, dicts)), *chain.from_iterable(lists)]
 
 
-class _Held:
+class _HeldTensor:
     """One tensor of a module in one call of its region."""
 
     __slots__ = ("container", "copy", "history", "place", "training", "value", "version", "written")
@@ -450,10 +479,6 @@ def _versions(parameters: list[nn.Parameter]) -> list[int]:
         return [value._version for value in parameters]
     except RuntimeError:  # a parameter was created under torch.inference_mode
         return [version_of(value) for value in parameters]
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _is_managed(value: Any) -> bool:

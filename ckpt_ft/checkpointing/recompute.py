@@ -1,8 +1,8 @@
 """Runs a module's forward under activation checkpointing so that its second run repeats the first exactly.
 
 `Checkpointed` stands in for `module.forward` as an instance attribute: hooks (FSDP's, accelerate's) stay outside of
-the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. The work is done by
-`torch.utils.checkpoint` without reentrant autograd. Added are, for the second run, the arguments as the first run
+the region, state-dict keys stay as they are, and a deep copy of the model gets copies of its own. What the first run
+saves for backward is dropped (`dropped_tensors.py`). The second run finds the arguments as the first run
 found them (`arguments.py`), the state of the modules (`module_state.py`), the random state (restored only where the
 first run drew from it) and kept operator outputs (`selective.py`); in verified steps also the proof that both runs
 save the same tensors (`verify.py`).
@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import checkpoint
 
 from ckpt_ft.errors import UserError
 
 from . import rng
 from .arguments import Arguments, Call, Inputs, is_cache, leaves
-from .module_state import ModuleState, StateBeforeFirstRun, modules_in
+from .autocast import autocast_as, autocast_now
+from .dropped_tensors import DroppedTensors, RunComplete, pop_hooks, push_hooks
+from .module_state import Contents, ModuleState, StateBeforeFirstRun
 from .selective import Selection, compiled_contexts
 from .standin import StandIn
 from .verify import SavedTensorProof, TensorComparison
@@ -65,9 +68,7 @@ class Checkpointed(StandIn):
         contexts = runs(self, args, kwargs)
         if contexts is None:
             return self.forward(*args, **kwargs)
-        # the runs' contexts are entered by the call: torch's own are left to `set_checkpoint_debug_enabled`
-        call = Call(self.forward, contexts, self.inputs, args, kwargs)
-        return checkpoint(call, *call.saved, use_reentrant=False, preserve_rng_state=False, determinism_check=_LIGHT)
+        return _RegionCall(Call(self.forward, contexts, self.inputs, args, kwargs), contexts[0].device_type)()
 
     def comparison(self, structure: Any) -> TensorComparison | None:
         """A comparison if this call of the region is to be verified; `structure` is how it is called."""
@@ -83,39 +84,55 @@ def runs(region: Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     None if layers of it are still lazy: their first call makes parameters, which no second run can repeat.
     """
-    modules = modules_in(region.module)
-    if any(isinstance(module, LazyModuleMixin) for module in modules):
+    contents = region.state.contents(region.module)
+    if contents.lazy:
         return None
-    first = FirstRun(region, modules, args, kwargs)
+    first = FirstRun(region, contents, args, kwargs)
     return first, SecondRun(first)
+
+
+class _RegionCall(DroppedTensors):
+    """One call of a region: what it saves for backward is dropped, except its inputs."""
+
+    def __init__(self, call: Call, device_type: str) -> None:
+        super().__init__()
+        self.call, self.autocast = call, autocast_now(device_type)
+        self.devices: AbstractContextManager[Any] | None = None
+        if torch._C._len_torch_function_stack():  # `with torch.device(...)`: the second run makes tensors there too
+            modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+            self.devices = modes[-1] if modes else None
+
+    def __call__(self) -> Any:
+        """The first run."""
+        push_hooks(self.pack, self.unpack)
+        try:
+            return self.call()
+        finally:
+            pop_hooks()
+
+    def repeat(self) -> None:
+        """The second run."""
+        if not self.autocast and self.devices is None and not torch._C._is_any_autocast_enabled():
+            self.call.again()
+            return
+        with autocast_as(self.autocast), self.devices or nullcontext():
+            self.call.again()
 
 
 class FirstRun:
     """Notes what the second run must find as the first one did."""
 
-    __slots__ = (
-        "comparison",
-        "devices",
-        "ended",
-        "found",
-        "keeping",
-        "modules",
-        "parameters",
-        "proof",
-        "random",
-        "region",
-        "replaying",
-        "structure",
+    __slots__ = ("comparison", "contents", "devices", "ended", "keeping", "parameters", "proof", "random", "region",
+        "replaying", "state", "structure",
     )  # fmt: skip
 
     def __init__(
-        self, region: Checkpointed, modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, region: Checkpointed, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.region, self.modules, self.ended = region, modules, False
-        self.devices = _accelerators(modules, args, kwargs)
+        self.region, self.contents, self.ended = region, contents, False
+        self.devices = _accelerators(contents.parameters, args, kwargs)
         self.structure = (region.module.training, tuple(map(type, args)), tuple(kwargs))
-        self.keeping: AbstractContextManager[Any] = nullcontext()
-        self.replaying: AbstractContextManager[Any] = nullcontext()
+        self.keeping = self.replaying = _NOTHING
         if region.selection is not None:
             self.keeping, self.replaying = region.selection.contexts()
 
@@ -125,13 +142,13 @@ class FirstRun:
 
     def __enter__(self) -> None:
         region = self.region
-        self.found = StateBeforeFirstRun(region.state, self.modules, region.module.training)
-        self.comparison = comparison = region.comparison((*self.structure, self.found.trained))
+        self.state = StateBeforeFirstRun(region.state, self.contents, region.module.training)
+        self.comparison = comparison = region.comparison((*self.structure, self.state.trained))
         self.random = rng.snapshot(*self.devices, host=True)
         self.proof: SavedTensorProof | None = None
         if comparison is not None:
             self.proof = SavedTensorProof(comparison)
-            self.parameters = [(comparison.saved(p, name), p) for name, p in self.found.parameters()]
+            self.parameters = [(comparison.saved(p, name), p) for name, p in self.state.parameters()]
             self.proof.enter_first_run()
         self.keeping.__enter__()
 
@@ -141,7 +158,7 @@ class FirstRun:
             self.proof.exit()
         if kind is not None:  # a run that failed, or was stopped inside of another region's second run
             return
-        self.found.end()
+        self.state.end()
         self.random = self.random.moved(rng.snapshot(*self.devices, host=True))
         self.ended = True
 
@@ -149,7 +166,7 @@ class FirstRun:
 class SecondRun:
     """Sets generators and modules to where the first run found them, and back to where the second one did."""
 
-    __slots__ = ("before", "first", "random", "state", "there")
+    __slots__ = ("before", "first", "random", "tensors", "there")
 
     def __init__(self, first: FirstRun) -> None:
         self.first = first
@@ -164,10 +181,10 @@ class SecondRun:
             )
         if first.comparison is not None and first.proof is not None:
             self.before = rng.snapshot(*first.devices, host=True)
-            self.state = [(first.comparison.saved(x, name), x) for name, x in first.found.tensors()]
-            for change in first.found.changes():
+            self.tensors = [(first.comparison.saved(x, name), x) for name, x in first.state.tensors()]
+            for change in first.state.changes():
                 first.comparison.note(change)
-        self.there = first.found.restore()
+        self.there = first.state.restore()
         self.random = first.random.now()
         first.random.restore()
         if first.proof is not None:
@@ -180,29 +197,27 @@ class SecondRun:
         if first.proof is not None:
             first.proof.exit()
         self.random.restore()
-        first.found.undo(self.there)
+        first.state.undo(self.there)
         del self.there
-        if first.comparison is not None and (kind is None or kind.__name__ in _ENDS):
+        if first.comparison is not None and (kind is None or issubclass(kind, RunComplete)):
             self._prove(first.comparison)
 
     def _prove(self, comparison: TensorComparison) -> None:
         """That the second run left random state, parameters, buffers and attributes as it found them."""
         first = self.first
-        for slot, tensor in (*first.parameters, *self.state):
+        for slot, tensor in (*first.parameters, *self.tensors):
             comparison.restored(slot, tensor)
-        self.state = []
+        self.tensors = []
         if moved := self.before.moved(rng.snapshot(*first.devices, host=True)).states:
             comparison.differs(0, f"random state: the second run drew from {', '.join(map(str, moved))}")
 
 
-_ENDS = ("_StopRecomputationError", "_Complete")  # how a second run is stopped once all saved tensors are there
-_LIGHT = "default"
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def _accelerators(modules: dict[nn.Module, None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+def _accelerators(parameters: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
     """Where the region may draw random numbers besides the CPU: the devices of what it is given and of its weights."""
-    parameter = next((p for module in modules for p in module._parameters.values() if p is not None), None)
-    given = (parameter, *leaves(args), *leaves(kwargs))
+    given = (*parameters[:1], *leaves(args), *leaves(kwargs))
     return {x.device for x in given if isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta)}
 
 

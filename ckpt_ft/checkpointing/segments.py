@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 from ckpt_ft.errors import UserError
 
 from .arguments import Arguments, changeable, leaves, rebuild
-from .autocast import AutocastState
+from .autocast import autocast_as, autocast_now
+from .dropped_tensors import DroppedTensors, pop_hooks, push_hooks
 from .libraries import FSDP2, is_a
 from .recompute import Checkpointed, FirstRun, SecondRun, runs
 from .selective import Selection
@@ -120,7 +121,7 @@ class _Call:
 
     def __init__(self, member: SegmentMember, arguments: Arguments, second: SecondRun, device: str) -> None:
         self.member, self.arguments, self.second = member, arguments, second
-        self.autocast = AutocastState.now(device)
+        self.autocast = autocast_now(device)
 
     def again(self, made: list[list[Any]]) -> list[Any]:
         """Re-run the call and return its outputs (see `_outputs`); `made` has the outputs of the earlier calls."""
@@ -131,7 +132,7 @@ class _Call:
             return leaf.again() if isinstance(leaf, _ExternalInput) else leaf
 
         args, kwargs = rebuild(self.arguments, fill)
-        with self.autocast.context(), self.second:
+        with autocast_as(self.autocast), self.second:
             return _outputs(self.member.forward(*args, **kwargs), args, kwargs)
 
 
@@ -141,14 +142,13 @@ def _outputs(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     return [*leaves(out), *written]
 
 
-class _CallSequence:
+class _CallSequence(DroppedTensors):
     """Calls of blocks whose saved tensors are dropped in forward and recomputed by re-running all calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[_Call] = []
         self.outputs: dict[tuple[Any, ...], _Link] = {}
-        self.saved: list[tuple[torch.Size, torch.dtype]] = []
-        self.recomputed: dict[int, torch.Tensor] = {}
 
     def feeds(self, given: list[Any]) -> bool:
         """Whether the leaves of a block's arguments contain an output of the last call."""
@@ -181,8 +181,12 @@ class _CallSequence:
         inputs = member.inputs.before(args, kwargs)
         first, second = contexts
         self.calls.append(_Call(member, arguments, second, first.device_type))
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), first:
-            out = member.forward(*args, **kwargs)
+        push_hooks(self.pack, self.unpack)
+        try:
+            with first:
+                out = member.forward(*args, **kwargs)
+        finally:
+            pop_hooks()
         member.inputs.after(inputs)
         for given_tensor in inputs:
             if given_tensor.copy is not None and id(given_tensor.tensor) in held:
@@ -196,42 +200,7 @@ class _CallSequence:
                 self.outputs[_key(leaf)] = _Link(leaf, len(self.calls) - 1, index)
         return out
 
-    def pack(self, tensor: torch.Tensor) -> int:
-        self.saved.append((tensor.shape, tensor.dtype))
-        return len(self.saved) - 1
-
-    def unpack(self, slot: int) -> torch.Tensor:
-        if slot not in self.recomputed:
-            self.recomputed.clear()
-            self.recompute()
-            if torch._C._current_graph_task_id() != -1:  # frees unused tensors after this backward
-                torch.autograd.Variable._execution_engine.queue_callback(self.recomputed.clear)
-        return self.recomputed.pop(slot)
-
-    def recompute(self) -> None:
-        made, saved, recomputed = 0, self.saved, self.recomputed
-
-        def pack(tensor: torch.Tensor) -> int:  # must not refer to the sequence: reference cycle
-            nonlocal made
-            if (tensor.shape, tensor.dtype) != saved[made]:
-                raise RuntimeError(
-                    f"a segment's second run saved a tensor of {tuple(tensor.shape)} {tensor.dtype} where its first "
-                    f"saved {tuple(saved[made][0])} {saved[made][1]}: a block depends on state outside of it"
-                )
-            recomputed[made] = tensor.detach()
-            made += 1
-            if made == len(saved):
-                raise _Complete
-            return made - 1
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, _never), torch.enable_grad():
-            try:
-                self.rerun()
-            except _Complete:
-                return
-        raise RuntimeError(f"a segment's second run saved {made} tensors where its first saved {len(self.saved)}")
-
-    def rerun(self) -> None:
+    def repeat(self) -> None:
         made: list[list[Any]] = []
         gathered = _gathered(self.calls[0].member.module)
         for call, following in zip(self.calls, [*self.calls[1:], None], strict=True):
@@ -249,14 +218,6 @@ def _gathered(block: nn.Module) -> Callable[[], None]:
 
 def _nothing() -> None:
     pass
-
-
-class _Complete(Exception):
-    """Raised to stop the second run early, after all saved tensors are recomputed."""
-
-
-def _never(packed: int) -> torch.Tensor:
-    raise AssertionError("nothing runs backward through a segment's second run")
 
 
 def _is_variable(leaf: Any) -> bool:

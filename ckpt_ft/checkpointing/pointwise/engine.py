@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 
 from ckpt_ft.checkpointing import rng
-from ckpt_ft.checkpointing.autocast import AutocastState, autocast_as
+from ckpt_ft.checkpointing.autocast import autocast_as, autocast_now
 from ckpt_ft.checkpointing.tensor_identity import (
     View,
     counter_of,
@@ -233,7 +233,7 @@ class CheapRun:
         self.readers: list[weakref.ref[Reader]] = []
         self.state = call.state()
         self.random = rng.snapshot(device) if call.random else None
-        self.autocast = AutocastState.now(device.type) if torch._C._is_any_autocast_enabled() else None
+        self.autocast = autocast_now(device.type)
 
     def rebuild(self) -> None:
         """Run the call again, fill every handle that is still needed, and release the inputs."""
@@ -251,7 +251,7 @@ class CheapRun:
         try:
             if self.call.inplace:  # other nodes may read the rebuilt input
                 args[0] = args[0].clone()
-            if self.autocast is None and self.random is None and not torch._C._is_any_autocast_enabled():
+            if not self.autocast and self.random is None and not torch._C._is_any_autocast_enabled():
                 output = self.call.again(self.state, args, kwargs)
             else:
                 with autocast_as(self.autocast), _random_as(self.random):

@@ -1,0 +1,140 @@
+"""Saved-tensor hooks that drop what a run saves for backward; the first tensor that backward asks for repeats the run.
+
+The mechanism is that of `torch.utils.checkpoint` without reentrant autograd (its notes explain nesting, retained
+graphs and backward inside of forward). It does less work for each saved tensor, of which a transformer block has 50:
+it makes one object with a weak reference, and compares shape, dtype and device once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_set_grad_enabled = torch._C._set_grad_enabled
+_graph_task = torch._C._current_graph_task_id
+_NO_TASK = -1
+_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
+
+
+class RunComplete(Exception):
+    """Raised to stop a second run once it has saved as many tensors as the first; holds the list of their slots."""
+
+
+class _Slot:
+    """What autograd keeps in place of one saved tensor, with the tensor while it is recomputed and not yet used."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.tensor: torch.Tensor | None = None
+
+
+class DroppedTensors:
+    """The tensors that one run saves. Subclasses define `repeat`, the second run."""
+
+    def __init__(self) -> None:
+        self.slots: list[weakref.ref[_Slot]] = []  # a slot dies with the node that saved its tensor
+        self.task = _NO_TASK  # the backward for which the tensors were recomputed
+
+    def repeat(self) -> None:
+        """Run once more what the first run did. It is stopped by `RunComplete`."""
+        raise NotImplementedError
+
+    def pack(self, tensor: torch.Tensor) -> _Slot:
+        """The pack hook of the first run."""
+        slot = _Slot(tensor)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(self, slot: _Slot) -> torch.Tensor:
+        """The unpack hook of the first run."""
+        task = _graph_task()
+        tensor = slot.tensor
+        if tensor is None or task != self.task or task == _NO_TASK:
+            _without_dynamo(self._recompute)
+            self.task, tensor = task, slot.tensor
+            assert tensor is not None
+            if task == _NO_TASK:  # somebody looks at one tensor outside of a backward
+                for reference in self.slots:
+                    if (other := reference()) is not None:
+                        other.tensor = None
+        slot.tensor = None
+        return tensor
+
+    def _recompute(self) -> None:
+        slots, made = self.slots, 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:  # must not refer to `self`: reference cycle
+            nonlocal made
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if made < len(slots) and (slot := slots[made]()) is not None:
+                if tensor.shape != slot.shape or tensor.dtype != slot.dtype or tensor.device != slot.device:
+                    raise CheckpointError(
+                        f"the second run of a checkpoint saved a tensor of {tuple(tensor.shape)} {tensor.dtype} on "
+                        f"{tensor.device} where its first saved {tuple(slot.shape)} {slot.dtype} on {slot.device}: "
+                        "it depends on state outside of it"
+                    )
+                slot.tensor = tensor
+            made += 1
+            if made == len(slots):
+                raise RunComplete(slots)
+            return tensor
+
+        grad = torch.is_grad_enabled()
+        _set_grad_enabled(True)
+        push_hooks(pack, _same)
+        try:
+            self.repeat()
+        except RunComplete as complete:
+            if complete.args[0] is not slots:
+                raise
+        finally:
+            pop_hooks()
+            _set_grad_enabled(grad)
+        if made != len(slots):
+            raise CheckpointError(
+                f"the second run of a checkpoint saved {made} tensors for backward where its first saved "
+                f"{len(slots)}: it depends on state outside of it"
+            )
+
+
+@torch._disable_dynamo
+def _without_dynamo(function: Callable[[], None]) -> None:
+    """Call a function that compiled autograd must not trace."""
+    function()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Save `tensor` as a node of the graph would: under the hooks that are active, with the check of its version.
+
+    Returns a function that returns the tensor.
+    """
+    if _make_saved_tensor is not None:
+        unpack: Callable[[], torch.Tensor] = _make_saved_tensor(tensor, is_output=False).unpack
+        return unpack
+    node: Any = _Saved.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+    return lambda: node.saved_tensors[0]
+
+
+class _Saved(torch.autograd.Function):
+    """Saves a tensor for a backward that never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return empty.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
