@@ -184,6 +184,8 @@ def _fused_loss(lm: nn.Module) -> str:
     """Return the name of a fused loss (Liger's, TRL's) that already replaces the model's own, or ""."""
     if getattr(inspect.unwrap(lm.forward), "__module__", "").startswith("liger_kernel"):
         return "Liger's fused loss"
+    if stand_in := getattr(type(lm), "fused_loss", ""):
+        return str(stand_in)
     # functools.wraps gives TRL's forward the model's names, but its globals are TRL's
     home = getattr(lm.forward, "__globals__", {}).get("__name__", "")
     return "TRL's chunked loss" if home.startswith("trl.") else ""

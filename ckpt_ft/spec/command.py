@@ -23,6 +23,8 @@ _TRAINER = {
     "attn_implementation": "attn_implementation",
     "max_grad_norm": "max_grad_norm",
     "optimizer": "optim",
+    "use_liger_kernel": "use_liger_kernel",
+    "liger_kernel_config": "liger_kernel_config",
 }
 _FLAGS: dict[str, dict[str, str]] = {
     "llm": {

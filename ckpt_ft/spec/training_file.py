@@ -27,7 +27,9 @@ MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
-    "use_8bit_adam", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16", "train_text_encoder",
+    "use_8bit_adam", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16", "train_text_encoder", "liger",
+    "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
+    "liger_cross_entropy", "liger_fused_linear_cross_entropy",
 )  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 # Defaults of each kind of file, for entries that it leaves out.
@@ -60,6 +62,18 @@ _MARKS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "reward": {"center_rewards_coefficient"},
     "dpo": {"beta", "precompute_ref_log_probs", "ref_model", "sync_ref_model"},
+}
+_PLUGINS = {
+    "axolotl.integrations.liger.LigerPlugin": "liger",
+    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin": "cut",
+}
+_LIGER = {  # axolotl's switches, and the kernels of Liger that each turns on
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("rms_norm",),
+    "liger_layer_norm": ("layer_norm",),
+    "liger_glu_activation": ("swiglu", "geglu"),
+    "liger_cross_entropy": ("cross_entropy",),
+    "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
 }
 _BOOLEANS: dict[Any, bool | None] = {None: None, True: True, False: False, "auto": True, "full": True, "yes": True}
 
@@ -196,9 +210,30 @@ class _Entries:
             **self._trainer(),
             **self._evaluation(),
             "attn_implementation": self.get("attn_implementation"),
+            **self._kernels(),
             "policy": self._policy(),
             "device": "cpu" if self.get("use_cpu") else None,
         }
+
+    def _kernels(self) -> dict[str, Any]:
+        """Fused kernels. axolotl's plugins apply those that the file turns on, and no others."""
+        chosen, plugins = self.get("liger_kernel_config"), self.get("plugins") or []
+        liger, cut = self.get("liger"), self.get("cut_cross_entropy")
+        for plugin in plugins if isinstance(plugins, list) else [plugins]:
+            if plugin not in _PLUGINS:
+                raise self.refuse(f"plugins: {plugin}: a plugin may replace any layer; --ignore plugins goes on")
+        if self.kind == "axolotl":
+            loaded = {_PLUGINS[plugin] for plugin in plugins}
+            on = {kernel: bool(self.get(name)) for name, kernels in _LIGER.items() for kernel in kernels}
+            if (any(on.values()) and "liger" not in loaded) or (cut and "cut" not in loaded):
+                self.notes.append(
+                    "liger_* and cut_cross_entropy act only with axolotl's plugins, which are not listed"
+                )
+            liger, chosen, cut = "liger" in loaded and any(on.values()), on, cut and "cut" in loaded
+        text = chosen if isinstance(chosen, str) else json.dumps(chosen, sort_keys=True) if chosen else ""
+        config = text if liger else ""
+        kernels = {"liger": liger, "liger_kernel_config": config, "cut_cross_entropy": cut}
+        return {**kernels, "use_kernels": self.get("use_kernels")}
 
     def _batch(self) -> dict[str, Any]:
         """The micro-batch, and how many make a step; prior preservation doubles it: an image comes with its class."""

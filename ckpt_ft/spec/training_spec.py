@@ -42,6 +42,7 @@ Count = Annotated[int, Interval(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
+LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,41 @@ class KernelSpec(Part):
         "sdpa, eager, flash_attention_2 or flex_attention; default: the model's own choice",
         label="attention implementation",
     )
+    use_liger_kernel: bool = setting(
+        False, "Liger's fused kernels for norms, MLPs, rotary positions and the loss", flag="liger"
+    )
+    liger_kernel_config: str = setting(
+        "", "with --liger: kernels on or off as JSON, e.g. '{\"rope\": false}'; default: those of the model's family"
+    )
+    cut_cross_entropy: bool = setting(False, "Apple's cut cross entropy for the loss of a language model")
+    use_kernels: bool = setting(False, "the Hub's kernels, as transformers' use_kernels=True loads them")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.liger_kernel_config and not self.use_liger_kernel:
+            raise UserError(f"Liger kernel config {self.liger_kernel_config}: give --liger too, or leave it out")
+        kernels = self.liger_kernels
+        if self.cut_cross_entropy and (loss := [name for name in LIGER_LOSSES if kernels.get(name)]):
+            raise UserError(f"cut cross entropy and Liger's {loss[0]}: two losses; turn one of them off")
+        if self.use_kernels and self.use_liger_kernel:
+            raise UserError("Liger's kernels and the Hub's replace the same layers: give --liger or --use-kernels")
+
+    @property
+    def liger_kernels(self) -> dict[str, bool]:
+        """The kernels of Liger that are asked for, on or off; the family's defaults hold for others.
+
+        Raises:
+            UserError: the configuration is no JSON object of switches.
+        """
+        try:
+            found = json.loads(self.liger_kernel_config or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not all(isinstance(value, bool) for value in found.values()):
+            raise UserError(f"""Liger kernel config {self.liger_kernel_config}: give JSON, '{{"rope": false}}' say""")
+        if self.cut_cross_entropy or "cross_entropy" in found:
+            found.setdefault("fused_linear_cross_entropy", False)
+        return found
 
 
 @dataclass(frozen=True)

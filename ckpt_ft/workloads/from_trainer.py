@@ -84,6 +84,7 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         "max_grad_norm": spec.optimizer.max_grad_norm,
         "auxiliary_models": auxiliary_models(trainer),
         "lengths": lengths,
+        "liger": (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else None,
         "name": type(model).__name__,
     }
 

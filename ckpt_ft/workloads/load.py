@@ -155,6 +155,9 @@ def _check_lengths(name: str, workload: Workload, spec: TrainingSpec) -> None:
 def _by_kind(name: str, config: Mapping[str, Any], spec: TrainingSpec) -> Workload:
     """The workload of a transformers or a diffusers configuration."""
     if "_class_name" in config:
+        fused = spec.kernels.use_liger_kernel or spec.kernels.cut_cross_entropy or spec.kernels.use_kernels
+        if fused:
+            raise UserError(f"Liger's kernels, cut cross entropy and the Hub's are not for {name}, a diffusion model")
         from .diffusion_models import diffusion_model
 
         return diffusion_model(name, config, spec)

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_ft.errors import UserError, is_oom, one_line
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.standins import flash_attention
+from ckpt_ft.standins import flash_attention, liger
 
 from . import batches
 from .adapters import adapt, by_task, refusals
@@ -46,6 +46,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
     spec, said = _lengthened(name, built, spec, seen) if "seq_length" in task.sized else (spec, ())
     if task.kind == "text classifier" and text.pad_token_id is None:
         text.pad_token_id = 0  # as training code does: the model looks for the last token before the padding
+    _fuse(built, spec)
     fields = task.fields(built, spec)
     batches.check_fields(built, fields.keys() - task.loss_fields)
     if spec.data.rows != "alike" and "input_ids" not in fields:
@@ -188,6 +189,23 @@ def _build(name: str, kind: Any, config: Mapping[str, Any], spec: TrainingSpec) 
     _keep_in_float32(model, spec.precision.dtype)
     model.config.use_cache = model.config.get_text_config().use_cache = False  # the recipes train without a KV cache
     return model.train()
+
+
+def _fuse(model: Any, spec: TrainingSpec) -> None:
+    """Replaces layers by stand-ins for the fused kernels of `spec`."""
+    if spec.kernels.use_liger_kernel:
+        asked = spec.kernels.liger_kernels
+        if spec.trainer.trainer:  # TRL has a fused head of its own, and turns Liger's off
+            if asked.get("fused_linear_cross_entropy"):
+                raise UserError("Liger's fused_linear_cross_entropy: TRL has a fused head of its own; leave it out")
+            asked["fused_linear_cross_entropy"] = False
+        liger.apply(model, asked)
+    if spec.kernels.use_kernels:
+        liger.apply_hub_kernels(model)
+    if spec.kernels.cut_cross_entropy:
+        if spec.trainer.trainer:
+            raise UserError("cut cross entropy: TRL's trainers have a fused head of their own; leave it out")
+        liger.apply_cut_cross_entropy(model)
 
 
 def _keep_in_float32(model: Any, dtype: str) -> None:

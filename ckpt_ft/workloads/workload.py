@@ -7,7 +7,7 @@ Estimates, plans, the search for the largest batch, the predictions in reports a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -21,6 +21,7 @@ from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisation
 from ckpt_ft.memory.fake.step import trace_steps
+from ckpt_ft.standins import liger
 
 from .sample_sizes import Lengths
 
@@ -156,6 +157,7 @@ class Workload:
         launch: the distributed launch; None for one process. All other attributes describe one process.
         phases: what runs between training steps, by name: (workload, samples) -> step. See `trace_phases`.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
+        liger: kernels of Liger that a Trainer puts into the model when it begins to train, on or off; None without.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
         name, kind, shape: for messages: the model's name, its kind ("language model"), the sizes of a sample.
     """
@@ -175,6 +177,7 @@ class Workload:
     launch: Launch | None = None
     phases: dict[str, Callable[[Workload, int], Step]] = field(default_factory=dict)
     alloc_conf: str = ""
+    liger: Mapping[str, bool] | None = None
     notes: tuple[str, ...] = ()
     name: str = ""
     kind: str = ""
@@ -284,18 +287,22 @@ class Workload:
         Raises:
             UserError: a tensor has more bytes than can be counted, or the model's norms need a larger batch.
         """
+        fused: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.liger is not None:
+            fused = liger.applied(self.model, self.liger)
         try:
-            return trace_steps(
-                self.model,
-                steps,
-                make_optimizer=self.make_optimizer,
-                device=self.device,
-                launch=self.launch,
-                alloc_conf=self.alloc_conf,
-                beside=self.auxiliary_models,
-                update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
-                phase=phase,
-            )
+            with fused:
+                return trace_steps(
+                    self.model,
+                    steps,
+                    make_optimizer=self.make_optimizer,
+                    device=self.device,
+                    launch=self.launch,
+                    alloc_conf=self.alloc_conf,
+                    beside=self.auxiliary_models,
+                    update=partial(update, max_grad_norm=self.max_grad_norm) if again and self.loop is None else None,
+                    phase=phase,
+                )
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's message for a norm's statistics of one value
                 raise

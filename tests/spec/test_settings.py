@@ -76,7 +76,8 @@ READ = {
     "use_8bit_adam", "cache_latents", "center_crop", "random_flip", "with_prior_preservation", "adapter",
     "lora_target_linear", "total_batch", "embeddings_skip_upcast", "pure_bf16", "pure_fp16", "float32", "fsdp",
     "fsdp_config", "fsdp_version", "deepspeed", "finetuning_type", "quantization_bit", "no_checkpointing",
-    "trainer_args",
+    "trainer_args", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation", "liger_cross_entropy",
+    "liger_fused_linear_cross_entropy", "plugins",
 }  # fmt: skip
 SOURCE = "run.yaml"
 
@@ -157,7 +158,7 @@ def test_every_target_is_a_flag_or_is_read() -> None:
     [
         ({"torch_compile": True}, "torch_compile: True: a compiled step is predicted only"),
         ({"learning_rat": 1}, "no setting 'learning_rat'; did you mean 'learning_rate'?"),
-        ({"model_init_kwargs": {"use_kernels": True}}, "model_init_kwargs.use_kernels: True: the Hub's kernels"),
+        ({"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs.tp_plan: auto: it changes the model"),
         ({"model_init_kwargs": [1]}, "model_init_kwargs: [1]: give 'key: value' lines"),
         ({"optim_args": "rank=4"}, "optim_args: rank=4: arguments of an optimizer may change its states"),
     ],
@@ -174,7 +175,6 @@ def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any],
 def test_what_is_off_is_not_refused(off: Any) -> None:
     names: Sequence[str] = (
         "torch_compile",
-        "use_liger_kernel",
         "activation_offloading",
         "parallelism_config",
         "optim_args",

@@ -112,9 +112,12 @@ def _seconds(
     return max(memory, arithmetic, elements) + kernels * (KERNEL_RAMP + KERNEL_GAP)
 
 
+_READ_ONCE = ("aten.linalg", "ckpt_ft.")  # norms of matrices; fused kernels, which hold a row in registers
+
+
 def _traffic(name: str, nbytes: int, shape: Shape, gpu: GPU) -> float:
     """Seconds of the memory traffic; what fits into the L2 cache moves at its rate."""
-    if "softmax" in name or ("norm" in name and "linalg" not in name):
+    if "softmax" in name or ("norm" in name and not name.startswith(_READ_ONCE)):
         nbytes += _reread(name, nbytes, shape, gpu)
     elif name.startswith(_IN_PASSES) and shape:
         nbytes = nbytes * shape[0] // 2

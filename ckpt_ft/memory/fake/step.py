@@ -37,7 +37,7 @@ from ckpt_ft.memory.record.trace import StepTrace
 from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.memory.rules import cuda
 from ckpt_ft.spec.launch import Launch
-from ckpt_ft.standins import flash_attention, fused_head
+from ckpt_ft.standins import flash_attention, fused_head, liger
 from ckpt_ft.standins.library_layers import left_on_host, swap_library_layers
 
 from .dispatcher import FakeOps, compute_capability
@@ -220,7 +220,9 @@ class _Trace:
             Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
+            liger.for_live_models(),
             nullcontext() if gpu is None else fused_head.on_gpu(),
+            nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
             torch_like(gpu) as fakes,
             faked(model, self.beside, fakes, sharding),

@@ -279,7 +279,7 @@ def after(arch: int) -> dict[Any, After]:
     matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
     convolution = convolution_workspace(arch)
     return {
-        **{op.default: workspace for op in matmuls},
+        **{getattr(op, overload): workspace for op in matmuls for overload in op.overloads()},
         aten.mkldnn_rnn_layer.default: lstm_reserve,
         aten._softmax_backward_data.default: softmax_backward,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,

@@ -1,0 +1,267 @@
+"""Peak memory of single operators, plain and as Liger's fused kernels: traced, beside Liger's published measurements.
+
+    python benchmarks/fused_kernels.py    # prints every row and writes the table of docs/fused_kernels.md
+
+Each row does what `benchmark/scripts/benchmark_*.py` of linkedin/Liger-Kernel does: the input, its gradient and the
+operator's parameters stay, the operator runs forward and backward, and the median peak of ten iterations is reported.
+Both threads have a cuBLAS workspace by then, and the graph is retained. Most rows were measured with older versions
+than the one that is modelled; `RMSNorm021` and `Loss042` do what two of them did.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ckpt_ft import trace_step
+from ckpt_ft.standins import liger
+
+ROWS = Path(__file__).parent / "data" / "liger_operator_memory.csv"
+CARDS = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx-4090"}
+NO_MATMUL = ("cross_entropy", "rms_norm", "layer_norm")  # their processes have no cuBLAS workspace
+Forward = Callable[..., Any]
+
+
+class Row(NamedTuple):
+    operator: str
+    provider: str
+    mode: str
+    x: int
+    mib: float  # measured
+    config: dict[str, Any]
+    gpu: str
+    version: str
+
+
+def rows() -> list[Row]:
+    """The published rows of the operators that are modelled."""
+    found = []
+    with ROWS.open() as file:
+        for row in csv.DictReader(file):
+            config = json.loads(row["config"])
+            if row["x_name"]:
+                config[row["x_name"]] = int(row["x"])
+            known = row["operator"].removeprefix("tiled_") in OPERATORS and row["provider"] in ("liger", "huggingface")
+            if known and row["gpu"] in CARDS:
+                found.append(
+                    Row(row["operator"], row["provider"], row["mode"], int(row["x"]), float(row["mb"]), config,
+                        CARDS[row["gpu"]], row["liger_version"])
+                )  # fmt: skip
+    return found
+
+
+def predicted(row: Row) -> float:
+    """The peak of the row's operator in MiB."""
+    with torch.device("meta"):
+        kind = row.operator.removeprefix("tiled_")
+        made: Any = OPERATORS[kind](row.config, row.provider == "liger")
+        if row.provider == "liger" and (kind, row.version) in OLDER:
+            made.call = OLDER[kind, row.version]
+
+    steps = 0
+
+    def step(model: Any, _: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1 and row.operator not in NO_MATMUL:
+            small = torch.zeros(8, 8, requires_grad=True)
+            product = (small @ small).sum()
+            if row.operator != "rope":  # only cos and sin are computed by a matmul
+                product.backward()
+        model.run(backward=row.mode != "forward")
+
+    return trace_step(made, step, device=row.gpu, warmup_steps=2).peak_allocated / 2**20
+
+
+class Operator(nn.Module):
+    """An operator with its input `x`, and with the gradient `dy` of its output unless each iteration draws it."""
+
+    def __init__(self, x: Tensor, layer: nn.Module, call: Forward, dy: Tensor | None = None) -> None:
+        super().__init__()
+        self.x, self.layer, self.call = nn.Parameter(x), layer, call
+        if dy is not None:
+            self.register_buffer("dy", dy)
+
+    def run(self, backward: bool = True) -> None:
+        y = self.call(self.layer, self.x)
+        if not backward:
+            return
+        if y.dim() == 0:
+            y.backward()
+        else:
+            y.backward(self.dy if hasattr(self, "dy") else torch.randn_like(y), retain_graph=True)
+
+
+def _rms_norm(config: dict[str, Any], fused: bool) -> nn.Module:
+    x = torch.empty(config["M"], config["H"], dtype=torch.bfloat16)
+    norm: Any = LlamaRMSNorm(config["H"])
+    call = (lambda n, x: liger.RMSNorm.apply(x, n.weight, 1e-6)) if fused else (lambda n, x: n(x))
+    return Operator(x, norm, call, torch.empty_like(x))
+
+
+def _layer_norm(config: dict[str, Any], fused: bool) -> nn.Module:
+    x = torch.empty(config["M"], config["N"])
+    norm: Any = nn.LayerNorm(config["N"])
+    call = (lambda n, x: liger.LayerNorm.apply(x, n.weight, n.bias, 1e-6)) if fused else (lambda n, x: n(x))
+    return Operator(x, norm, call, torch.empty_like(x))
+
+
+def _gated(config: dict[str, Any], fused: bool) -> nn.Module:
+    x = torch.empty(config.get("bsz") or config["B"], config["T"], config["hidden_size"], dtype=torch.bfloat16)
+    mlp: Any = LlamaMLP(LlamaConfig(**{k: config[k] for k in ("hidden_size", "intermediate_size", "hidden_act")}))
+    tanh = config["hidden_act"] != "silu"
+
+    def call(mlp: Any, x: Tensor) -> Tensor:
+        if not fused:
+            return mlp(x)
+        return mlp.down_proj(liger.GatedProduct.apply(mlp.gate_proj(x), mlp.up_proj(x), tanh))
+
+    return Operator(x, mlp.to(torch.bfloat16), call)
+
+
+def _cross_entropy(config: dict[str, Any], fused: bool) -> nn.Module:
+    logits = torch.empty(config["B"] * config["T"], config["V"])
+    target = torch.zeros(len(logits), dtype=torch.long, device="cpu")
+    layer: Any = nn.Module()
+    layer.register_buffer("target", target)
+
+    def call(layer: Any, x: Tensor) -> Tensor:
+        if fused:
+            return liger.CrossEntropy.apply(x, layer.target, -100, "mean", 0.0)
+        return F.cross_entropy(x, layer.target)
+
+    return Operator(logits, layer, call)
+
+
+def _fused_linear_cross_entropy(config: dict[str, Any], fused: bool) -> nn.Module:
+    x = torch.empty(config["BT"], config["H"], dtype=torch.bfloat16)
+    head: Any = nn.Linear(config["H"], config["V"], bias=False, dtype=torch.bfloat16)
+    head.register_buffer("target", torch.zeros(config["BT"], dtype=torch.long, device="cpu"))
+    head.other = nn.Parameter(torch.empty_like(head.weight))  # the script builds both providers' heads
+
+    def call(head: Any, x: Tensor) -> Tensor:
+        if fused:
+            return liger.FusedLinearCrossEntropy.apply(x, head.weight, head.target, None, -100, "mean", 0.0)
+        return F.cross_entropy(head(x), head.target)
+
+    return Operator(x, head, call)
+
+
+class _Rope(nn.Module):
+    def __init__(self, config: dict[str, Any], fused: bool) -> None:
+        super().__init__()
+        tokens, width = config.get("seq_len") or config["T"], (config.get("hidden_size") or config["H"])
+        heads, groups = config["num_q_heads"], config["num_kv_heads"]
+        size = width // heads
+        self.q = nn.Parameter(torch.empty(1, tokens, heads, size, dtype=torch.bfloat16))
+        self.k = nn.Parameter(torch.empty(1, tokens, groups, size, dtype=torch.bfloat16))
+        self.register_buffer("dq", torch.empty_like(self.q))
+        self.register_buffer("dk", torch.empty_like(self.k))
+        self.register_buffer("cos", torch.empty(1, tokens, size, dtype=torch.bfloat16))
+        self.register_buffer("sin", torch.empty(1, tokens, size, dtype=torch.bfloat16))
+        self.fused = fused
+
+    def run(self, backward: bool = True) -> None:
+        q, k, dq, dk = (t.transpose(1, 2) for t in (self.q, self.k, self.get_buffer("dq"), self.get_buffer("dk")))
+        rotate: Any = liger.Rotation.apply if self.fused else apply_rotary_pos_emb
+        out = rotate(q, k, self.cos, self.sin)
+        torch.autograd.grad(out, (q, k), (dq, dk), retain_graph=True)
+
+
+class RMSNorm021(liger.RMSNorm):
+    """Sums the gradient of the weight from a tensor as large as the input, in the weight's dtype."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        dw = torch.empty_like(x, dtype=weight.dtype)
+        liger.liger_rms_norm_backward([dy, x, scale, weight], [0.0], out=[dy, dw])
+        return dy.view(dy.shape), dw.sum(0), None, None
+
+
+class Loss042(liger.FusedLinearCrossEntropy):
+    """Casts each chunk of logits to float32 and back, and scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any) -> Tensor:
+        to_weight, to_hidden = torch.zeros_like(weight), torch.zeros_like(hidden)
+        losses = torch.zeros(len(hidden), dtype=torch.float32)
+        chunk = liger._chunk(len(hidden), hidden.shape[1], len(weight))
+        for start in range(0, len(hidden), chunk):
+            rows = hidden[start : start + chunk]
+            logits = rows @ weight.t()
+            logits = logits.float()
+            liger.liger_cross_entropy([target], [0.0, 1.0, -100, True], out=[logits, losses])
+            logits = logits.to(hidden.dtype)
+            scaled = logits * 0.5
+            to_hidden[start : start + chunk] = scaled @ weight
+            torch.addmm(to_weight, logits.t(), rows, out=to_weight)
+        ctx.save_for_backward(to_hidden.detach(), to_weight.detach(), None)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *liger.FusedLinearCrossEntropy.backward(ctx, grad)[:2], None
+
+
+OLDER: dict[tuple[str, str], Forward] = {
+    ("rms_norm", "0.2.1"): lambda norm, x: RMSNorm021.apply(x, norm.weight, 1e-6, 0.0),
+    ("fused_linear_cross_entropy", "0.4.2"): lambda head, x: Loss042.apply(x, head.weight, head.target),
+}
+OPERATORS: dict[str, Callable[[dict[str, Any], bool], nn.Module]] = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "swiglu": _gated,
+    "geglu": _gated,
+    "cross_entropy": _cross_entropy,
+    "fused_linear_cross_entropy": _fused_linear_cross_entropy,
+    "rope": _Rope,
+}
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "fused_kernels.md"
+START = "<!-- benchmarks/fused_kernels.py writes the rest of this page -->"
+
+
+def table(found: list[tuple[Row, float]]) -> str:
+    """The rows in Markdown: for each operator, kernel and mode the largest size, and the worst error of all sizes."""
+    groups: dict[Any, list[tuple[Row, float]]] = {}
+    for row, mib in found:
+        groups.setdefault((row.operator, row.provider, row.mode, row.gpu, row.version), []).append((row, mib))
+    lines = ["| operator | kernel | pass | card | Liger | rows | largest: measured MiB | predicted | worst error |"]
+    lines.append("|---|---|---|---|---|---:|---:|---:|---:|")
+    for (operator, provider, mode, gpu, version), rows in groups.items():
+        worst = max((mib / row.mib - 1 for row, mib in rows), key=abs)
+        last, mib = max(rows, key=lambda one: one[0].mib)
+        kernel = "PyTorch" if provider == "huggingface" else "Liger"
+        lines.append(
+            f"| {operator} | {kernel} | {mode} | {gpu} | {version} | {len(rows)} | {last.mib:.2f} | {mib:.2f} "
+            f"| {100 * worst:+.2f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    found = []
+    for row in rows():
+        found.append((row, predicted(row)))
+        print(f"{row.operator:28s} {row.provider:12s} {row.mode:9s} {row.x:7d} {row.gpu:10s} {row.version:6s}"
+              f" {row.mib:10.2f} {found[-1][1]:10.2f} {100 * (found[-1][1] / row.mib - 1):+7.2f} %")  # fmt: skip
+    text = PAGE.read_text(encoding="utf-8").partition(START)[0]
+    PAGE.write_text(f"{text}{START}\n\n{table(found)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,727 @@
+"""Liger's and other fused kernels, for traces: the memory that they read and write, save, and overwrite.
+
+A Triton kernel takes no fake tensors and needs a GPU. Here every kernel is an operator that writes into tensors of its
+caller, as the Triton kernel does; on real tensors it computes the same values with PyTorch. The autograd functions
+around them allocate and save what Liger's own do (liger-kernel 0.8.5, src/liger_kernel/ops):
+
+| here | there |
+|---|---|
+| `RMSNorm` | rms_norm.py: LigerRMSNormFunction, rms_norm_forward, rms_norm_backward |
+| `LayerNorm` | layer_norm.py: LigerLayerNormFunction |
+| `GatedProduct` | swiglu.py: LigerSiLUMulFunction; geglu.py: LigerGELUMulFunction |
+| `Rotation` | rope.py: LigerRopeFunction |
+| `CrossEntropy` | cross_entropy.py: LigerCrossEntropyFunction |
+| `FusedLinearCrossEntropy` | fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from ckpt_ft.errors import UserError, meant
+
+IGNORED = -100  # label without a loss
+_LIBRARY = torch.library.Library("ckpt_ft", "FRAGMENT")
+
+
+@dataclass
+class _Card:
+    """What Liger asks of the card.
+
+    Attributes:
+        processors: streaming multiprocessors; norms sum the gradients of their weights in as many rows.
+        adds_in_place: whether cuBLAS adds a product of half-precision matrices to a matrix (compute capability 8.0).
+    """
+
+    processors: int = 1
+    adds_in_place: bool = True
+
+
+_card = _Card()
+
+
+def kernel(compute: Callable[[list[Tensor], list[Tensor], list[float]], None]) -> Any:
+    """Makes the operator `ckpt_ft::<name of compute>`(given, numbers, out=...), which launches one kernel."""
+    name = compute.__name__
+    _LIBRARY.define(f"{name}(Tensor[] given, float[] numbers, *, Tensor(a!)[] out) -> ()")
+
+    def run(given: list[Tensor], numbers: list[float], *, out: list[Tensor]) -> None:
+        compute(given, out, numbers)
+
+    _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, lambda given, numbers, *, out: None, "Meta")
+    return getattr(torch.ops.ckpt_ft, name).default
+
+
+@contextmanager
+def on_card(processors: int, compute_capability: int) -> Iterator[None]:
+    """Sets the card that is traced: its streaming multiprocessors and its compute capability (80 for 8.0)."""
+    with patch.multiple(_card, processors=processors, adds_in_place=compute_capability >= 80):
+        yield
+
+
+# -- kernels: they write `out`, and compute in fp32 -------------------------------------------------------------------
+
+
+@kernel
+def liger_rms_norm(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (x, *weight), (eps, offset, in_fp32), (y, scale) = given, numbers, out
+    scale.copy_(torch.rsqrt(x.float().square().mean(-1) + eps))
+    normal = x.float() * scale[:, None].float()
+    if not in_fp32:
+        normal = normal.to(x.dtype)
+    y.copy_(normal * (weight[0].to(normal.dtype) + offset) if weight else normal)
+
+
+@kernel
+def liger_rms_norm_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (dy, x, scale, *weight), (offset,), (dx, *dw) = given, numbers, out
+    normal, weighted = x.float() * scale[:, None].float(), dy.float()
+    if dw:
+        dw[0].zero_()[0] = (weighted * normal).sum(0)
+    if weight:
+        weighted = weighted * (weight[0].float() + offset)
+    dx.copy_(scale[:, None] * (weighted - normal * (weighted * normal).mean(-1, keepdim=True)))
+
+
+@kernel
+def liger_layer_norm(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (x, weight, bias), (eps,), (y, mean, scale) = given, numbers, out
+    wide = x.float()
+    mean.copy_(wide.mean(-1))
+    scale.copy_(torch.rsqrt(wide.var(-1, correction=0) + eps))
+    y.copy_((wide - mean[:, None]) * scale[:, None] * weight + bias)
+
+
+@kernel
+def liger_layer_norm_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (dy, x, weight, mean, scale), (dx, dw, db) = given, out
+    normal, wide = (x.float() - mean[:, None]) * scale[:, None], dy.float()
+    dw.zero_()[0], db.zero_()[0] = (wide * normal).sum(0), wide.sum(0)
+    weighted = wide * weight
+    mean_of = functools.partial(torch.mean, dim=-1, keepdim=True)
+    dx.copy_(scale[:, None] * (weighted - mean_of(weighted) - normal * mean_of(weighted * normal)))
+
+
+def _activated(gate: Tensor, tanh: float) -> Tensor:
+    return F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)
+
+
+@kernel
+def liger_gated_product(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (gate, up), (product,) = given, out
+    product.copy_(_activated(gate.float(), numbers[0]).to(up.dtype) * up)
+
+
+@kernel
+def liger_gated_product_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (grad, gate, up), (to_gate, to_up) = given, out
+    with torch.enable_grad():
+        wide = gate.detach().float().requires_grad_()
+        active = _activated(wide, numbers[0])
+        (slope,) = torch.autograd.grad(active, wide, grad.float() * up.float())
+    to_up.copy_(grad * active.detach())
+    to_gate.copy_(slope)
+
+
+@kernel
+def liger_rope(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    """Rotates `out`, of shape (B, T, H, D), in place."""
+    (cos, sin, *_), (sign,) = given, numbers
+    for x in out:
+        half, width = cos.shape[-1] // 2, cos.shape[-1]
+        left, right = x[..., :half].clone(), x[..., half:width].clone()
+        c, s = cos[..., None, :half], sin[..., None, :half] * sign
+        x[..., :half] = left * c - right * s
+        x[..., half:width] = right * c + left * s
+
+
+@kernel
+def liger_cross_entropy(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    """Writes losses, and over the logits, which it reads twice, their gradients."""
+    (target, *_), (softcap, per_token, ignored, grads), (logits, losses) = given, numbers, out
+    capped = _capped(logits.float(), softcap)
+    own = capped.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    losses.copy_((capped.logsumexp(-1) - own) * (target != ignored) * per_token)
+    if grads:
+        chances = capped.softmax(-1)
+        chances.scatter_add_(1, target.clamp(min=0)[:, None], chances.new_full((len(target), 1), -1.0))
+        if softcap:
+            chances *= 1 - (capped / softcap).square()
+        logits.copy_(chances * (target != ignored)[:, None] * per_token)
+
+
+@kernel
+def liger_scale(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    out[0].mul_(given[1])
+
+
+# -- autograd functions -----------------------------------------------------------------------------------------------
+
+
+class RMSNorm(torch.autograd.Function):
+    """Saves the input and one number per row; backward overwrites the gradient that it is given, if `in_place`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: str = "llama",
+        in_place: bool = True, row_mode: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        shape, x = x.shape, x.contiguous().view(-1, x.shape[-1])
+        y = torch.empty_like(x)
+        scale = torch.empty(len(x), dtype=x.dtype if casting == "none" else torch.float32, device=x.device)
+        liger_rms_norm([x, *_given(weight)], [eps, offset, casting == "gemma"], out=[y, scale])
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset, ctx.in_place = offset, in_place
+        return y.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        shape, dy = dy.shape, dy.contiguous().view(-1, dy.shape[-1])
+        dw = _partial_sums(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        dx = dy if ctx.in_place else torch.zeros_like(dy)
+        liger_rms_norm_backward([dy, x, scale, *_given(weight)], [ctx.offset], out=[dx, *_given(dw)])
+        total = None if dw is None else dw.sum(0).to(weight.dtype)
+        return dx.view(shape), total, None, None, None, None, None
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        shape, x = x.shape, x.contiguous().view(-1, x.shape[-1])
+        y = torch.empty_like(x)
+        mean, scale = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+        liger_layer_norm([x, weight, bias], [eps], out=[y, mean, scale])
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return y.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        shape, dy = dy.shape, dy.contiguous().view(-1, dy.shape[-1])
+        dw, db, dx = _partial_sums(weight), _partial_sums(weight), torch.empty_like(x)
+        liger_layer_norm_backward([dy, x, weight, mean, scale], [], out=[dx, dw, db])
+        return dx.view(shape), dw.sum(0).to(weight.dtype), db.sum(0).to(bias.dtype), None
+
+
+class GatedProduct(torch.autograd.Function):
+    """activation(gate) * up; backward overwrites gate and up with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        product = torch.empty_like(gate)
+        liger_gated_product([gate, up], [tanh], out=[product])
+        ctx.save_for_backward(gate, up)
+        ctx.tanh = tanh
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        liger_gated_product_backward([grad.contiguous(), gate, up], [ctx.tanh], out=[gate, up])
+        return gate, up, None
+
+
+class Rotation(torch.autograd.Function):
+    """Rotates query and key (B, H, T, D) in place if they are slices of (B, T, H, D), as projections leave them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return Rotation.rotate(q, k, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return *Rotation.rotate(dq, dk, cos, sin, -1.0), None, None
+
+    @staticmethod
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+        q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+        liger_rope([cos, sin, q, k], [sign], out=[q, k])
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits (N, V), which forward overwrites with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignored: int, reduction: str, softcap: float) -> Tensor:
+        losses = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device)
+        share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        grads = logits.requires_grad
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        liger_cross_entropy([target, logits, logits], [softcap, share, ignored, grads], out=[logits, losses])
+        if grads:
+            ctx.save_for_backward(logits.detach())
+        return torch.sum(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        liger_scale([gradient, grad], [], out=[gradient])
+        return gradient, None, None, None, None
+
+
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """Cross entropy of hidden (N, H) @ weight (V, H).T; forward computes the gradients, one chunk of logits at a time.
+
+    The chunks hold about as many bytes as `hidden`. The gradient of the weight is added up in the weight's dtype,
+    with a temporary of its size in fp32 if cuBLAS cannot add to it (below compute capability 8.0, in mixed dtypes).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignored: int, reduction: str,
+        softcap: float,
+    ) -> Tensor:  # fmt: skip
+        (tokens, width), vocabulary = hidden.shape, len(weight)
+        chunk = _chunk(tokens, width, vocabulary)
+        grads = hidden.requires_grad
+        to_hidden = torch.zeros_like(hidden)
+        to_weight = torch.zeros_like(weight) if grads and weight.requires_grad else None
+        to_bias = torch.zeros_like(bias) if grads and bias is not None else None
+        losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
+        share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        same = hidden.dtype == weight.dtype and _autocast(hidden) in (None, hidden.dtype)
+        storage = None
+        if same and (bias is None or bias.dtype == hidden.dtype):
+            storage = torch.empty((chunk, vocabulary), dtype=hidden.dtype, device=hidden.device)
+        for start in range(0, tokens, chunk):
+            rows = hidden[start : start + chunk]
+            if storage is not None:
+                logits = torch.mm(rows, weight.t(), out=storage[: len(rows)])
+                if bias is not None:
+                    logits.add_(bias)
+            else:
+                logits = rows @ weight.t()
+                if bias is not None:
+                    logits = logits + bias
+            own, labels = losses[start : start + chunk], target[start : start + chunk]
+            liger_cross_entropy([labels, logits, logits], [softcap, share, ignored, grads], out=[logits, own])
+            if not grads:
+                continue
+            if same and logits.dtype == to_hidden.dtype:
+                torch.mm(logits, weight, out=to_hidden[start : start + chunk])
+            else:
+                to_hidden[start : start + chunk] = logits @ weight
+            if to_weight is not None:
+                _add_product(to_weight, logits.t(), rows)
+            if to_bias is not None:
+                torch.add(to_bias, logits.sum(0), out=to_bias)
+            del logits, rows
+        del storage
+        ctx.save_for_backward(to_hidden.detach(), *(None if t is None else t.detach() for t in (to_weight, to_bias)))
+        return torch.sum(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        made = ctx.saved_tensors
+        for gradient in made:
+            if gradient is not None:
+                liger_scale([gradient, grad], [], out=[gradient])
+        to_hidden, to_weight, to_bias = made
+        return to_hidden, to_weight, None, to_bias, None, None, None
+
+
+# cut-cross-entropy: its kernels multiply hidden states and head tile by tile; logits never leave the chip
+
+
+@kernel
+def cut_cross_entropy(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (hidden, weight, target), (softcap, ignored), (lse, own, mean) = given, numbers, out
+    logits = _capped(hidden.float() @ weight.float().t(), softcap)
+    lse.copy_(logits.logsumexp(-1))
+    mean.copy_(logits.mean(0))
+    own.copy_(-logits.gather(1, target.clamp(min=0)[:, None])[:, 0])
+    for one in (lse, own):
+        one[target == ignored] = 0
+
+
+@kernel
+def cut_cross_entropy_backward(given: list[Tensor], out: list[Tensor], numbers: list[float]) -> None:
+    (hidden, weight, grad, _, target), (softcap, ignored, share) = given, numbers
+    with torch.enable_grad():
+        wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+        logits = _capped(wide[0] @ wide[1].t(), softcap)
+        loss = F.cross_entropy(logits, target, ignore_index=int(ignored), reduction="sum") * share * grad
+        for made, gradient in zip(out, torch.autograd.grad(loss, wide), strict=False):
+            made.copy_(gradient)
+
+
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+for _name, _matmuls in (("cut_cross_entropy", 1), ("cut_cross_entropy_backward", 3)):
+
+    @register_flop_formula(getattr(torch.ops.ckpt_ft, _name), get_raw=True)
+    def _flops(given: list[Any], *args: Any, matmuls: int = _matmuls, **kwargs: Any) -> int:
+        return 2 * matmuls * given[0].numel() * given[1].shape[0]
+
+
+class CutCrossEntropy(torch.autograd.Function):
+    """Cross entropy of hidden (N, H) @ weight (V, H).T; saves a number per token and per word of the vocabulary.
+
+    [cut_cross_entropy 25.1: cce.py, LinearCrossEntropyFunction; cce_lse_forward.py; cce_backward.py]
+    Its backward computes logits again and skips tiles whose gradients round to zero; here none is skipped.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: None, ignored: int, reduction: str,
+        softcap: float,
+    ) -> Tensor:  # fmt: skip
+        hidden = hidden.to(_autocast(hidden) or hidden.dtype)
+        lse, own = (torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(2))
+        mean = torch.zeros(len(weight), dtype=torch.float32, device=hidden.device)
+        cut_cross_entropy([hidden, weight, target], [softcap, ignored], out=[lse, own, mean])
+        ctx.share = 1 / max(_counted(target, ignored), 1) if reduction == "mean" else 1.0
+        ctx.save_for_backward(hidden, weight, lse, target, mean)
+        ctx.numbers = [softcap, ignored, ctx.share]
+        return own.add_(lse).sum() * ctx.share
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, lse, target, mean = ctx.saved_tensors
+        order = torch.argsort(mean).to(torch.int32)
+        out = [torch.zeros_like(hidden)]
+        if ctx.needs_input_grad[1]:
+            out.append(torch.zeros_like(weight, dtype=hidden.dtype))
+        cut_cross_entropy_backward([hidden, weight, grad, lse, target], ctx.numbers, out=out)
+        del order
+        return out[0], out[1].to(weight.dtype) if len(out) > 1 else None, None, None, None, None, None
+
+
+def _given(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]
+
+
+def _partial_sums(weight: Tensor) -> Tensor:
+    return torch.empty((_card.processors, weight.numel()), dtype=torch.float32, device=weight.device)
+
+
+def _counted(target: Tensor, ignored: int) -> float:
+    return float((target != ignored).sum().item())
+
+
+def _chunk(tokens: int, width: int, vocabulary: int) -> int:
+    wanted = -(-tokens // -(-vocabulary // width))
+    return min(1 << (wanted - 1).bit_length(), tokens)
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    half = left.dtype in (torch.float16, torch.bfloat16)
+    if half and _card.adds_in_place and total.dtype in (torch.float32, left.dtype):
+        right = right.to(left.dtype)
+        if total.dtype is torch.float32:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, left, right, out=total)
+    else:
+        total += torch.mm(left, right).float()
+
+
+# -- models, as liger_kernel.transformers.monkey_patch patches an instance --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `apply_liger_kernel_to_<model type>` replaces in a model by default.
+
+    Attributes:
+        offset, casting, in_place: of its RMS norms.
+        plain_norms: names of norms that stay as they are.
+        product: the gated product of its MLPs: "swiglu" or "geglu".
+        fused_gate: whether gate and up come from one projection.
+        rope: whether the rotation is replaced.
+        loss: the replaced loss.
+    """
+
+    offset: float = 0.0
+    casting: str = "llama"
+    in_place: bool = True
+    plain_norms: tuple[str, ...] = ()
+    product: str = "swiglu"
+    fused_gate: bool = False
+    rope: bool = True
+    loss: str = "fused_linear_cross_entropy"
+
+
+_GEMMA = Family(offset=1.0, casting="gemma", product="geglu")
+_LATER_GEMMA = Family(offset=1.0, casting="gemma", product="geglu", in_place=False)
+_OLMO = Family(in_place=False, plain_norms=("q_norm", "k_norm"))
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "smollm3", "ministral", "mistral", "qwen2", "qwen3", "hunyuan_v1_dense"), Family()),
+    "granite": Family(loss="cross_entropy"),
+    "phi3": Family(fused_gate=True),
+    "glm4": Family(in_place=False, fused_gate=True, rope=False),
+    "exaone4": Family(in_place=False),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
+    "gemma": _GEMMA,
+    **dict.fromkeys(("gemma2", "gemma3_text"), _LATER_GEMMA),
+}
+KERNELS = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+
+
+def apply(model: Any, asked: Mapping[str, bool]) -> None:
+    """Replaces the layers of a transformers model by stand-ins for Liger's, by class: no module is added or wrapped.
+
+    Args:
+        asked: kernels by their names in `liger_kernel_config`, on or off; the family's defaults hold for others. As in
+            Liger, names that the family does not have are ignored.
+
+    Raises:
+        UserError: a model whose kernels are not modelled, or both kinds of cross entropy.
+    """
+    kind = str(model.config.model_type)
+    family = FAMILIES.get(kind)
+    if family is None:
+        raise UserError(
+            f"Liger's kernels of '{kind}'{meant(kind, FAMILIES)} are not modelled; leave them out, or take one of: "
+            f"{', '.join(FAMILIES)}"
+        )
+    strange = [name for name in asked if name not in KERNELS and name != "layer_norm"]
+    if strange:
+        raise UserError(f"no Liger kernel '{strange[0]}'{meant(strange[0], KERNELS)} ({', '.join(KERNELS)})")
+    _check_language_model(model, "Liger's kernels")
+    on = dict.fromkeys(("rms_norm", family.product, family.loss), True) | {"rope": family.rope} | dict(asked)
+    if on.get("cross_entropy") and on.get("fused_linear_cross_entropy"):
+        raise UserError("Liger's cross_entropy and fused_linear_cross_entropy: turn one of them off")
+    if on["rope"] and not family.rope:
+        raise UserError(f"Liger has no rope kernel for {kind}; leave `rope` out")
+    modelling = sys.modules[type(model).__module__]
+    for name, module in list(model.named_modules()):
+        own = type(module).__name__
+        if on["rms_norm"] and own.endswith("RMSNorm") and name.rpartition(".")[2] not in family.plain_norms:
+            module.__class__ = _norm(type(module), family.offset, family.casting, family.in_place)
+        elif on[family.product] and own.endswith("MLP"):
+            module.__class__ = _mlp(type(module), family.product == "geglu", family.fused_gate)
+        elif on["rope"] and own.endswith("Attention") and hasattr(modelling, "apply_rotary_pos_emb"):
+            module.__class__ = _attention(type(module), modelling)
+    if on.get("fused_linear_cross_entropy"):
+        model.__class__ = _language_model(type(model), FusedLinearCrossEntropy)
+    elif on.get("cross_entropy"):
+        model.__class__ = _language_model(type(model), CrossEntropy)
+
+
+@contextmanager
+def applied(model: Any, asked: Mapping[str, bool]) -> Iterator[None]:
+    """`apply`, taken back on exit."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # in PEFT's wrapper
+    before = [(module, type(module)) for module in model.modules()]
+    try:
+        if not any(_is_ligers(module) for module, _ in before):
+            apply(model, asked)
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+
+
+def _is_ligers(module: nn.Module) -> bool:
+    """Whether Liger has patched the module already."""
+    return getattr(inspect.unwrap(module.forward), "__module__", "").startswith("liger_kernel")
+
+
+@contextmanager
+def for_live_models() -> Iterator[None]:
+    """Runs the stand-ins wherever a model calls Liger's autograd functions, whose kernels need a GPU."""
+    ops: Any = sys.modules.get("liger_kernel.ops")
+    rope: Any = sys.modules.get("liger_kernel.transformers.rope")
+    with ExitStack() as stack:
+        for name, stand_in in _LIVE.items() if ops is not None else ():
+            if hasattr(ops, name):
+                stack.enter_context(patch.object(getattr(ops, name), "apply", stand_in))
+        if rope is not None:
+            stack.enter_context(
+                patch.object(rope, "dispatch", lambda op, q, k, cos, sin, *rest: rotate(q, k, cos, sin))
+            )
+        yield
+
+
+def _live_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, casting: Any = "llama",
+               in_place: bool = True, *args: Any) -> Any:  # fmt: skip
+    return RMSNorm.apply(x, weight, eps, offset, casting, in_place)
+
+
+def _live_cross_entropy(
+    logits: Tensor, target: Tensor, weight: Any = None, ignored: int = IGNORED, square: float = 0.0,
+    smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, *args: Any,
+) -> Any:  # fmt: skip
+    return CrossEntropy.apply(logits, target, ignored, reduction, softcap or 0.0), None, None, None
+
+
+def _live_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Any = None, classes: Any = None, ignored: int = IGNORED,
+    square: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, *args: Any,
+) -> Any:  # fmt: skip
+    cap = softcap or 0.0
+    return FusedLinearCrossEntropy.apply(hidden, weight, target, bias, ignored, reduction, cap), None, None, None
+
+
+_LIVE: dict[str, Any] = {
+    "LigerRMSNormFunction": _live_norm,
+    "LigerLayerNormFunction": LayerNorm.apply,
+    "LigerSiLUMulFunction": lambda gate, up, *scales: GatedProduct.apply(gate, up),
+    "LigerGELUMulFunction": lambda gate, up: GatedProduct.apply(gate, up, True),
+    "LigerRopeFunction": lambda *args: rotate(*args),
+    "LigerCrossEntropyFunction": _live_cross_entropy,
+    "LigerFusedLinearCrossEntropyFunction": _live_linear_cross_entropy,
+}
+
+
+def apply_cut_cross_entropy(model: Any) -> None:
+    """Replaces the loss of a language model by cut cross entropy, as axolotl's plugin does."""
+    _check_language_model(model, "cut cross entropy")
+    model.__class__ = _language_model(type(model), CutCrossEntropy)
+
+
+def apply_hub_kernels(model: Any) -> None:
+    """Replaces what transformers' `use_kernels` maps to a kernel of the Hub in training on CUDA: RMS norms.
+
+    [transformers/integrations/hub_kernels.py, _build_kernel_mapping: LigerRMSNorm of kernels-community/liger-kernels;
+    rotary positions have a kernel for inference alone, MLPs and losses carry no mark that `kernelize` would find]
+
+    Raises:
+        UserError: the model has layers with other kernels of the Hub.
+    """
+    found = 0
+    for module in model.modules():
+        layer = _hub_layers(type(module).__module__).get(type(module).__name__)
+        if layer in _OTHER_HUB_KERNELS:
+            raise UserError(f"use_kernels: {type(module).__name__} has a kernel of its own, which is not modelled")
+        if layer == "RMSNorm":
+            module.__class__ = _norm(type(module), 0.0, "llama", True)
+            found += 1
+    if not found:
+        raise UserError(f"use_kernels: the Hub has no kernel for the training of {type(model).__name__}; leave it out")
+
+
+_OTHER_HUB_KERNELS = ("MegaBlocksMoeMLP", "RMSNormGated", "MultiScaleDeformableAttention", "Qwen3_5GatedDeltaNet")
+
+
+@functools.cache
+def _hub_layers(module: str) -> dict[str, str]:
+    """The classes of a modelling file that have kernels on the Hub, with the names of their layers there."""
+    if not module.startswith("transformers.models."):
+        return {}
+    marked = r'@use_kernel_forward_from_hub\("(\w+)"\)\nclass (\w+)'
+    return {name: layer for layer, name in re.findall(marked, inspect.getsource(sys.modules[module]))}
+
+
+def _check_language_model(model: Any, what: str) -> None:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or not type(model).__name__.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+        raise UserError(f"{what}: {type(model).__name__} is no language model with an output layer; leave it out")
+
+
+_once: Any = functools.cache  # one class for all layers of a kind: blocks that are alike stay alike
+
+
+def _like(kind: Any, forward: Callable[..., Any], **more: Any) -> type[Any]:
+    """A subclass of `kind` with another forward, that is printed, and found by name, as `kind` is."""
+    names = {"forward": functools.wraps(kind.forward)(forward), "__module__": kind.__module__, **more}
+    return type(kind.__name__, (kind,), names)
+
+
+@_once
+def _norm(kind: Any, offset: float, casting: str, in_place: bool) -> type[Any]:
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        eps = getattr(self, "variance_epsilon", None) or self.eps
+        return RMSNorm.apply(hidden_states, self.weight, eps, offset, casting, in_place)
+
+    return _like(kind, forward)
+
+
+@_once
+def _mlp(kind: Any, tanh: bool, fused_gate: bool) -> type[Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if fused_gate else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(GatedProduct.apply(gate, up, tanh))
+
+    return _like(kind, forward)
+
+
+@_once
+def _attention(kind: Any, modelling: Any) -> type[Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(modelling, "apply_rotary_pos_emb", rotate):
+            return kind.forward(self, *args, **kwargs)
+
+    return _like(kind, forward)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Query and key with their rotary positions, in place of transformers' `apply_rotary_pos_emb`."""
+    return Rotation.apply(q, k, cos, sin)
+
+
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = IGNORED, reduction: str = "mean") -> Any:
+    """Liger's cross entropy, in place of PyTorch's, as transformers' losses call it."""
+    return CrossEntropy.apply(logits, target, ignore_index, reduction, 0.0)
+
+
+@_once
+def _language_model(kind: Any, loss_function: Any) -> Any:
+    """A language model whose loss is fused.
+
+    In training the output layer computes the loss from the hidden states and returns logits of no width, so that the
+    rest of the model's forward allocates nothing.
+    """
+    takes = inspect.signature(kind.forward).parameters
+
+    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if args and "labels" in takes and list(takes).index("labels") <= len(args):
+            bound = inspect.signature(kind.forward).bind(self, *args, labels=labels, **kwargs)
+            kwargs, args = {k: v for k, v in bound.arguments.items() if k not in ("self", "labels", "kwargs")}, ()
+        shifted = kwargs.get("shift_labels")
+        if not self.training or (labels is None and shifted is None):
+            return kind.forward(self, *args, labels=labels, **kwargs)
+        if loss_function is CrossEntropy:
+            with patch.object(F, "cross_entropy", cross_entropy):
+                return kind.forward(self, *args, labels=labels, **kwargs)
+        counted = kwargs.pop("num_items_in_batch", None)
+        ignored = kwargs.pop("ignore_index", IGNORED)
+        kwargs.pop("shift_labels", None)
+        cap = float(getattr(self.config.get_text_config(), "final_logit_softcapping", None) or 0)
+        head, losses = self.get_output_embeddings(), []
+
+        def loss_of(hidden: Tensor) -> Tensor:
+            target: Any = shifted
+            if labels is not None and shifted is None:
+                target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
+            reduction = "mean" if counted is None else "sum"
+            flat = hidden.view(-1, hidden.shape[-1])
+            loss = loss_function.apply(flat, head.weight, target.view(-1), head.bias, ignored, reduction, cap)
+            losses.append(loss if counted is None else loss / counted)
+            return hidden.new_empty(*hidden.shape[:-1], 0)
+
+        with patch.object(head, "forward", loss_of):
+            out = kind.forward(self, *args, labels=None, **kwargs)
+        out.loss, out.logits = losses[0], None
+        return out
+
+    name = "cut cross entropy" if loss_function is CutCrossEntropy else "Liger's fused loss"
+    return _like(kind, forward, fused_loss="" if loss_function is CrossEntropy else name)
