@@ -1,9 +1,7 @@
-"""Trains with checkpoints, and continues under a policy that needs less memory if it runs out under `auto`.
+"""Continues a Trainer's run under a policy that needs less memory if it runs out under `auto`.
 
-`train_with_replanning` calls a Trainer's `train` again; `run_with_replanning` repeats a loop's run from loading the
-model. Several processes are not replanned:
-one runs out of memory while the others wait for it in a collective, so they cannot agree on a new plan, and training
-stops with advice.
+Several processes are not replanned: one runs out of memory while the others wait for it in a collective, so they
+cannot agree on a new plan, and training stops with advice.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
-from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
+from ckpt_ft.errors import UserError, is_oom, one_line
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.run.checkpoints import RunDirectory
 from ckpt_ft.training.run.saving import Finished, load_finished
@@ -76,67 +73,6 @@ def train_with_replanning(trainer: Trainer, session: Session, directory: RunDire
         logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
 
 
-@dataclass
-class Attempt:
-    """One attempt at a loop's run.
-
-    Attributes:
-        args: the loop's arguments, with the batch size once it is found.
-        settings: the `--ac_*` flags. Later attempts keep the batch size of the first one.
-        checkpoint: the checkpoint to continue from; None for the beginning.
-        budget: bytes to plan for after memory has run out; None for `--ac_budget`.
-        plan: the plan under `auto`, once it is made.
-    """
-
-    args: Any
-    settings: ACArguments
-    checkpoint: str | None
-    budget: int | None = None
-    plan: Plan | None = None
-
-    def note(self, fitted: Fitted) -> None:
-        """Stores the chosen settings without the model, which must be freed before the next attempt."""
-        self.args, self.plan = fitted.args, fitted.plan
-
-    def with_less(self, checkpoint: str | None) -> Attempt:
-        """The next attempt: same batch size, smaller budget, continued from `checkpoint`."""
-        assert self.plan is not None, "auto plans before it trains"
-        settings = replace(self.settings, find_max_batch_size=False)
-        return Attempt(self.args, settings, checkpoint, smaller_budget(self.plan))
-
-
-def run_with_replanning(
-    train: Callable[[Attempt], None], args: Any, settings: ACArguments, directory: RunDirectory
-) -> None:
-    """Calls `train(attempt)`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
-
-    Args:
-        train: a whole run, starting with loading the model; it stores its fitted settings in the attempt.
-        args: the loop's.
-
-    Raises:
-        WorkFailed: the error of `train`, if no policy needs less or with `--ac_on_oom stop`.
-    """
-    attempt = Attempt(args, settings, directory.checkpoint)
-    failed: WorkFailed | None = None
-    while True:
-        try:
-            return train(attempt)
-        except WorkFailed as error:
-            if not (_replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
-                raise
-            failed = WorkFailed(*error.args)  # without the traceback, which holds the model
-            reason = one_line(error.__cause__)
-        except UserError:
-            if failed is None:
-                raise
-            raise failed from None
-        gc.collect()
-        attempt = attempt.with_less(directory.last_complete())
-        place = attempt.checkpoint or "the beginning"
-        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(attempt.budget or 0), place)
-
-
 def smaller_budget(failed: Plan) -> int:
     """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
     budget, needed = failed.room.budget, failed.room.needs(failed.best)
@@ -145,10 +81,11 @@ def smaller_budget(failed: Plan) -> int:
     return budget
 
 
-def _replans(settings: ACArguments) -> bool:
+def replans(settings: ACArguments) -> bool:
+    """Whether a run that runs out of memory is planned again."""
     return PartialState().num_processes == 1 and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"
 
 
 def _may_replan(trainer: Trainer, fitted: Fitted, directory: RunDirectory) -> bool:
     started = trainer.state.global_step > 0
-    return _replans(fitted.settings) and (directory.last_complete() is not None or not started)
+    return replans(fitted.settings) and (directory.last_complete() is not None or not started)

@@ -34,7 +34,7 @@ from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.run.arguments import parse_args
-from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
+from ckpt_ft.training.run.checkpoints import PIPELINE_LORA, last_complete_checkpoint
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session
 from ckpt_ft.units import GIB, parse_bytes
@@ -419,12 +419,17 @@ def start(base: str, out: Path, *flags: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*command, "--output_dir", str(out), *flags], cwd=ROOT, stdout=log, stderr=log)
 
 
+def going_on(out: Path) -> list[str]:
+    """The flags after a kill; before the first whole checkpoint the run begins anew."""
+    whole = last_complete_checkpoint(str(out)) is not None
+    return ["--resume_from_checkpoint", "latest"] if whole else ["--overwrite_output_dir"]
+
+
 def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: int) -> None:
     """Kill the run `kills` times, each after a random number of steps and a random fraction of a second; finish it."""
     draw = random.Random(seed)
     for _ in range(kills):
-        latest = ["--resume_from_checkpoint", "latest"] if list(out.glob("checkpoint-*")) else []
-        process = start(base, out, *flags, *latest)
+        process = start(base, out, *flags, *going_on(out))
         before = max((line["step"] for line in read_losses(str(out))), default=0)
         until = draw.randint(1, 3)
         deadline = time.monotonic() + 300
@@ -436,9 +441,7 @@ def kill_until_done(base: str, out: Path, kills: int, flags: list[str], seed: in
         time.sleep(draw.random() * 0.2)
         process.kill()
         process.wait()
-    process = start(
-        base, out, *flags, *(["--resume_from_checkpoint", "latest"] if list(out.glob("checkpoint-*")) else [])
-    )
+    process = start(base, out, *flags, *going_on(out))
     assert process.wait(300) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
 
 

@@ -18,8 +18,10 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.fit import Fitted, next_policies
-from ckpt_ft.training.replan import Attempt, train_with_replanning
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.run.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.session import Session
 from ckpt_ft.training.text.encode import PadCollator
@@ -188,15 +190,17 @@ def test_the_next_attempt_keeps_the_batch_that_was_found(tmp_path: Path) -> None
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB", find_max_batch_size=True)
     fitted = fit(tmp_path, settings, per_device_train_batch_size=64)
     assert fitted.plan is not None
-    first = Attempt(arguments(tmp_path, per_device_train_batch_size=64), settings, None)
-    first.note(fitted)
+    directory = RunDirectory(str(tmp_path / "out"), lora=False)
+    first = Run(None, ImageArguments(), fitted.args, settings, directory, None)
+    first.fitted = fitted
     second = first.with_less("checkpoint-3")
     assert second.args is fitted.args
     assert second.settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
     assert second.checkpoint == "checkpoint-3"
     assert second.budget is not None
     assert second.budget < 3 * MIB
-    assert (first.settings, second.plan) == (settings, None)
+    assert first.settings == settings
+    assert not hasattr(second, "fitted")  # which holds the model
 
 
 @pytest.mark.parametrize("flags", [{"ac_policy": "auto"}, {"find_max_batch_size": True}])

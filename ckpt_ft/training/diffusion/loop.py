@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +18,28 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.files import write
-from ckpt_ft.training.fit import Fitted
+from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.fit import Fitted, fit, launch_of
+from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.models import kind_of
-from ckpt_ft.training.replan import Attempt
+from ckpt_ft.training.replan import replans, smaller_budget
 from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.saving import Stop, load_checkpoint, save_checkpoint, stopped, written
+from ckpt_ft.training.run.saving import (
+    Stop,
+    explained_full_disk,
+    load_checkpoint,
+    save_checkpoint,
+    stopped,
+    written,
+)
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
+from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads
-from ckpt_ft.workloads.workload import Batch, Forward, Loss, optimizer_step
+from ckpt_ft.workloads.workload import Batch, Forward, Loss, Workload, optimizer_step
 
-from .arguments import LoopArguments, PipelineArguments
+from .arguments import LoopArguments
 from .data import Data, endless_batches
 from .denoiser import TrainedPart, parameter_groups, register_checkpoint_hooks, save_result
 from .sampling import Validation
@@ -34,22 +47,114 @@ from .sampling import Validation
 if TYPE_CHECKING:
     from diffusers.training_utils import EMAModel
 
+logger = logging.getLogger(__name__)
 LOSSES = "losses.jsonl"
 
 
-def start(args: LoopArguments, directory: RunDirectory) -> Accelerator:
-    """Returns Accelerate with its trackers, after it has opened the output directory and set the seed."""
-    with library_reads("Accelerate cannot start with these flags"):
-        accelerator = Accelerator(
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            mixed_precision=args.mixed_precision,
-            log_with=None if args.report_to == "none" else args.report_to.split(","),
-            project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
-        )
-    directory.open()
-    torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
-    set_seed(args.seed)
-    return accelerator
+@dataclass
+class Run:
+    """One attempt at a run of a diffusion recipe, from loading the model to the saved result.
+
+    Attributes:
+        args: the loop's arguments, with the batch size once it is found.
+        settings: the `--ac_*` flags.
+        checkpoint: the checkpoint to continue from; None for the beginning.
+        budget: bytes to plan for after memory has run out; None for `--ac_budget`.
+        accelerator: set by `start`.
+        fitted, memory: the chosen settings and the session, set by `fit`.
+    """
+
+    model_args: Any
+    image_args: ImageArguments
+    args: Any
+    settings: ACArguments
+    directory: RunDirectory
+    checkpoint: str | None
+    budget: int | None = None
+    accelerator: Accelerator = field(init=False)
+    fitted: Fitted = field(init=False)
+    memory: Session = field(init=False)
+
+    def start(self, built_in: Callable[[], str]) -> Accelerator:
+        """Returns Accelerate with its trackers; opens the output directory, sets the seed, and makes the `built_in`
+        pipeline if none is given."""
+        args = self.args
+        with library_reads("Accelerate cannot start with these flags"):
+            self.accelerator = Accelerator(
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                mixed_precision=args.mixed_precision,
+                log_with=None if args.report_to == "none" else args.report_to.split(","),
+                project_config=ProjectConfiguration(args.output_dir, str(Path(args.output_dir, args.logging_dir))),
+            )
+        self.directory.open()
+        torch.backends.cuda.matmul.allow_tf32 = args.allow_tf32
+        set_seed(args.seed)
+        if self.model_args.pretrained_model_name_or_path is None:
+            with self.accelerator.main_process_first():
+                self.model_args = replace(self.model_args, pretrained_model_name_or_path=built_in())
+        return self.accelerator
+
+    def fit(self, workload: Workload) -> None:
+        """Chooses the policy and the batch size that the flags leave open, and applies the policy."""
+        accelerator = self.accelerator
+        self.fitted = fit(
+            workload, self.args, self.settings, accelerator.device, lambda: launch_of(accelerator),
+            "train_batch_size", self.budget,
+        )  # fmt: skip
+        self.args = self.fitted.args
+        accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self.memory = Session(self.fitted, accelerator)
+        self.memory.apply(workload.model)
+
+    def train(self, data: Data) -> None:
+        """Makes the optimizer, continues from the checkpoint, makes all steps, and saves the result.
+
+        Raises:
+            Interrupted: a signal stopped the run before its end.
+        """
+        state = TrainingState(self.fitted.workload.model, len(data.samples), data.part, self)
+        state.resume(self)
+        signal = run_steps(state, data, self)
+        leave_behind(state, data, self)
+        if not state.done:
+            raise stopped(signal, self.directory.last_complete())
+
+    def with_less(self, checkpoint: str | None) -> Run:
+        """The next attempt: same batch size, smaller budget, continued from `checkpoint`; without the model."""
+        assert self.fitted.plan is not None, "auto plans before it trains"
+        settings = replace(self.settings, find_max_batch_size=False)
+        budget = smaller_budget(self.fitted.plan)
+        return Run(self.model_args, self.image_args, self.args, settings, self.directory, checkpoint, budget)
+
+
+def run_with_replanning(
+    train: Callable[[Run], None], model_args: Any, image_args: ImageArguments, args: Any, settings: ACArguments
+) -> None:
+    """Calls `train(run)`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
+
+    Raises:
+        WorkFailed: the disk is full, or the error of `train` if no policy needs less or with `--ac_on_oom stop`.
+    """
+    directory = RunDirectory.of(args, lora=model_args.adapts)
+    run = Run(model_args, image_args, args, settings, directory, directory.checkpoint)
+    failed: WorkFailed | None = None
+    while True:
+        try:
+            with explained_full_disk():
+                return train(run)
+        except WorkFailed as error:
+            if not (replans(settings) and error.__cause__ is not None and is_oom(error.__cause__)):
+                raise
+            failed = WorkFailed(*error.args)  # without the traceback, which holds the model
+            reason = one_line(error.__cause__)
+        except UserError:
+            if failed is None:
+                raise
+            raise failed from None
+        run = run.with_less(directory.last_complete())
+        gc.collect()
+        place = run.checkpoint or "the beginning"
+        logger.warning("%s; planning again for %s, from %s", reason, format_bytes(run.budget or 0), place)
 
 
 class TrainingState:
@@ -66,18 +171,11 @@ class TrainingState:
         samples_seen: images of these steps, over all ranks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows: int,
-        part: TrainedPart,
-        model_args: PipelineArguments,
-        args: LoopArguments,
-        accelerator: Accelerator,
-    ) -> None:
+    def __init__(self, model: nn.Module, rows: int, part: TrainedPart, run: Run) -> None:
         from diffusers.optimization import get_scheduler
         from diffusers.training_utils import EMAModel
 
+        model_args, args, accelerator = run.model_args, run.args, run.accelerator
         self.accelerator = accelerator
         self.parameters = parameters = [p for p in model.parameters() if p.requires_grad]
         self.per_step = args.train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
@@ -143,6 +241,20 @@ class TrainingState:
             self.ema.load_state_dict(state["ema"])
             self.ema.to(self.accelerator.device)
 
+    def resume(self, run: Run) -> None:
+        """Seeds each rank, loads the checkpoint of `run`, starts the trackers, checks the disk space."""
+        args = run.args
+        set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
+        if run.checkpoint is not None:
+            self.load(run.checkpoint)
+        if args.report_to != "none":
+            flags = (run.model_args, run.image_args, args, run.settings)
+            values = {f.name: str(getattr(given, f.name)) for given in flags for f in fields(given)}
+            values["policy"] = str(run.memory.policy)
+            self.accelerator.init_trackers(args.tracker_project_name, values)
+        run.directory.check_space(self.trained, self.optimizer)
+        run.directory.clear()
+
     def unwrap(self) -> None:
         """Releases what accelerate has prepared.
 
@@ -196,32 +308,14 @@ def averaged(ema: EMAModel | None, parameters: list[nn.Parameter]) -> Iterator[N
         ema.restore(parameters)
 
 
-def resume(
-    state: TrainingState, attempt: Attempt, fitted: Fitted, memory: Session, directory: RunDirectory, *flags: Any
-) -> None:
-    """Seeds each rank, loads the attempt's checkpoint, starts the trackers with all `flags`, checks the disk space."""
-    args, accelerator = fitted.args, state.accelerator
-    set_seed(args.seed, device_specific=True)  # each rank draws noise of its own
-    if attempt.checkpoint is not None:
-        state.load(attempt.checkpoint)
-    if args.report_to != "none":
-        values = {f.name: getattr(given, f.name) for given in (*flags, args, fitted.settings) for f in fields(given)}
-        values["policy"] = memory.policy
-        accelerator.init_trackers(args.tracker_project_name, {name: str(value) for name, value in values.items()})
-    directory.check_space(state.trained, state.optimizer)
-    directory.clear()
-
-
-def run_steps(
-    state: TrainingState, data: Data, fitted: Fitted, memory: Session, directory: RunDirectory
-) -> int | None:
+def run_steps(state: TrainingState, data: Data, run: Run) -> int | None:
     """Makes all remaining steps, or those until Ctrl-C or a scheduler's SIGTERM; returns the signal's number."""
-    args, accelerator = fitted.args, state.accelerator
+    args, accelerator, memory = run.args, run.accelerator, run.memory
     batches = endless_batches(data.samples, args, data.workers, accelerator, state.samples_seen)
     if state.step == 0:
         validate(data.validation, state)
     losses = LossLog(accelerator, args.output_dir, state.step)
-    compute_loss = losses.noting(fitted.workload.compute_loss)
+    compute_loss = losses.noting(run.fitted.workload.compute_loss)
     progress = tqdm(total=state.total_steps, initial=state.step, disable=not accelerator.is_main_process, desc="steps")
     stopping = False
     with (
@@ -247,7 +341,7 @@ def run_steps(
             state.advance()
             stopping = stop.agreed() and not state.done
             if state.step % args.checkpointing_steps == 0 or stopping:
-                state.save(directory, args.checkpoints_total_limit)
+                state.save(run.directory, args.checkpoints_total_limit)
             if state.step % args.validation_steps == 0 and not state.done:
                 validate(data.validation, state)
             if not state.done:
@@ -325,25 +419,14 @@ def validate(validation: Validation, state: TrainingState) -> None:
     state.accelerator.wait_for_everyone()
 
 
-def leave_behind(
-    state: TrainingState,
-    data: Data,
-    fitted: Fitted,
-    memory: Session,
-    directory: RunDirectory,
-    signal: int | None,
-) -> None:
-    """Writes adapters or a pipeline, the sheet of samples, and the memory report.
-
-    Raises:
-        Interrupted: `signal` stopped the run before its end.
-    """
-    args, accelerator, validation = fitted.args, state.accelerator, data.validation
+def leave_behind(state: TrainingState, data: Data, run: Run) -> None:
+    """Writes adapters or a pipeline, the sheet of samples, and the memory report."""
+    args, accelerator, validation = run.args, state.accelerator, data.validation
     sampler = validation.sampler
     if state.done:
         with averaged(state.ema, state.parameters):
             written(
-                accelerator, directory, "the result",
+                accelerator, run.directory, "the result",
                 lambda: save_result(state.trained, sampler.part, sampler.vae, sampler.args, args.output_dir),
                 main_only=True,
             )  # fmt: skip
@@ -352,13 +435,11 @@ def leave_behind(
             with never_fatal("drawing samples.png"):
                 validation.write_sheet(Path(args.output_dir, "samples.png"))
     state.unwrap()
-    memory.write_report(
-        args.output_dir,
-        workload=lambda: replace(fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen()),
+    step = replace(run.fitted.workload, lengths=None, make_batch=lambda samples, length: data.noisy.seen())
+    run.memory.write_report(
+        args.output_dir, workload=lambda: step,
         model=sampler.args.pretrained_model_name_or_path, train_batch_size=args.train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps, resolution=sampler.size,
         rank=sampler.args.rank, peft=kind_of(sampler.args.peft_config),
     )  # fmt: skip
     accelerator.end_training()
-    if not state.done:
-        raise stopped(signal, directory.last_complete())

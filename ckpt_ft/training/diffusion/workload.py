@@ -11,9 +11,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ckpt_ft.memory.gpus import current_gpu
-from ckpt_ft.training.fit import Fitted, fit, launch_of
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.replan import Attempt
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import unet_batch
 from ckpt_ft.workloads.optimizers import optimizer_maker
@@ -134,17 +132,6 @@ def _workload(
         auxiliary_models=data.noisy.auxiliary_models,
         name=type(without_adapters(model)).__name__,
     )
-
-
-def fit_loop(workload: Workload, accelerator: Accelerator, attempt: Attempt) -> Fitted:
-    """Chooses the policy and the batch size that the flags leave open; sets the accumulation of `accelerator`."""
-    fitted = fit(
-        workload, attempt.args, attempt.settings, accelerator.device, lambda: launch_of(accelerator),
-        "train_batch_size", attempt.budget,
-    )  # fmt: skip
-    attempt.note(fitted)
-    accelerator.gradient_accumulation_steps = fitted.args.gradient_accumulation_steps
-    return fitted
 
 
 def load_unet_data(
