@@ -33,7 +33,6 @@ from ckpt_ft.errors import WorkFailed, one_line
 from ckpt_ft.files import cache_root, write
 from ckpt_ft.training.images.captioned import (
     ImageArguments,
-    PriorPreservation,
     framed,
     load_captioned,
     load_class_images,
@@ -276,7 +275,7 @@ def load_samples(
         rows = load_captioned(image_args, resolution)
         instances = len(rows)
         if image_args.prior is not None:
-            others = load_class_images(image_args.prior, image_args)
+            others = load_class_images(image_args)
             rows = concatenate_datasets([rows, others.cast(rows.features)])
     sizes = sizes_of(image_args.aspect_ratio_buckets, resolution, encoders.token)
     images = encoders.rows(rows, encoders.tokenize, sizes, image_args, args.seed)
@@ -435,7 +434,7 @@ class Data(NamedTuple):
     latents: LatentShapes
     dtype: torch.dtype
     workers: int
-    prior: PriorPreservation | None
+    prior: ImageArguments | None
 
     @property
     def part(self) -> TrainedPart:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ckpt_ft.errors import WorkFailed, is_oom, one_line
 from ckpt_ft.files import check_writable, write
-from ckpt_ft.training.images.captioned import PriorPreservation, missing_class_images, save_class_image
+from ckpt_ft.training.images.captioned import ImageArguments, missing_class_images, save_class_image
 from ckpt_ft.training.samples.drawings import contact_sheet, drawings
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
@@ -193,7 +193,7 @@ class Validation:
 
 
 def draw_class_images(
-    prior: PriorPreservation | None,
+    prior: ImageArguments | None,
     sampler: Sampler,
     encoders: FrozenEncoders,
     load_model: Callable[[], Any],
@@ -201,7 +201,7 @@ def draw_class_images(
     seed: int,
     **options: Any,
 ) -> None:
-    """Draws the class images that are missing in `prior.folder` with the untrained model, each rank its share.
+    """Draws the class images that are missing in `prior.class_data_dir` with the untrained model, each rank its share.
 
     Image i is drawn from `seed` + i on any rank. Each file is written completely or not at all, so a run that is
     killed goes on with the next one.
@@ -224,7 +224,7 @@ def draw_class_images(
     ours = sorted(missing)[accelerator.process_index :: accelerator.num_processes]
     if ours:
         progress = tqdm(total=len(ours), disable=not accelerator.is_main_process, desc="class images")
-        with progress, _advise_on_class_images(prior.batch):
+        with progress, _advise_on_class_images(prior.sample_batch_size):
             for numbers in _class_images(prior, sampler, encoders, load_model, accelerator, seed, ours, options):
                 for number, image in numbers.items():
                     write(missing[number], partial(save_class_image, image, prior))
@@ -234,7 +234,7 @@ def draw_class_images(
 
 
 def _class_images(
-    prior: PriorPreservation,
+    prior: ImageArguments,
     sampler: Sampler,
     encoders: FrozenEncoders,
     load_model: Callable[[], Any],
@@ -245,19 +245,19 @@ def _class_images(
 ) -> Iterator[dict[int, Any]]:
     """Yields the images of `numbers`, batch by batch."""
     device, dtype = accelerator.device, frozen_dtype(accelerator)
-    if prior.precision is not None:
-        dtype = MIXED_PRECISION.get(prior.precision) or torch.float32
+    if prior.prior_generation_precision is not None:
+        dtype = MIXED_PRECISION.get(prior.prior_generation_precision) or torch.float32
     embeds = {
         name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in encoders.encode_prompts([prior.prompt, ""]).items()
+        for name, value in encoders.encode_prompts([prior.class_prompt, ""]).items()
     }
     with _on_cpu(encoders):
         model = load_model()
         if not getattr(model, "is_quantized", False):
             nn.Module.to(model, dtype)  # diffusers' own `to` warns about modules that should stay in float32
         model.to(device)
-        for start in range(0, len(numbers), prior.batch):
-            part = numbers[start : start + prior.batch]
+        for start in range(0, len(numbers), prior.sample_batch_size):
+            part = numbers[start : start + prior.sample_batch_size]
             with library_reads("--with_prior_preservation: the pipeline draws no images of the class"):
                 images = sampler.images(
                     model,

@@ -77,7 +77,7 @@ def unet_workload(
     def compute_loss(model: Forward, batch: Batch) -> torch.Tensor:
         inputs = batch["inputs"]
         asked = model(**inputs).sample, batch["target"], scheduler, inputs["timestep"], snr_gamma
-        return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.weight)
+        return denoising_loss(*asked) if prior is None else preserving_denoising_loss(*asked, prior.prior_loss_weight)
 
     return _workload(unet, make_batch, compute_loss, args, accelerator, data)
 
@@ -106,7 +106,7 @@ def flow_workload(
         zeros = torch.zeros(rows, *latents.shape(length), device=accelerator.device)
         return noisy.add_noise.batch(zeros, zeros, torch.ones(rows, device=accelerator.device), prompts)
 
-    compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.weight)
+    compute_loss = flow_loss if prior is None else partial(preserving_flow_loss, weight=prior.prior_loss_weight)
     return _workload(transformer, make_batch, compute_loss, args, accelerator, data)
 
 

@@ -13,7 +13,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from PIL import Image, ImageOps
 
@@ -30,26 +30,6 @@ if TYPE_CHECKING:
 
 _SOURCES = ("instance_data_dir", "dataset_name", "train_data_dir")
 _PROMPT_KEY = "class_prompt"  # PNG text chunk of a generated class image
-
-
-class PriorPreservation(NamedTuple):
-    """The class images that keep what the model knows.
-
-    Attributes:
-        folder: where the class images are.
-        prompt: their caption.
-        images: their number.
-        batch: images generated at once, if some are missing.
-        precision: dtype of the generation; None for the run's own.
-        weight: of their loss beside the subject's.
-    """
-
-    folder: Path
-    prompt: str
-    images: int
-    batch: int
-    precision: str | None
-    weight: float
 
 
 @dataclass
@@ -99,18 +79,18 @@ class ImageArguments:
         "Prior preservation: with each image also train on one of its class, which the model draws itself where the "
         "folder has too few.",
     )
-    class_data_dir: str | None = flag(None, "Folder of the class images.")
-    class_prompt: str | None = flag(
-        None, "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
+    class_data_dir: str = flag("", "Folder of the class images.")
+    class_prompt: str = flag(
+        "", "Prompt that class images are drawn from, and their caption, such as 'a photo of a dog'."
     )
-    num_class_images: AtLeastOne | None = flag(None, "Number of class images; 100 when left out.")
-    sample_batch_size: AtLeastOne | None = flag(None, "Class images drawn at once; 4 when left out.")
+    num_class_images: AtLeastOne = flag(100, "Number of class images.")
+    sample_batch_size: AtLeastOne = flag(4, "Class images drawn at once.")
     prior_generation_precision: str | None = flag(
         None,
         "Precision that class images are drawn in; --mixed_precision when left out.",
         choices=["no", "fp32", "fp16", "bf16"],
     )
-    prior_loss_weight: NotNegative | None = flag(None, "Weight of the class images' loss; 1 when left out.")
+    prior_loss_weight: NotNegative = flag(1.0, "Weight of the class images' loss.")
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -146,20 +126,14 @@ class ImageArguments:
         return changed(self, cache_latents=False)
 
     @property
-    def prior(self) -> PriorPreservation | None:
-        """None without prior preservation."""
-        if not self.with_prior_preservation:
-            return None
-        weight = 1.0 if self.prior_loss_weight is None else self.prior_loss_weight
-        return PriorPreservation(
-            Path(self.class_data_dir or ""), self.class_prompt or "", self.num_class_images or 100,
-            self.sample_batch_size or 4, self.prior_generation_precision, weight,
-        )  # fmt: skip
+    def prior(self) -> ImageArguments | None:
+        """These arguments with prior preservation, else None."""
+        return self if self.with_prior_preservation else None
 
     def _check_prior(self) -> None:
         needed = {"class_data_dir": "a folder for images of the class", "class_prompt": "such as 'a photo of a dog'"}
         for name, example in needed.items():
-            if not (getattr(self, name) or "").strip():
+            if not getattr(self, name).strip():
                 raise UserError(f"--with_prior_preservation needs --{name}: {example}")
         if self.aspect_ratio_buckets is not None:
             raise UserError(
@@ -168,7 +142,7 @@ class ImageArguments:
             )
         for name in ("instance_data_dir", "train_data_dir"):
             folder = getattr(self, name)
-            if folder is not None and os.path.realpath(folder) == os.path.realpath(self.class_data_dir or ""):
+            if folder is not None and os.path.realpath(folder) == os.path.realpath(self.class_data_dir):
                 raise UserError(
                     f"--class_data_dir {self.class_data_dir} is --{name} as well; give a folder of its own"
                 )
@@ -201,10 +175,10 @@ def load_captioned(args: ImageArguments, resolution: int) -> Dataset:
     return readable(rows, source, skip=args.skip_bad_images)
 
 
-def load_class_images(prior: PriorPreservation, args: ImageArguments) -> Dataset:
-    """Returns rows of `image` and `text` of the class: the first `prior.images` of the folder, sorted by name."""
-    images = images_in("--class_data_dir", prior.folder)[: prior.images]
-    return _one_caption(images, prior.prompt, "--class_data_dir", args)
+def load_class_images(args: ImageArguments) -> Dataset:
+    """Returns rows of `image` and `text` of the class: the first images of the folder, sorted by name."""
+    images = images_in("--class_data_dir", Path(args.class_data_dir))[: args.num_class_images]
+    return _one_caption(images, args.class_prompt, "--class_data_dir", args)
 
 
 def _first_rows(rows: Dataset, most: int | None) -> Dataset:
@@ -311,39 +285,40 @@ def images_in(flag: str, folder: Path) -> list[Path]:
         raise UserError(f"{flag} {folder}: {reason}") from error
 
 
-def missing_class_images(prior: PriorPreservation) -> dict[int, Path]:
+def missing_class_images(prior: ImageArguments) -> dict[int, Path]:
     """Returns the numbers and files of the class images that are still to be generated.
 
     Image i always goes to the same file, so that a run that was killed, or several ranks, only fill the gaps. A user's
     own images, under any other name, count as well.
     """
+    folder = Path(prior.class_data_dir)
     try:
-        prior.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"--class_data_dir {prior.folder} cannot be made ({one_line(error)})") from error
-    present = set(images_in("--class_data_dir", prior.folder))
-    generated = {index: prior.folder / f"class-{index:05}.png" for index in range(prior.images)}
+        raise UserError(f"--class_data_dir {folder} cannot be made ({one_line(error)})") from error
+    present = set(images_in("--class_data_dir", folder))
+    generated = {index: folder / f"class-{index:05}.png" for index in range(prior.num_class_images)}
     for path in sorted(present & set(generated.values())):
         try:
             with Image.open(path) as image:
-                prompt = image.info.get(_PROMPT_KEY, prior.prompt)
+                prompt = image.info.get(_PROMPT_KEY, prior.class_prompt)
         except UNDECODABLE:  # `load_class_images` names it
             continue
-        if prompt != prior.prompt:
+        if prompt != prior.class_prompt:
             raise UserError(
-                f"--class_data_dir {prior.folder}: {path.name} was drawn for '{prompt}', not for --class_prompt "
-                f"'{prior.prompt}'; give another folder, or that prompt"
+                f"--class_data_dir {folder}: {path.name} was drawn for '{prompt}', not for --class_prompt "
+                f"'{prior.class_prompt}'; give another folder, or that prompt"
             )
-    wanted = prior.images - len(present - set(generated.values()))
+    wanted = prior.num_class_images - len(present - set(generated.values()))
     return {index: path for index, path in generated.items() if index < wanted and path not in present}
 
 
-def save_class_image(image: Image.Image, prior: PriorPreservation, path: Path) -> None:
+def save_class_image(image: Image.Image, prior: ImageArguments, path: Path) -> None:
     """Writes `image` with the prompt that it was generated for."""
     from PIL.PngImagePlugin import PngInfo
 
     about = PngInfo()
-    about.add_itxt(_PROMPT_KEY, prior.prompt)
+    about.add_itxt(_PROMPT_KEY, prior.class_prompt)
     image.save(path, pnginfo=about)
 
 

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 LONGEST = 16 << 20  # bytes of one row in a file; a longer one is not text
 ROW_NUMBER = "__row__"  # column with the number that a row had before the dataset was split
-_MAX_BRACKETS = 500  # a row with more brackets is parsed here first: deep nesting crashes the readers of `datasets`
 _BOM = b"\xef\xbb\xbf"
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -91,8 +90,6 @@ def _load_file(path: Path, split: str) -> Dataset:
     try:
         return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        if path.suffix == ".jsonl":
-            _check_json(path, parse_all=True)  # `datasets` names a block of bytes, this names the line
         raise UserError(f"dataset {path}: {_reason(error.__cause__ or error)}") from error
 
 
@@ -111,45 +108,38 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
         raise UserError(f"dataset {name}{where}: {_reason(error.__cause__ or error)}") from error
 
 
-def _check_json(path: Path, parse_all: bool = False) -> None:
-    """Checks the lines that would crash the readers of `datasets`, which abort on a first row `null`.
+def _check_json(path: Path) -> None:
+    """Parses every row: the readers of `datasets` abort on a first row `null` and on deep nesting, and name no line.
 
-    By default a line is parsed only if it is deeply nested, or if the file is one array.
+    A file .json may be lines, one array, or one object over several lines, which is left to the readers.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
+            line = (line.removeprefix(_BOM) if number == 1 else line).strip()
+            if number == 1 and path.suffix == ".json" and line[:1] in b"[{" and not line.endswith(b"}"):
+                content = _parsed(path.read_bytes().removeprefix(_BOM), f"dataset {path}")
+                for row, value in enumerate(content if isinstance(content, list) else (), start=1):
+                    _check_row(value, f"dataset {path}: row {row}")
+                return
             place = f"dataset {path}: line {number}"
-            line = line.removeprefix(_BOM).strip() if number == 1 else line.strip()
-            if number == 1 and path.suffix == ".json":
-                if line.startswith(b"["):
-                    return _check_array(path)
-                if line.startswith(b"{") and not line.endswith(b"}"):
-                    return None  # one object over several lines
             if len(line) > LONGEST:
                 raise UserError(f"{place} is longer than {LONGEST >> 20} MiB; a row is a text, split it")
-            if not line:
-                continue
-            nested = line.count(b"[") + line.count(b"{") > _MAX_BRACKETS
-            try:
-                line.decode("utf-8")
-                row = json.loads(line) if parse_all or nested or not line.startswith(b"{") else {}
-            except UnicodeDecodeError as error:
-                raise UserError(f"{place} is not UTF-8 ({one_line(error)}); convert the file") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place} is not valid JSON ({one_line(error, 200)})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
-    return None
+            if line:
+                _check_row(_parsed(line, place), place)
 
 
-def _check_array(path: Path) -> None:
+def _parsed(text: bytes, place: str) -> Any:
     try:
-        rows = json.loads(path.read_bytes().removeprefix(_BOM))
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not UTF-8 ({one_line(error)}); convert the file") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"dataset {path} is not valid JSON ({one_line(error, 200)})") from None
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"dataset {path}: row {number} is a JSON {type(row).__name__}, expected an object")
+        raise UserError(f"{place} is not valid JSON ({one_line(error, 200)})") from None
+
+
+def _check_row(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise UserError(f"{place} is a JSON {type(row).__name__}, expected an object")
 
 
 def _reason(error: BaseException) -> str:

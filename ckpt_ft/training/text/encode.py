@@ -237,24 +237,16 @@ def pack(batch: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
     an attention mask and a KV cache, transformers' attention (eager, SDPA and flash) takes row borders from them.
     """
     packs: list[list[int]] = []
-    packs_by_room: dict[int, list[int]] = {}  # free tokens -> sequences with that many
-    rooms: list[int] = []  # the keys of packs_by_room, sorted
+    rooms: list[tuple[int, int, int]] = []  # sorted: free tokens, which of equals is the newest, the sequence
     lengths = [len(ids) for ids in batch["input_ids"]]
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        slot = bisect_left(rooms, lengths[row])
+    for age, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
+        slot = bisect_left(rooms, (lengths[row],))
         if slot == len(rooms):
-            target, room = len(packs), max_length
             packs.append([])
-        else:
-            room = rooms[slot]
-            target = packs_by_room[room].pop()
-            if not packs_by_room[room]:
-                del packs_by_room[room], rooms[slot]
+            rooms.append((max_length, -age, len(packs) - 1))
+        room, _, target = rooms.pop(slot)
         packs[target].append(row)
-        room -= lengths[row]
-        if room not in packs_by_room:
-            insort(rooms, room)
-        packs_by_room.setdefault(room, []).append(target)
+        insort(rooms, (room - lengths[row], -age, target))
     joined = {key: [_join([values[row] for row in rows]) for rows in packs] for key, values in batch.items()}
     return {**joined, "position_ids": [[t for row in rows for t in range(lengths[row])] for rows in packs]}
 

@@ -8,7 +8,6 @@ UserError, one line that names the row.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.spec.defaults import TRAINED_TOWERS
 from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
-from ckpt_ft.training.images.files import named_columns, open_image
+from ckpt_ft.training.images.files import image_files, named_columns, open_image
 from ckpt_ft.training.models import ModelArguments
 from ckpt_ft.training.text.data import LOADERS, ROW_NUMBER, load_rows
 
@@ -227,36 +226,13 @@ class ImageLoader:
         return file
 
 
-def image_files_digest(rows: Dataset, folder: Path | None) -> str:
-    """Returns a digest of the image files that `rows` name, by path, size and time of change.
+def image_files_digest(folder: Path | None) -> str:
+    """Returns a digest of the image files in a data folder, by path, size and time of change.
 
     `datasets` finds encoded rows in its cache by the rows and the settings; of image files it only sees the names.
     """
-    names = {
-        name
-        for column in ("messages", "images")
-        if column in rows.column_names
-        for name in _paths_in(rows.data.column(column), column == "images")
-    }
     digest = hashlib.blake2b(digest_size=12)
-    for name in sorted(names):
-        try:
-            status = os.stat(Path(name) if folder is None else folder / name)
-        except (OSError, ValueError):  # `ImageLoader` names it later; images inside the dataset are part of its rows
-            continue
-        digest.update(f"{name} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
+    for path in () if folder is None else image_files(folder):
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
     return digest.hexdigest()
-
-
-def _paths_in(column: Any, are_paths: bool) -> Iterator[str]:
-    """Yields the paths in an Arrow column: all of its texts if `are_paths`, else those under `PATH_KEYS`."""
-    from pyarrow import compute, types
-
-    kind = column.type
-    if types.is_list(kind) or types.is_large_list(kind):
-        yield from _paths_in(compute.list_flatten(column), are_paths)
-    elif types.is_struct(kind):
-        for field in kind:
-            yield from _paths_in(compute.struct_field(column, field.name), field.name in PATH_KEYS)
-    elif are_paths and (types.is_string(kind) or types.is_large_string(kind)):
-        yield from (name for name in compute.unique(column).to_pylist() if name is not None)

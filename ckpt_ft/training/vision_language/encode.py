@@ -48,7 +48,7 @@ def encode_conversations(
     says how many rows are cut or left out. Packed rows also have `position_ids`.
     """
     encoded = rows.map(
-        _Encoder(processor, images, args.max_length, image_files_digest(rows, images.folder)),
+        _Encoder(processor, images, args.max_length, image_files_digest(images.folder)),
         with_indices=True,
         batched=True,
         batch_size=16,  # rows whose images are in memory at once

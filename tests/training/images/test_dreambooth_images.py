@@ -11,7 +11,6 @@ from PIL import Image
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.images.captioned import (
     ImageArguments,
-    PriorPreservation,
     load_captioned,
     load_class_images,
     missing_class_images,
@@ -26,8 +25,10 @@ def folder(path: Path, *names: str) -> str:
     return str(path)
 
 
-def prior(path: Path, images: int = 4, prompt: str = "a dog") -> PriorPreservation:
-    return PriorPreservation(path, prompt, images, 2, None, 1.0)
+def prior(path: Path, images: int = 4, prompt: str = "a dog") -> ImageArguments:
+    return ImageArguments(
+        with_prior_preservation=True, class_data_dir=str(path), class_prompt=prompt, num_class_images=images
+    )
 
 
 def test_a_folder_of_one_subject(tmp_path: Path) -> None:
@@ -53,9 +54,8 @@ def test_only_what_is_missing_is_drawn(tmp_path: Path) -> None:
     assert {index: path.name for index, path in missing_class_images(asked).items()} == {1: "class-00001.png"}
     save_class_image(Image.new("RGB", (8, 8)), asked, tmp_path / "class" / "class-00001.png")
     assert missing_class_images(asked) == {}
-    args = ImageArguments(with_prior_preservation=True, class_data_dir=str(asked.folder), class_prompt="a dog")
-    assert load_class_images(asked, args)["text"][:] == ["a dog"] * 4
-    assert [Path(row["path"]).name for row in load_class_images(prior(asked.folder, 2), args)["image"]] == [
+    assert load_class_images(asked)["text"][:] == ["a dog"] * 4
+    assert [Path(row["path"]).name for row in load_class_images(prior(tmp_path / "class", 2))["image"]] == [
         "class-00000.png", "class-00001.png",
     ]  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_a_class_image_of_too_many_pixels_is_named_when_the_rows_are_read(
     there = prior(tmp_path / "class", images=1)
     assert missing_class_images(there) == {}
     with pytest.raises(UserError, match="class-00000.png cannot be read .*960 pixels.*exceeds limit"):
-        load_class_images(there, ImageArguments())
+        load_class_images(there)
 
 
 def test_a_class_folder_that_cannot_be(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ CLASS = {"with_prior_preservation": True, "class_data_dir": "class", "class_prom
             "--instance_data_dir and --train_data_dir are two sources",
         ),
         ({"class_prompt": "a dog"}, "--class_prompt belongs to --with_prior_preservation: add"),
-        ({"num_class_images": 100}, "--num_class_images belongs to --with_prior_preservation"),
-        ({"prior_loss_weight": 1.0}, "--prior_loss_weight belongs to --with_prior_preservation"),
+        ({"num_class_images": 50}, "--num_class_images belongs to --with_prior_preservation"),
+        ({"prior_loss_weight": 0.5}, "--prior_loss_weight belongs to --with_prior_preservation"),
         ({"with_prior_preservation": True}, "--with_prior_preservation needs --class_data_dir: a folder"),
-        ({**CLASS, "class_prompt": None}, "--with_prior_preservation needs --class_prompt: such as"),
+        ({**CLASS, "class_prompt": ""}, "--with_prior_preservation needs --class_prompt: such as"),
         ({**CLASS, "num_class_images": 0}, "--num_class_images 0: give at least 1"),
         ({**CLASS, "sample_batch_size": 0}, "--sample_batch_size 0"),
         ({**CLASS, "prior_loss_weight": -1.0}, "--prior_loss_weight -1.0"),

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datasets import Dataset
-from datasets import Image as ImageFeature
-from datasets import List as ListFeature
 from PIL import Image
 
 from ckpt_ft.errors import UserError
@@ -55,26 +51,15 @@ def test_an_image_that_has_changed_or_gone_is_read_anew(tmp_path: Path) -> None:
         lengths()
 
 
-def rows_of(*cells: Any, part: dict[str, Any] | None = None) -> Dataset:
-    content = [part] if part else "<image>Which colour is it?"
-    talk = [{"role": "user", "content": content}, {**ANSWER, "content": [{"type": "text", "text": "red"}]}]
-    turns = talk if part else [talk[0], ANSWER]
-    return Dataset.from_dict({"messages": [turns], "images": [list(cells)]})
-
-
-@pytest.mark.parametrize("kind", ["paths", "images", "parts"])
-def test_it_is_another_with_each_file_that_is_named(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "é 画.png"
+def test_it_is_another_with_each_image_of_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "é 画.png"
+    path.parent.mkdir()
+    before = image_files_digest(tmp_path)
     draw(path, 48)
-    rows = {
-        "paths": rows_of(path.name),
-        "images": rows_of(str(path)).cast_column("images", ListFeature(ImageFeature(decode=False))),
-        "parts": rows_of(part={"type": "image", "image": path.name, "text": None}),
-    }[kind]
-    before = image_files_digest(rows, tmp_path)
-    assert image_files_digest(rows, tmp_path) == before
+    (tmp_path / "rows.jsonl").touch()
+    one = image_files_digest(tmp_path)
     draw(path, 49)
-    assert image_files_digest(rows, tmp_path) != before
-    assert image_files_digest(rows_of("none.png"), tmp_path) == image_files_digest(
-        rows_of("a\0b.png"), None
-    )  # said when it is read
+    assert len({before, one, image_files_digest(tmp_path)}) == 3
+    (tmp_path / "rows.jsonl").write_text("{}")
+    assert image_files_digest(tmp_path) not in (before, one)
+    assert image_files_digest(None) == image_files_digest(None)  # images inside the dataset are part of its rows
