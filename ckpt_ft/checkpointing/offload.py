@@ -164,7 +164,7 @@ class Saved:
         tensor = self.held.get()
         if self.proof is not None:
             comparison, slot = self.proof
-            comparison.restored(slot, tensor)
+            return comparison.restored(slot, tensor)
         return tensor
 
 

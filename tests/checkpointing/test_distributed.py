@@ -84,14 +84,16 @@ def compare(wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 
 class Scaled(nn.SiLU):
-    factor = 1.0  # of the class, where no policy sees it
+    factor, copies = 1.0, 1  # of the class, where no policy sees it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * Scaled.factor
+        if Scaled.copies == 0:
+            return x.detach()  # saves nothing for backward
+        return super().forward(torch.cat([x] * Scaled.copies))[: len(x)] * Scaled.factor
 
 
-def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 2) -> None:
-    """What differs on rank 1 raises on rank 0 too, which would wait for it otherwise, and both can go on."""
+def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 4) -> None:
+    """What differs or is absent on rank 1 raises on rank 0 too, which would wait for it otherwise; both can go on."""
     from language_models import batch, make
 
     from ckpt_ft import apply_policy
@@ -101,14 +103,18 @@ def all_ranks_raise(wrap: Callable[[nn.Module], nn.Module], steps: int = 2) -> N
     model.model.layers[1].mlp.act_fn = Scaled()
     apply_policy(model, "full", verify="always")
     model = wrap(model)
-    for _ in range(steps):
+    changes = [("factor", 2.0, "values"), ("copies", 2, "shape: "), ("copies", 0, "")]
+    for name, value, differs in (changes * 2)[:steps]:
         loss = model(**batch()).loss
-        Scaled.factor = 1.0 + dist.get_rank()
+        setattr(Scaled, name, value if dist.get_rank() else 1)
         with pytest.raises(VerificationError) as error:
             model.backward(loss) if hasattr(model, "backward") else loss.backward()
-        Scaled.factor = 1.0
-        found = error.value.region, error.value.differs
-        assert found == [("", "rank 1"), ("model.layers.1", "values")][dist.get_rank()]
+        setattr(Scaled, name, 1)
+        if dist.get_rank():
+            assert error.value.region == "model.layers.1"
+            assert error.value.differs.startswith(differs)
+        else:
+            assert (error.value.region, error.value.differs) == ("", "rank 1")
 
 
 def joined_blocks_keep_one_input() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -169,3 +171,20 @@ def test_the_flag_is_checked_when_it_is_read() -> None:
         ACArguments(ac_policy="full", ac_verify="often")
     assert ACCallback("full", verify=50).session.settings.ac_verify == "50"
     assert ACCallback("full").session.settings.ac_verify == "first"
+
+
+def test_ranks_do_not_wait_for_a_part_of_a_deepspeed_engine() -> None:
+    """Under ZeRO-1 and ZeRO-2 another rank may leave a part out; the engine's own hook is on the whole model."""
+    from ckpt_ft.checkpointing.verify import _groups
+
+    part = torch.nn.Linear(1, 1)
+    group = part.weight._dp_group = object()  # type: ignore[attr-defined]
+    whole = torch.nn.Sequential(part)
+    whole.register_forward_pre_hook(DeepSpeedEngine().hook())
+    assert _groups(part, None) == []
+    assert _groups(whole, None) == [group]
+
+
+class DeepSpeedEngine:
+    def hook(self) -> Any:
+        return lambda module, args: None

@@ -114,16 +114,20 @@ class Proof:
             self.read[index, view] = self.comparison.saved(tensor)
 
     def rebuilt(self, saved: list[torch.Tensor]) -> None:
-        """Compare the second run's saved tensors with the first's."""
+        """Compare the second run's saved tensors with the first's, and replace those that backward cannot use."""
         if self.comparison is not None:
-            for slot, tensor in zip(self.slots, saved, strict=True):
+            for index, slot in enumerate(self.slots):
                 if slot is not None:
-                    self.comparison.restored(slot, tensor)
+                    saved[index] = self.comparison.restored(slot, saved[index])
 
-    def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> None:
-        """Compare a rebuilt view of an output with the recorded one."""
-        if self.comparison is not None:
-            self.comparison.restored(self.read[key], tensor)
+    def missing(self, why: str) -> list[torch.Tensor]:
+        """Return zeros in place of the saved tensors, which were not rebuilt (see `TensorComparison.absent`)."""
+        assert self.comparison is not None
+        return [torch.empty(0) if slot is None else self.comparison.absent(slot, why) for slot in self.slots]
+
+    def rebuilt_output(self, key: tuple[int, View], tensor: torch.Tensor) -> torch.Tensor:
+        """Compare a rebuilt view of an output with the recorded one; return what backward goes on with."""
+        return tensor if self.comparison is None else self.comparison.restored(self.read[key], tensor)
 
 
 class Discarded:
@@ -260,11 +264,14 @@ class CheapRun:
             _pop_hooks()
             _set_grad(grad)
         if len(saved) != len(self.internals):
-            raise RuntimeError(
+            message = (
                 f"{self.call} saved {len(self.internals)} tensors for backward in forward but {len(saved)} when "
                 "recomputed: it does not repeat itself, so 'pointwise' cannot treat it"
             )
-        if self.proof is not None:
+            if self.proof is None or self.proof.comparison is None:
+                raise RuntimeError(message)
+            saved[:] = self.proof.missing(message)
+        elif self.proof is not None:
             self.proof.rebuilt(saved)
         for internal, tensor in zip(self.internals, saved, strict=True):
             if internal is not None and (handle := internal()) is not None:
@@ -292,9 +299,10 @@ class CheapRun:
                 key = (handle.index, handle.view)
                 tensor = shared.get(key)
                 if tensor is None:
-                    tensor = shared[key] = looked_at(outputs[handle.index], handle.view)
+                    tensor = looked_at(outputs[handle.index], handle.view)
                     if self.proof is not None:
-                        self.proof.rebuilt_output(key, tensor)
+                        tensor = self.proof.rebuilt_output(key, tensor)
+                    shared[key] = tensor
                 handle.source = tensor
 
 
