@@ -28,6 +28,38 @@ _SHOWN = 3  # candidates of the best launch
 _SHARDED = ("parameters", "gradients", "optimizer")
 
 
+# Policies for sequences that several processes share: what such lengths need.
+OF_LONG = ("full,head", "full,head,offload,tile:16")
+
+
+def apart(launches: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
+    """Splits launches: those whose processes have samples of their own, and those that share sequences.
+
+    The second are looked at where the first do not fit, or for the longest sequence; if there are no first, none are.
+    """
+    own = [launch for launch in launches if launch.ranks_of_a_sample == 1]
+    return own or list(launches), [launch for launch in launches if own and launch.ranks_of_a_sample > 1]
+
+
+def search_shared(
+    tracer: Tracer, launches: Sequence[Launch], room: MemoryBudget, target: str, batch: int | None, most: int
+) -> tuple[list[tuple[Estimates, list[Candidate]]], dict[str, str]]:
+    """The candidates under each of `launches`, which share sequences, and those that do not suit the model.
+
+    Few policies are looked at: what such sequences need is known.
+    """
+    found, rejected = [], {}
+    for launch in launches:
+        estimates = Estimates(tracer.under(launch), room, target, batch, most)
+        try:
+            estimates.trace_candidates(OF_LONG)
+            trace_final_batches([(estimates, candidate) for candidate in estimates.candidates()])
+            found.append((estimates, sorted(estimates.candidates(), key=better(target), reverse=True)))
+        except UserError as error:
+            rejected[str(launch)] = str(error)
+    return found, rejected
+
+
 @dataclass(frozen=True)
 class _Line:
     """A linear function from a figure of one process to the figure under a launch."""
@@ -142,7 +174,9 @@ class Launches:
 
     def _under(self, launch: Launch) -> Estimates:
         tracer = self.alone.tracer.under(launch)
-        if launch.stage:  # DeepSpeed changes the precision: estimates of one process do not apply
+        if (
+            launch.stage or launch.ranks_of_a_sample > 1
+        ):  # DeepSpeed changes the precision: estimates of one process do not apply
             return Estimates(tracer, self.room, *self.more)
         return Launched(tracer, self.room, *self.more, alone=self.alone)
 
@@ -231,6 +265,8 @@ class Launches:
         estimates = self.leanest()
         launch = estimates.tracer.workload.launch
         assert launch is not None
+        if launch.ranks_of_a_sample > 1:
+            return None
         lean = estimates.leanest()
         for gpus in (n for n in range(2, pick.launch.processes) if pick.launch.processes % n == 0):
             machines = max(1, gpus * launch.machines // launch.processes)

@@ -23,7 +23,7 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 from .batch_size import Trial, find_max_batch_size
 from .budget import Candidate, MemoryBudget, better, memory_budget
 from .estimates import HIGH, Estimates
-from .launches import Launches
+from .launches import Launches, apart, search_shared
 from .plan import searching
 from .search import trace_final_batches
 from .tracing import Report
@@ -160,10 +160,14 @@ def predict_max_length(
     with searching(replace(pieces, launch=None) if launches else pieces, jobs, report) as tracer:
         if launches:
             alone = memory_budget(budget, gpu, margin)
-            several = Launches(tracer, launches, (room, alone), _TARGET, None, most_pieces)
+            own, sharing = apart(launches)
+            several = Launches(tracer, own, (room, alone), _TARGET, None, most_pieces)
             candidates = several.search(policies)
             estimates = several.of(candidates[0].launch) if candidates else several.leanest()
-            rejected = {**estimates.rejected, **several.rejected}
+            shared, refused = search_shared(tracer, sharing, room, _TARGET, None, most_pieces)
+            rejected = {**estimates.rejected, **several.rejected, **refused}
+            candidates = sorted([*candidates, *(one for _, each in shared for one in each)], key=better(_TARGET))[::-1]
+            estimates = next((each for each, own in shared if candidates[:1] == own[:1] != []), estimates)
         else:
             estimates = Estimates(tracer, room, _TARGET, most=most_pieces)
             candidates, rejected = _settled(estimates, policies), estimates.rejected

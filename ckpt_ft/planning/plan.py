@@ -30,7 +30,7 @@ from ckpt_ft.workloads.workload import Workload, or_loop
 
 from .budget import Candidate, MemoryBudget, better, frontier, memory_budget, spans
 from .estimates import Estimates
-from .launches import Launches
+from .launches import Launches, apart, search_shared
 from .provenance import fingerprint
 from .results import Plan, Stopped
 from .search import search, so_far
@@ -133,11 +133,20 @@ def planned(tracer: Tracer, asked: PlanRequest) -> tuple[Plan, Estimates]:
     limits = asked.target, asked.batch_size, asked.max_batch_size
     fewest = None
     if asked.launches:
-        several = Launches(tracer, asked.launches, (room, memory_budget(asked.budget, gpu, asked.margin)), *limits)
+        launches, sharing = apart(asked.launches)
+        several = Launches(tracer, launches, (room, memory_budget(asked.budget, gpu, asked.margin)), *limits)
         found = several.search(asked.chosen)
         estimates = several.of(found[0].launch) if found else several.leanest()
         fewest = several.fewest(found[0]) if found else None
         rejected = {**estimates.rejected, **several.rejected}
+        if not found:
+            shared, refused = search_shared(tracer, sharing, room, *limits)
+            rejected |= refused
+            estimates, found = max(
+                [each for each in shared if each[1]],
+                key=lambda each: better(asked.target)(each[1][0]),
+                default=(estimates, found),
+            )
     else:
         estimates = Estimates(tracer, room, *limits)
         with _stoppable(estimates):

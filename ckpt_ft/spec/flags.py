@@ -17,7 +17,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.units import parse_bytes
 
 from .fields import Declared
-from .launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on
+from .launch import SIZES, STRATEGIES, WORTH_A_LOOK, Launch, launches_on, launches_that_share
 from .launch_file import read_launch
 from .peft_file import read_peft
 from .training_spec import TrainingSpec, declared
@@ -147,6 +147,8 @@ def _launch_fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
         launches = launches_on(
             given["gpus"], machines, strategies, mixed_precision=precision, link=_rate(link), **sizes
         )
+        if not named and not sizes:
+            launches += launches_that_share(given["gpus"], machines, mixed_precision=precision, link=_rate(link))
         return {"launches": tuple(launches), "asked": asked}
     if not named:
         for option, value in (("--processes", processes), ("--machines", machines), ("--link", link)):

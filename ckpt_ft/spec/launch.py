@@ -242,6 +242,13 @@ def launches_on(gpus: int, machines: int = 0, strategies: Sequence[str] = WORTH_
     return [*found, *kept]
 
 
+def launches_that_share(gpus: int, machines: int = 0, **more: Any) -> list[Launch]:
+    """Returns launches in which the GPUs of a machine share each sequence: in a ring, and by DeepSpeed's Ulysses."""
+    alone = Launch("fsdp2", gpus, machines, **more)
+    here = gpus // alone.machines
+    return [replace(alone, cp=here), replace(alone, strategy="zero3", sp=here)] if here > 1 else []
+
+
 def _count(value: Any, key: str, source: str) -> int:
     try:
         count = int(float(value))  # 5e8 is a string in YAML

@@ -114,9 +114,23 @@ def without_masks(model: nn.Module) -> None:
 @contextmanager
 def ring_attention(mesh: DeviceMesh, rotation: str) -> Iterator[None]:
     """Runs F.scaled_dot_product_attention as a ring over `mesh`, as inside torch's `context_parallel`."""
+    ring = rings._templated_ring_attention
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ring(*args, **kwargs)
+        except RuntimeError as error:
+            if "broadcast" not in str(error):
+                raise
+            raise UserError(
+                f"launch cp {mesh.size()}: torch merges memory-efficient attention, which float32 takes, only if the "
+                f"sequence is a multiple of {64 * mesh.size()} tokens"
+            ) from error
+
     method = rings._RotateMethod.ALL_GATHER if rotation == "allgather" else rings._RotateMethod.ALL_TO_ALL
     with (
         patch.multiple(rings._cp_options, enable_load_balance=True, rotate_method=method),
+        patch.object(rings, "_templated_ring_attention", checked),
         patch.object(rings, "_dispatch_mode", rings._DispatchMode.MONKEY_PATCH),
         rings_on_cpu(),
     ):

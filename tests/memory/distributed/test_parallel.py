@@ -15,9 +15,12 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.collectives import bus_bandwidth
 from ckpt_ft.memory.gpus import find_gpu
 from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.planning.max_length import predict_max_length
+from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.flags import fields_of
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.spec.launch_file import accelerate_config, read_launch
+from ckpt_ft.workloads.workload import Workload
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
 LAYERS, HIDDEN, TOKENS, FLOAT = 3, 64, 64, 4  # of two_ranks' model, which has 4 heads of 16 and 2 of keys
@@ -125,3 +128,32 @@ def test_a_group_across_machines_has_its_share_of_the_cards() -> None:
     h100, launch = find_gpu("h100"), Launch("fsdp2", 16, machines=2, tp=8)
     assert bus_bandwidth(launch, h100, (8, 1)) == 0.8 * 450e9  # within a machine
     assert bus_bandwidth(launch, h100, (2, 8)) == 0.9 * 50e9  # one card for each of eight such groups
+
+
+def of_any_length(launch: Launch | None, policy: str) -> Workload:
+    def make_batch(samples: int, length: int | None) -> dict[str, Any]:
+        ids = torch.zeros(samples, length or 1024, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    return replace(workload(launch, policy, "llama", 1), make_batch=make_batch)
+
+
+def test_a_plan_shares_sequences_where_nothing_else_fits() -> None:
+    ours, ring = of_any_length(Launch("fsdp2", 4), "full,head"), Launch("fsdp2", 4, cp=4)
+    whole, shared = (replace(ours, launch=launch).trace(1) for launch in (ours.launch, ring))
+    assert shared.peak_allocated < 0.7 * whole.peak_allocated
+    found = plan(
+        of_any_length(None, "none"), (shared.peak_allocated + whole.peak_allocated) // 2, batch_size=1, jobs=1,
+        launches=[Launch("fsdp2", 4), ring], policies=["full,head"],
+    ).candidates[0]  # fmt: skip
+    assert (found.launch, found.peak) == (ring, shared.peak_allocated)
+    assert found.samples_per_second == pytest.approx(1 / found.seconds / 4)
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_a_shared_one() -> None:
+    budget = of_any_length(Launch("fsdp2", 4), "full,head").trace(1).peak_allocated
+    asked = of_any_length(None, "none")
+    longest = predict_max_length(asked, ["full,head"], budget, launches=[Launch("fsdp2", 4), Launch("fsdp2", 4, cp=4)])
+    lengths = {one.launch.cp: one.length for one in reversed(longest.ladder) if one.launch}
+    assert lengths[4] == longest.length > 1.5 * lengths[1]
