@@ -16,7 +16,7 @@ import ckpt_ft
 from ckpt_ft.errors import UserError, one_line, run
 from ckpt_ft.spec.settings import typed_as
 
-from . import catalogue, estimate, max_length, planning, policies, recipe
+from . import catalogue, estimate, max_length, planning, policies, recipe, where
 from .params import words_in_our_names
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def _common(
     pass
 
 
-for commands in (estimate, policies, planning, max_length, catalogue, recipe):
+for commands in (estimate, policies, planning, max_length, where, catalogue, recipe):
     commands.register(app)
 
 if __name__ == "__main__":

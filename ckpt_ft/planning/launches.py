@@ -25,7 +25,7 @@ from .tracing import Tracer, trace_all
 
 _SLACK = 1.05  # an estimate over the limit by up to this factor may still fit
 _SHOWN = 3  # candidates of the best launch
-_SHARDED = ("parameters", "gradients", "optimizer")
+SHARDED = ("parameters", "gradients", "optimizer")
 
 
 # Policies for sequences that several processes share: what such lengths need.
@@ -110,7 +110,7 @@ class Launched(Estimates):
     def _likely(self) -> Candidate:
         """Returns the best candidate of one process if it had the bytes that other ranks hold under the launch."""
         trace = next(iter(self.alone.anchors.values()))
-        held = sum(trace.at_peak[category] for category in _SHARDED)
+        held = sum(trace.at_peak[category] for category in SHARDED)
         away = 0 if self.launch.strategy == "ddp" else held - held // self.launch.processes
         if not self.launch.reshard_after_forward:
             away = max(away - trace.at_peak["parameters"], 0)
@@ -283,5 +283,5 @@ class Launches:
         trace = estimates.tracer.trace(lean.policy, lean.batch)
         assert isinstance(trace, StepTrace), "its policy has an anchor"
         assert trace.launch is not None
-        sharded = sum(trace.at_peak[category] for category in _SHARDED)
+        sharded = sum(trace.at_peak[category] for category in SHARDED)
         return trace.peak_reserved + sharded * (trace.launch.processes / gpus - 1) <= _SLACK * self.room.limit

@@ -153,7 +153,7 @@ class Tracer:
         self.traced: dict[Key, Traced] = {}
         self.expected = 0
         self._alone: set[Key] = set()  # keys that were traced in separate sessions
-        self._jobs = jobs or cores() if _can_fork() else 1
+        self._jobs = jobs or cores() if can_fork() else 1
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Tracer:
@@ -301,7 +301,7 @@ def _trace(keys: list[Key], typical: bool, launch: Launch | None) -> list[Traced
     return traces
 
 
-def _can_fork() -> bool:
+def can_fork() -> bool:
     if "fork" not in multiprocessing.get_all_start_methods() or sys.platform != "linux":
         return False
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

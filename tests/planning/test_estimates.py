@@ -98,7 +98,7 @@ def test_a_refused_policy_leaves_the_others_of_its_session_as_they_are() -> None
 def test_what_is_wanted_for_its_sizes_has_a_process_to_itself_where_one_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracing, "_can_fork", lambda: True)  # a test before this one may have left threads behind
+    monkeypatch.setattr(tracing, "can_fork", lambda: True)  # a test before this one may have left threads behind
     tracer = Tracer(MODELS["vit"]().workload("cpu"), jobs=2)
     one = [("full,offload", 5)]
     assert tracer._missing(one, alone=False, extra=[("full,offload", 7)]) == [one, [("full,offload", 7)]]

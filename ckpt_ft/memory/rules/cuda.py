@@ -31,6 +31,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _has_foreach_support
 
+from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.dispatch import After, Rule
 from ckpt_ft.memory.record.recorder import Recorder
 from ckpt_ft.memory.rules import autocast, sdpa
@@ -290,6 +291,18 @@ def after(arch: int) -> dict[Any, After]:
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution,
     }
+
+
+def same_kernels(gpu: GPU) -> tuple[bool | int, ...]:
+    """A key that two cards share if every rule answers alike for both, so that a step has one trace on either."""
+    arch = 10 * gpu.arch[0] + gpu.arch[1]
+    return (
+        arch >= 70,
+        arch >= 75,
+        arch >= 80,
+        arch in sdpa.SMALL_SHARED_MEMORY,
+        arch if arch in sdpa.PREFERS_CUDNN else 0,
+    )
 
 
 # -- while a step is traced -------------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ from ckpt_ft.errors import UserError
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+# Compute capabilities; `same_kernels` in cuda.py knows every place where one is compared.
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
+PREFERS_CUDNN = (90, 100)
 
 
 class Call:
@@ -32,7 +35,7 @@ class Call:
 
     def fits_flash(self, arch: int) -> bool:
         """check_flash_attention_hardware_support and related checks: sm80+, half, no mask, head size up to 256."""
-        small_smem = arch in (86, 89, 120, 121)
+        small_smem = arch in SMALL_SHARED_MEMORY
         heads = self.head == self.value_head and self.head <= 256
         if small_smem and self.trains and self.head > 192:
             heads = heads and self.head > 224 and not self.dropout
@@ -41,7 +44,7 @@ class Call:
 
     def fits_cudnn(self, arch: int) -> bool:
         """check_cudnn_*: sm80+, half precision, head size a multiple of 8 up to 128 (256 on Hopper, B200)."""
-        limit = 256 if arch in (90, 100) else 128
+        limit = 256 if arch in PREFERS_CUDNN else 128
         heads = max(self.head, self.value_head) <= limit and self.head % 8 == 0 and self.value_head % 8 == 0
         long = self.query.size(-2) > 1 and self.key.size(-2) > 1
         return self.regular and arch >= 80 and self.query.dtype in HALF and heads and long
@@ -65,7 +68,7 @@ def choose(call: Call, arch: int) -> str:
     """
     flash = torch._C._get_flash_sdp_enabled() and call.fits_flash(arch)
     cudnn = torch._C._get_cudnn_sdp_enabled() and call.fits_cudnn(arch)
-    if cudnn and arch in (90, 100):  # check_prefer_cudnn_attention, cuDNN 9.15+
+    if cudnn and arch in PREFERS_CUDNN:  # check_prefer_cudnn_attention, cuDNN 9.15+
         return "cudnn"
     if flash:
         return "flash"

@@ -1,0 +1,175 @@
+"""`ckpt-ft where`: which cards a model trains on, with which method, how fast, and for how many dollars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.files import check_writable
+from ckpt_ft.memory.gpus import GPU, find_gpu
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.tables import DASH, Table, print_table
+from ckpt_ft.units import format_at_least, format_bytes, format_number, whole_number
+
+from .console import progress, stdout
+from .params import AsJson, Html, takes_spec
+
+if TYPE_CHECKING:
+    from ckpt_ft.planning.where import Place, Places
+
+
+@takes_spec("policy", "batch_size", "launch", "processes", "machines", "link", "gpu_memory", "gpu_like", "budget")
+def where(
+    spec: TrainingSpec,
+    device: Annotated[str, typer.Option("--device", help="cards, e.g. rtx-4090,h100 [default: common ones]")] = "",
+    seq_length: Annotated[
+        str, typer.Option("--seq-length", help="tokens of a sequence, e.g. 1024,8192 [default: 1024]")
+    ] = "",
+    method: Annotated[
+        str, typer.Option("--method", help="of full, LoRA and QLoRA, those to look at")
+    ] = "full,LoRA,QLoRA",
+    policy: Annotated[str, typer.Option("--policy", help="e.g. full; auto for the fastest of several")] = "auto",
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="how many of one card there may be")] = 8,
+    price: Annotated[
+        list[str] | None,
+        typer.Option("--price", help="dollars an hour: rtx-4090=0.4,h100=2.5, or a YAML file of card: dollars"),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=0, max=256, help="processes that trace; 0 for one per core")] = 0,
+    html: Html = "",
+    as_json: AsJson = False,
+) -> None:
+    """Predict which cards a model trains on, with which method, how fast, and for how many dollars.
+
+    Every row is the answer of `estimate` for its card, method, policy and batch. Nothing needs a GPU or weights.
+    """
+    from ckpt_ft.planning.where import CARDS, POLICIES
+    from ckpt_ft.planning.where import where as find_places
+
+    if html:
+        check_writable(html, "--html")
+    prices = read_prices(price or [])
+    named = [name.strip() for name in device.split(",") if name.strip()] or [*CARDS]
+    cards = list({card.name: card for card in map(find_gpu, named)}.values())
+    with progress() as say:
+        say(f"building {spec.model.name} from its config")
+        found = find_places(
+            spec, cards, methods=[name.strip() for name in method.split(",") if name.strip()],
+            lengths=_lengths(seq_length), policies=POLICIES if policy == "auto" else (policy,), most_gpus=gpus,
+            prices=prices, jobs=jobs, report=say,
+        )  # fmt: skip
+    tables = _tables(spec, found, cards)
+    if html:
+        from ckpt_ft.export.page import Page, Section
+
+        subtitle = f"weights in {spec.precision.dtype}, all figures predicted"
+        Page(f"Where {spec.title} trains", subtitle, [Section("tables", "Cards", tables)]).write(html)
+    if as_json:
+        rows = [{**asdict(place), f"dollars_per_million_{found.unit}": place.dollars_per_million}
+                for place in found.rows]  # fmt: skip
+        print(
+            json.dumps({"model": spec.title, "unit": found.unit, "places": rows, "refused": found.refused}, indent=2)
+        )
+        return
+    console = stdout()
+    for table in tables:
+        print_table(table, console)
+    for name, reason in found.refused.items():
+        console.print(f"not possible: {name}: {reason}", markup=False)
+    for line in _commands(found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module to `app`."""
+    app.command()(where)
+
+
+def read_prices(given: Sequence[str]) -> dict[str, float]:
+    """Dollars an hour by the card's name, from words such as "h100=2.5,l4=0.7" and from YAML files.
+
+    Raises:
+        UserError: an unknown card, or something that is no price.
+    """
+    found: dict[str, float] = {}
+    for text in given:
+        pairs: Mapping[str, Any]
+        if "=" in text:
+            pairs = {card: dollars for card, _, dollars in (pair.partition("=") for pair in text.split(","))}
+        else:
+            pairs = _price_file(text)
+        for card, dollars in pairs.items():
+            if not re.fullmatch(r"\d+(\.\d+)?", str(dollars).strip()):
+                raise UserError(f"--price {card}={dollars}: give dollars an hour, as in --price rtx-4090=0.4")
+            found[find_gpu(str(card).strip()).name] = float(dollars)
+    return found
+
+
+def _price_file(path: str) -> Mapping[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise UserError(f"--price {path}: neither card=dollars nor a file; write --price rtx-4090=0.4,h100=2.5")
+    try:
+        pairs = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        pairs = None
+    if not isinstance(pairs, Mapping):
+        raise UserError(f"--price {path}: the file has one line 'card: dollars an hour' for each card")
+    return pairs
+
+
+def _lengths(text: str) -> list[int | None]:
+    lengths = [whole_number(part.strip()) for part in text.split(",")] if text else [None]
+    if text and not all(lengths):
+        raise UserError(f"--seq-length {text}: give whole numbers of tokens, as in 1024,8192")
+    return [*dict.fromkeys(lengths)]
+
+
+def _tables(spec: TrainingSpec, found: Places, cards: Sequence[GPU]) -> list[Table]:
+    """One table for each method and length; with prices the cheapest row first, else in the order of the cards."""
+    priced = any(place.dollars_per_hour is not None for place in found.rows)
+    groups: dict[tuple[str, int], list[Place]] = {}
+    for place in found.rows:
+        groups.setdefault((place.method, place.tokens), []).append(place)
+    heads = ["card", "GPUs", "policy", "batch", "reserved", "s/step", f"{found.unit}/s"]
+    header = (*heads, *([f"$ per M {found.unit}"] if priced else []))
+    tables = []
+    for (method, tokens), places in groups.items():
+        if priced:
+            places = sorted(places, key=lambda place: place.dollars_per_million or float("inf"))
+        length = f", {tokens:,} tokens" if tokens else ""
+        title = f"{spec.title}, {method}, {spec.precision.dtype}{length}"
+        tables.append(Table(title, header, [_row(place, priced) for place in places], (0, 2)))
+    return tables
+
+
+def _row(place: Place, priced: bool) -> tuple[str, ...]:
+    cells = [place.card, DASH, f"needs {format_at_least(place.needed)}", *[DASH] * 4]
+    if place.gpus:
+        figures = format_bytes(place.peak_reserved), format_number(place.seconds), format_number(place.speed)
+        cells = [place.card, str(place.gpus), place.policy, str(place.batch), *figures]
+    cost = place.dollars_per_million
+    return (*cells, *([DASH if cost is None else f"{cost:.3g}"] if priced else []))
+
+
+def _commands(found: Places) -> list[str]:
+    """For each method the command of its cheapest place, or of the fastest on one card where no price is known."""
+    lines = []
+    for method in dict.fromkeys(place.method for place in found.rows):
+        places = [place for place in found.rows if place.method == method and place.gpus]
+        cheap = min(
+            (p for p in places if p.dollars_per_million), key=lambda p: p.dollars_per_million or 0, default=None
+        )
+        fast = max(places, key=lambda place: place.speed / place.gpus, default=None)
+        best = cheap or fast
+        if best is not None:
+            why = "cheapest" if cheap else "fastest"
+            lines.append(f"{method}, {why} on {best.gpus} x {best.card}: {best.command}")
+    return lines

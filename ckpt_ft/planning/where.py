@@ -1,0 +1,305 @@
+"""Which cards a model trains on: every card with full fine-tuning, LoRA and QLoRA, each at the batch that is fastest.
+
+A trace depends on the card only through the kernels that run there, so cards with the same kernels share their traces
+(`same_kernels`), and reserved bytes and seconds are computed for each card. The policies are ranked by the traces of
+one card, scaled to each batch; every row that is returned was traced alone, so it is the answer of `estimate` for its
+card, policy and batch. A method that does not fit one card is tried under FSDP2.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.gpus import GPU, GPUS
+from ckpt_ft.memory.record.trace import StepTrace
+from ckpt_ft.memory.rules.cuda import same_kernels
+from ckpt_ft.spec.command import command_for
+from ckpt_ft.spec.defaults import LORA_R
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.load import load
+
+from .budget import Candidate, largest_fitting, memory_budget
+from .estimates import Estimates
+from .launches import SHARDED
+from .search import search
+from .tracing import Key, Report, Traced, Tracer, can_fork, cores
+
+CARDS = (
+    "rtx-3060", "t4", "rtx-4060-ti-16gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "l40s", "a6000",
+    "a100-80gb", "h100", "h200", "b200",
+)  # fmt: skip
+METHODS = ("full", "LoRA", "QLoRA")
+POLICIES = ("none", "pointwise,head", "full,head")
+MOST_BATCH = 256
+_SLACK = 1.05  # sharding that is estimated to need up to this factor too much is traced
+_CAUTION = 0.95  # share of a card's memory that a batch under FSDP2 is estimated for
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a method trains on a card.
+
+    Attributes:
+        tokens: of a sequence; 0 if the model takes none.
+        gpus: how many of these cards; 0 if the most that were allowed do not suffice.
+        policy, batch, peak_reserved, seconds: of the fastest step that fits, on each card; of no step if none fits.
+        speed: tokens a second, or samples if the model takes no sequences, on all cards together.
+        needed: if nothing fits, the smallest memory of a single card that works.
+        dollars_per_hour: of all cards together; None without a price.
+        command: trains so.
+    """
+
+    card: str
+    method: str
+    tokens: int
+    gpus: int = 0
+    policy: str = ""
+    batch: int = 0
+    peak_reserved: int = 0
+    seconds: float = 0.0
+    speed: float = 0.0
+    needed: int = 0
+    dollars_per_hour: float | None = None
+    command: str = ""
+
+    @property
+    def dollars_per_million(self) -> float | None:
+        """Dollars for a million tokens, or samples; None without a price or a step that fits."""
+        if self.dollars_per_hour is None or not self.speed:
+            return None
+        return self.dollars_per_hour / 3600 / self.speed * 1e6
+
+
+@dataclass
+class Places:
+    """The answer: a row for each method, length and card, and the methods that the model refuses, with the reason."""
+
+    rows: list[Place] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    unit: str = "tokens"
+
+
+def method_of(spec: TrainingSpec, method: str) -> TrainingSpec:
+    """`spec` with a method of METHODS; the rank is the spec's own, or the recipes' default.
+
+    Raises:
+        UserError: an unknown method.
+    """
+    kinds = {name.lower(): name for name in METHODS}
+    if method.lower() not in kinds:
+        raise UserError(f"method '{method}': choose from {', '.join(METHODS)}")
+    name = kinds[method.lower()]
+    if name == "full":
+        return spec.edit(lora_r=0, load_in_4bit=False, load_in_8bit=False, double_quant=False, prepare_kbit=False)
+    four = {"load_in_4bit": name == "QLoRA", "load_in_8bit": False}
+    return spec.edit(lora_r=spec.adapter.lora_r or LORA_R, **four)
+
+
+def where(
+    spec: TrainingSpec,
+    cards: Sequence[GPU],
+    *,
+    methods: Sequence[str] = METHODS,
+    lengths: Sequence[int | None] = (None,),
+    policies: Sequence[str] = POLICIES,
+    most_gpus: int = 8,
+    prices: dict[str, float] | None = None,
+    jobs: int = 0,
+    report: Report | None = None,
+) -> Places:
+    """Returns how `spec` trains on each card with each method, at each number of tokens of a sequence.
+
+    Args:
+        lengths: tokens of a sequence; None for the spec's own.
+        policies: those to choose from; the fastest that fits is taken.
+        most_gpus: of one kind of card, for a method that does not fit a single one.
+        prices: dollars an hour of one card, by its name.
+        jobs: processes that trace; 0 for one per core.
+
+    Raises:
+        UserError: an unknown method or model, or a spec that does not match the model.
+    """
+    kinds: dict[
+        bool, list[GPU]
+    ] = {}  # in bfloat16, cards before Ampere run other attention: their policies rank apart
+    for card in cards:
+        kinds.setdefault(card.arch >= (8, 0), []).append(card)
+    tasks = [
+        (method, length, partial(_on_cards, method, _at(method_of(spec, method), length), same, policies, most_gpus))
+        for length in lengths
+        for method in methods
+        for same in kinds.values()
+    ]
+    report = report or (lambda line: None)
+    found, refused, unit = {}, {}, "tokens"
+    for number, (task, answer) in enumerate(_run([run for *_, run in tasks], jobs)):
+        method, length, _ = tasks[task]
+        if isinstance(answer, str):
+            refused[method] = answer
+        else:
+            found.update({(method, length, place.card): place for place in answer})
+            unit = "tokens" if all(place.tokens for place in answer) else "samples"
+        fits = [place for place in found.values() if place.gpus == 1]
+        best = max(fits, key=lambda place: place.speed, default=None)
+        so_far = f", fastest so far {best.method} on {best.card}" if best else ""
+        report(f"{number + 1} of {len(tasks)}: {len(fits)} places with one card{so_far}")
+    if not found:
+        raise UserError("; ".join(dict.fromkeys(refused.values())))
+    rows = [
+        _priced(found[key], prices or {})
+        for length in lengths
+        for method in methods
+        for card in cards
+        if (key := (method, length, card.name)) in found
+    ]
+    return Places(rows, refused, unit)
+
+
+def _at(spec: TrainingSpec, length: int | None) -> TrainingSpec:
+    return spec if length is None else spec.edit(seq_length=length)
+
+
+def _priced(place: Place, prices: dict[str, float]) -> Place:
+    price = prices.get(place.card)
+    return place if price is None else replace(place, dollars_per_hour=price * max(place.gpus, 1))
+
+
+def _run(tasks: Sequence[Callable[[], Any]], jobs: int) -> Iterator[tuple[int, Any]]:
+    """The number and result of each task, as they finish."""
+    jobs = min(jobs or cores(), len(tasks))
+    if jobs < 2 or not can_fork():
+        yield from ((number, task()) for number, task in enumerate(tasks))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        running = {pool.submit(task): number for number, task in enumerate(tasks)}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _on_cards(
+    method: str, spec: TrainingSpec, cards: Sequence[GPU], policies: Sequence[str], most_gpus: int
+) -> list[Place] | str:
+    """The places of one method on these cards; the reason if the model refuses the method."""
+    gc.disable()  # traces are millions of small objects without cycles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            method_on = _Method(method, spec, cards[0], list(policies))
+            return [method_on.place(card, most_gpus) for card in cards]
+        except UserError as error:
+            return str(error)
+
+
+class _Method:
+    """One method in one process and in several, on cards for which policies rank alike."""
+
+    def __init__(self, method: str, spec: TrainingSpec, card: GPU, policies: list[str]) -> None:
+        self.method, self.spec, self.policies = method, spec, policies
+        self.workload = load(spec, card)
+        self.tokens = self.workload.shape.get("seq_length", 0)
+        self.traces: dict[tuple[Any, int], tuple[TrainingSpec, Tracer]] = {}  # by kernels and number of cards
+        self.first = Estimates(self._traces(card, 1)[1], memory_budget(None, card), most=MOST_BATCH)
+        self.first.trace_candidates(policies)
+        if not self.first.anchors:
+            raise UserError("; ".join(self.first.rejected.values()))
+
+    def place(self, card: GPU, most_gpus: int) -> Place:
+        """The place on `card`."""
+        room, tracer = memory_budget(None, card), self._on(card, 1)
+        estimates = replace(
+            self.first, tracer=tracer, room=room, scaled={}, bests={}, typical_seconds={},
+            anchors={policy: _on_card(trace, card) for policy, trace in self.first.anchors.items()},
+        )  # fmt: skip
+        found = search(estimates, self.policies, shown=1)
+        if found:
+            return self._found(card, 1, found[0])
+        lean = estimates.leanest().policy
+        one = tracer.trace(lean, 1)
+        assert isinstance(one, StepTrace), "the policy suits the model"
+        shared = sum(one.at_peak[category] for category in SHARDED)
+        for gpus in (2**n for n in range(1, most_gpus.bit_length())):
+            if one.peak_reserved - shared + shared / gpus <= _SLACK * room.limit:
+                best = self._largest(card, gpus, estimates, lean)
+                if best is not None:
+                    return self._found(card, gpus, best)
+        needed = room.needs(self._candidate(tracer, lean, 1))
+        return Place(card.name, self.method, self.tokens, needed=needed)
+
+    def _largest(self, card: GPU, gpus: int, alone: Estimates, policy: str) -> Candidate | None:
+        """About the largest batch that fits each of several cards, traced; None if no sample fits.
+
+        A further sample adds as many bytes as in one process. Traces under FSDP2 are slow, so only two are made.
+        """
+        tracer = self._on(card, gpus)
+        room = memory_budget(None, card, None, tracer.workload.launch)
+        first = self._candidate(tracer, policy, 1)
+        if not room.fits(first):
+            return None
+        others = first.reserved - alone.reserved(policy, 1)
+        limit = int(_CAUTION * room.limit)
+        batch = largest_fitting(lambda n: others + alone.reserved(policy, n), limit, MOST_BATCH)
+        if batch <= 1:
+            return first
+        larger = self._candidate(tracer, policy, batch)
+        return larger if room.fits(larger) else first
+
+    def _candidate(self, tracer: Tracer, policy: str, batch: int) -> Candidate:
+        trace = tracer.trace(policy, batch)
+        assert isinstance(trace, StepTrace), "the policy suits the model"
+        return Candidate.of(policy, batch, trace, self.spec.data.accumulation)
+
+    def _on(self, card: GPU, gpus: int) -> Tracer:
+        return _CardTracer(self._traces(card, gpus)[1], card)
+
+    def _traces(self, card: GPU, gpus: int) -> tuple[TrainingSpec, Tracer]:
+        """The spec on that many cards, under FSDP2 if there are several, and its traces on such cards."""
+        key = same_kernels(card), gpus
+        if key not in self.traces:
+            spec = self.spec
+            if gpus > 1:
+                storage = {"quant_storage": spec.precision.dtype} if spec.quantisation.load_in_4bit else {}
+                spec = spec.edit(**fields_of({"launch": "fsdp2", "processes": gpus}), **storage)
+            workload = load(spec, card) if gpus > 1 else replace(self.workload, device=card)
+            self.traces[key] = spec, Tracer(workload)
+        return self.traces[key]
+
+    def _found(self, card: GPU, gpus: int, best: Candidate) -> Place:
+        spec = self._traces(card, gpus)[0].edit(policy=best.policy, batch_size=best.batch, device=card.name)
+        speed = best.samples_per_second * gpus * (self.tokens or 1)
+        figures = best.policy, best.batch, best.reserved, best.seconds, speed
+        command = command_for(spec, self.workload.kind)
+        return Place(card.name, self.method, self.tokens, gpus, *figures, command=command)
+
+
+class _CardTracer(Tracer):
+    """The traces of another tracer, each made alone, as `card` counts and times them."""
+
+    def __init__(self, tracer: Tracer, card: GPU) -> None:
+        super().__init__(replace(tracer.workload, device=card))
+        self.tracer, self.card = tracer, card
+
+    def _missing(self, wanted: Iterable[Key], alone: bool, extra: Iterable[Key] = ()) -> list[list[Key]]:
+        return super()._missing(wanted, True)
+
+    def _run(self, sessions: list[list[Key]], typical: bool = False) -> Iterator[list[Traced]]:
+        for keys in sessions:
+            yield [_on_card(trace, self.card) for trace in self.tracer.all(keys, alone=True)]
+
+
+def _on_card(trace: Any, card: GPU) -> Any:
+    """The same step on a card with the same kernels; a reason why there is no trace stays what it is."""
+    if not isinstance(trace, StepTrace):
+        return trace
+    return replace(trace, device=card.name, gpu=None if GPUS.get(card.name) == card else card)

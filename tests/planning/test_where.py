@@ -1,0 +1,119 @@
+"""`where`: every row is the answer of `estimate`, cards with the same kernels share traces, and prices rank rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_ft.cli import app as cli
+from ckpt_ft.cli.where import read_prices
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.fake.dispatcher import compute_capability
+from ckpt_ft.memory.gpus import GPUS, find_gpu
+from ckpt_ft.memory.rules import cuda, sdpa
+from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.planning.where import Place, Places, where
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.training_spec import TrainingSpec
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 512,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def small(name: str, nbytes: int) -> object:
+    """A card with the memory of a tiny one, under a name of its own."""
+    from dataclasses import replace
+
+    gpu = find_gpu(name)
+    return replace(gpu, name=f"small-{name}", memory=gpu.context + nbytes)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def places(config: str) -> Places:
+    spec = TrainingSpec.of(config, dtype="bfloat16", seq_length=128)
+    cards = [find_gpu("rtx-4090"), find_gpu("rtx-3090"), small("t4", 345 * 2**20)]
+    kinds = ("none", "full,head")
+    return where(
+        spec, cards, methods=("full", "LoRA"), policies=kinds, prices={"rtx-3090": 0.3, "rtx-4090": 0.4}, jobs=1
+    )
+
+
+def test_each_row_is_the_answer_of_estimate(config: str, places: Places) -> None:
+    assert [(place.card, place.method) for place in places.rows[:2]] == [("rtx-4090", "full"), ("rtx-3090", "full")]
+    for place in [place for place in places.rows if place.gpus == 1 and place.card in GPUS]:
+        lora = {"lora_r": 16} if place.method == "LoRA" else {}
+        told = estimate(TrainingSpec.of(
+            config, dtype="bfloat16", seq_length=128, policy=place.policy, batch_size=place.batch, device=place.card,
+            **lora,
+        ))  # fmt: skip
+        assert (place.peak_reserved, place.seconds) == (told.peak_reserved, told.seconds)
+        assert told.headroom is not None
+        assert told.headroom >= 0
+        assert place.speed == pytest.approx(place.batch * 128 / place.seconds)
+
+
+def test_a_step_too_large_for_one_card_is_shared_by_the_fewest_that_hold_it(config: str, places: Places) -> None:
+    full = next(place for place in places.rows if place.card == "small-t4" and place.method == "full")
+    assert full.gpus == 4
+    assert full.speed == pytest.approx(full.gpus * full.batch * 128 / full.seconds)
+    assert f"--num_processes {full.gpus}" in full.command
+    fields = fields_of({"launch": "fsdp2", "processes": full.gpus})
+    told = estimate(TrainingSpec.of(
+        config, dtype="bfloat16", seq_length=128, policy=full.policy, batch_size=full.batch, device="t4", **fields,
+    ))  # fmt: skip
+    assert (told.peak_reserved, told.seconds) == (full.peak_reserved, full.seconds)
+
+
+def test_cards_are_alike_only_where_every_rule_agrees() -> None:
+    kinds = {gpu.arch: gpu for gpu in GPUS.values()}
+    for one, other in combinations(kinds.values(), 2):
+        if cuda.same_kernels(one) != cuda.same_kernels(other):
+            continue
+        a, b = compute_capability(one), compute_capability(other)
+        assert cuda.cublas_workspace(a) == cuda.cublas_workspace(b)
+        for head, dtype in product((64, 100, 128, 200, 256), (torch.float16, torch.bfloat16, torch.float32)):
+            tensor = torch.zeros(1, 2, 4, head, dtype=dtype, device="meta", requires_grad=True)
+            call = sdpa.Call(tensor, tensor, tensor, None, 0.1, True, False)
+            assert sdpa.choose(call, a) == sdpa.choose(call, b), (one.name, other.name, head, dtype)
+
+
+def test_prices_are_read_from_words_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text("rtx-4090: 0.4\nH100: 2.5\n")
+    assert read_prices([str(file), "l4=0.7"]) == {"rtx-4090": 0.4, "h100": 2.5, "l4": 0.7}
+    for wrong, said in (("h100=cheap", "dollars an hour"), ("nowhere.yaml", "neither card=dollars nor a file")):
+        with pytest.raises(UserError, match=said):
+            read_prices([wrong])
+    assert Place("h100", "full", 0, 2, speed=1e6 / 3600, dollars_per_hour=5.0).dollars_per_million == pytest.approx(5)
+
+
+def test_the_command_prints_rows_by_price(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "where.html"
+    words = ["where", config, "--dtype", "bfloat16", "--device", "l4,rtx-3090", "--method", "lora", "--policy", "full",
+             "--seq-length", "64", "--price", "l4=9,rtx-3090=0.1", "--jobs", "1", "--html", str(page)]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words])
+    assert cli._main() == 0
+    shown = capsys.readouterr().out
+    assert shown.index("rtx-3090") < shown.index("l4 ")
+    assert "cheapest on 1 x rtx-3090: ckpt-ft recipe llm" in shown
+    assert "rtx-3090" in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "where", config, "--method", "qat"])
+    with pytest.raises(UserError, match="choose from full, LoRA, QLoRA"):
+        cli._main()
