@@ -56,22 +56,28 @@ def fit(tmp_path: Path, settings: ACArguments, **more: Any) -> Fitted:
     return fitted
 
 
-def test_auto_becomes_a_policy_that_fits(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    """A model with a plan for 3 MiB, which several tests read: a plan takes seconds."""
     settings = ACArguments(ac_policy="auto", ac_budget="3MiB")
-    fitted = fit(tmp_path, settings, per_device_train_batch_size=8)
+    return fit(tmp_path_factory.mktemp("fitted"), settings, per_device_train_batch_size=8)
+
+
+def test_auto_becomes_a_policy_that_fits(fitted: Fitted) -> None:
     assert fitted.plan is not None
     assert str(fitted.policy) == fitted.plan.best.policy
-    assert settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
+    assert fitted.settings == ACArguments(ac_policy="auto", ac_budget="3MiB")
     assert fitted.plan.best.batch == 8
     trained = fitted.workload.model
     assert fitted.workload.make_optimizer is not None
     step, optimizer = fitted.workload.step(8), fitted.workload.make_optimizer(trained)
     from ckpt_ft.checkpointing.apply import apply_policy
 
-    apply_policy(trained, fitted.policy)
+    applied = apply_policy(trained, fitted.policy)
     for _ in range(2):
         with Tracker(trained, optimizer, limit=3 * MIB, ops=False) as tracker:
             step(trained, optimizer)
+    applied.remove()
     assert tracker.peak <= 3 * MIB
 
 
@@ -105,8 +111,7 @@ def test_the_batch_that_is_found_fits_as_one_of_several(tmp_path: Path) -> None:
     assert fitted.workload.trace(3).peak_allocated <= limit
 
 
-def test_a_plan_is_taken_as_a_file(tmp_path: Path) -> None:
-    fitted = fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="3MiB"))
+def test_a_plan_is_taken_as_a_file(fitted: Fitted, tmp_path: Path) -> None:
     assert fitted.plan is not None
     path = tmp_path / "plan.json"
     path.write_text(fitted.plan.to_json())
@@ -177,9 +182,9 @@ def test_out_of_memory_is_planned_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("on_oom", "at_step"), [("stop", 0), ("replan", 3)])
-def test_or_not(on_oom: str, at_step: int, tmp_path: Path) -> None:
+def test_or_not(on_oom: str, at_step: int, fitted: Fitted, tmp_path: Path) -> None:
     """Asked to stop; or steps were made and no checkpoint holds them."""
-    session = Planned(fit(tmp_path, ACArguments(ac_policy="auto", ac_budget="5MiB", ac_on_oom=on_oom)))
+    session = Planned(replace(fitted, settings=replace(fitted.settings, ac_on_oom=on_oom)))
     directory = RunDirectory(str(tmp_path), lora=False)
     with pytest.raises(torch.OutOfMemoryError):
         train_with_replanning(Failing(1, at_step), session, directory)  # type: ignore[arg-type]

@@ -129,7 +129,6 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         "run(lambda: RunDirectory(sys.argv[1], lora=False).open())"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "out")]
-    assert subprocess.run(command, timeout=300).returncode == 0
     RunDirectory(str(tmp_path / "out"), lora=False).open()
     second = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert second.returncode == 2
