@@ -19,6 +19,7 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
+_grad_modes: list[bool] = []  # of the backwards whose second runs are under way, innermost last
 _make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch >= 2.12
 
 
@@ -88,6 +89,7 @@ class DroppedTensors:
             return tensor
 
         grad = torch.is_grad_enabled()
+        _grad_modes.append(grad)
         _set_grad_enabled(True)
         push_hooks(pack, _same)
         try:
@@ -98,6 +100,7 @@ class DroppedTensors:
         finally:
             pop_hooks()
             _set_grad_enabled(grad)
+            _grad_modes.pop()
         if made != len(slots):
             raise CheckpointError(
                 f"the second run of a checkpoint saved {made} tensors for backward where its first saved "
@@ -122,9 +125,23 @@ def saved_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """
     if _make_saved_tensor is not None:
         unpack: Callable[[], torch.Tensor] = _make_saved_tensor(tensor, is_output=False).unpack
-        return unpack
-    node: Any = _Saved.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
-    return lambda: node.saved_tensors[0]
+    else:
+        node: Any = _Saved.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+
+        def unpack() -> torch.Tensor:
+            saved: torch.Tensor = node.saved_tensors[0]
+            return saved
+
+    def as_in_backward() -> torch.Tensor:
+        """Unpacks in the grad mode of backward: a hook, such as that of `pointwise`, reads double backward from it."""
+        grad = torch.is_grad_enabled()
+        _set_grad_enabled(_grad_modes[-1] if _grad_modes else grad)
+        try:
+            return unpack()
+        finally:
+            _set_grad_enabled(grad)
+
+    return as_in_backward
 
 
 class _Saved(torch.autograd.Function):
