@@ -33,6 +33,7 @@ _FLAGS: dict[str, dict[str, str]] = {
         **_TRAINER,
         "lora_r": "lora_r",
         "lora_targets": "lora_target_modules",
+        "lora_target_parameters": "lora_target_parameters",
         "lora_dropout": "lora_dropout",
         "use_dora": "use_dora",
         "peft_config": "peft_config",

@@ -227,6 +227,9 @@ class AdapterSpec(Part):
             raise UserError("text encoders are trained by LoRA: give a rank too, 16 for example")
         if self.use_dora and not self.lora_r:
             raise UserError("DoRA is a kind of LoRA: give a rank too, 16 for example")
+        if self.lora_target_parameters and (self.lora_dropout or self.use_dora):
+            what = "DoRA" if self.use_dora else f"LoRA dropout {self.lora_dropout}"
+            raise UserError(f"{what} and LoRA target parameters: PEFT adapts parameters by plain LoRA alone; drop one")
         if self.peft is not None and self.lora_r:
             raise UserError("LoRA by rank and a configuration of PEFT are two adapters: give one of them")
 

@@ -60,6 +60,9 @@ class ModelArguments:
     lora_target_modules: list[str] | None = flag(
         None, "Modules that get an adapter; all-linear for every linear layer but the head."
     )
+    lora_target_parameters: list[str] | None = flag(
+        None, "Parameters that get an adapter, such as fused experts: mlp.experts.gate_up_proj mlp.experts.down_proj."
+    )
     use_dora: bool = flag(False, "DoRA instead of LoRA.")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes).")
     bnb_4bit_quant_type: str = flag("nf4", "4-bit type.", choices=["fp4", "nf4"])
@@ -76,6 +79,7 @@ class ModelArguments:
         check_flags(self)
         check_peft_flag(self.peft_config, {name: getattr(self, name) is not None for name in _LORA} | {
             "lora_target_modules": self.lora_target_modules, "use_dora": self.use_dora,
+            "lora_target_parameters": self.lora_target_parameters,
         })  # fmt: skip
 
     @property
@@ -87,7 +91,10 @@ class ModelArguments:
     def lora(self) -> dict[str, Any]:
         """Rank, alpha and dropout, by LoraConfig's names."""
         asked = {name: getattr(self, flag) for flag, (name, _) in _LORA.items()}
-        return {name: default if asked[name] is None else asked[name] for name, default in _LORA.values()}
+        found = {name: default if asked[name] is None else asked[name] for name, default in _LORA.values()}
+        if self.lora_target_parameters and self.lora_dropout is None:
+            found["lora_dropout"] = 0.0  # PEFT adapts parameters without dropout
+        return found
 
     @property
     def source(self) -> dict[str, Any]:
@@ -170,6 +177,9 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments, **more: Any) -> 
     """Freezes `model` and adds LoRA adapters or those of a PEFT configuration; `more` goes to `adapter_config`."""
     from peft import get_peft_model
 
+    from ckpt_ft.workloads.adapters import check_target_parameters
+
+    check_target_parameters(model, args.lora_target_parameters or ())
     config = adapter_config(args, **more)
     if args.peft_config is not None:
         with library_reads(f"--peft_config {args.peft_config}"):
@@ -195,6 +205,7 @@ def adapter_config(
     return LoraConfig(
         **args.lora,
         target_modules=found[0] if found == ["all-linear"] else found,
+        target_parameters=args.lora_target_parameters,
         use_dora=args.use_dora,
         modules_to_save=list(modules_to_save) or None,
         **task,

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_ft.checkpointing.blocks import find_blocks
 from ckpt_ft.checkpointing.towers import Tower, find_towers
-from ckpt_ft.errors import UserError
+from ckpt_ft.errors import UserError, meant
 from ckpt_ft.spec.defaults import LORA_DROPOUT, TRAINED_TOWERS
 from ckpt_ft.spec.peft_file import configuration, takes
 from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import library_reads
 
 from .quantised_bases import method_of, pack
@@ -187,19 +188,63 @@ def adapt(model: Any, spec: TrainingSpec) -> Any:
         return model
     from peft import get_peft_model
 
+    check_target_parameters(model, spec.adapter.lora_target_parameters)
     on_meta = next(model.parameters()).is_meta
     values: AbstractContextManager[Any] = Valueless() if on_meta else nullcontext()
     asked = f"LoRA targets {', '.join(spec.adapter.lora_targets)}" if spec.adapter.lora_r else "the PEFT configuration"
     with library_reads(asked), torch.device("meta" if on_meta else "cpu"), values, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT corrects it for GPT-2's Conv1D
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")  # it is about merging
-        adapted = get_peft_model(model, _configuration(spec, towers, on_meta))
+        config = _configuration(spec, towers, on_meta)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            if "lora_dropout != 0" not in str(error):
+                raise
+            raise UserError(
+                f"LoRA dropout {config.lora_dropout}: PEFT adapts fused experts without; give 0"
+            ) from error
     if on_meta:
         _train_rank_numbers(adapted)
         tell_sizes(adapted)
     if spec.quantisation.load_in_4bit:
         _show_weights(adapted)
     return adapted.train()
+
+
+def check_target_parameters(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raises UserError for a target of `target_parameters` that names no parameter of `model`."""
+    names = [name for name, _ in model.named_parameters()]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            fused = dict.fromkeys(".".join(name.split(".")[-3:]) for name, _ in fused_experts(model))
+            known = f"; those of experts are {', '.join(fused)}" if fused else "; it has no fused experts"
+            raise UserError(
+                f"LoRA target parameter '{target}': no parameter has that name{meant(target, fused)}{known}"
+            )
+
+
+def fused_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The weights of experts that are fused into 3-D parameters, by name."""
+    return [(name, p) for name, p in model.named_parameters() if p.ndim == 3 and "experts" in name]
+
+
+def notes_on_experts(model: nn.Module, spec: TrainingSpec) -> tuple[str, ...]:
+    """What quantisation leaves of a mixture of experts, in one sentence.
+
+    bitsandbytes packs linear layers. [transformers/integrations/bitsandbytes.py, replace_with_bnb_linear]
+
+    Raises:
+        UserError: 8 bits over fused experts.
+    """
+    nbytes = sum(p.nbytes for _, p in fused_experts(model))
+    if not nbytes or not spec.quantisation.bits:
+        return ()
+    left = f"bitsandbytes packs linear layers only, and {format_bytes(nbytes)} of experts in 3-D parameters stay in "
+    left += spec.precision.dtype
+    if spec.quantisation.load_in_8bit:
+        raise UserError(f"8 bits over fused experts: {left}; leave 8 bits out, or take --load-in-4bit, which tells so")
+    return (f"4 bits: {left}; axolotl's quantize_moe_experts packs them, too",)
 
 
 def notes_on(spec: TrainingSpec) -> tuple[str, ...]:
@@ -347,7 +392,7 @@ def _configuration(spec: TrainingSpec, towers: TrainedTowers | None, without_val
         task_type="SEQ_CLS" if spec.trainer.trainer == "reward" else None,
         r=rank,
         lora_alpha=2 * rank,
-        lora_dropout=LORA_DROPOUT if dropout is None else dropout,
+        lora_dropout=(0.0 if spec.adapter.lora_target_parameters else LORA_DROPOUT) if dropout is None else dropout,
         target_modules=chosen,
         modules_to_save=list(spec.adapter.lora_modules_to_save) or None,
         target_parameters=list(spec.adapter.lora_target_parameters) or None,

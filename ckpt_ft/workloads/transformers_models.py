@@ -14,7 +14,7 @@ from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.standins import flash_attention, liger
 
 from . import batches
-from .adapters import adapt, by_task, refusals
+from .adapters import adapt, by_task, notes_on_experts, refusals
 from .batches import ImagePositions, check_packing, one_behind_another
 from .images import Pictured, pictured
 from .model_config import read_processor
@@ -79,7 +79,7 @@ def transformers_model(name: str, config: Mapping[str, Any], spec: TrainingSpec)
         shape |= {"images": spec.data.images, "image_tokens": seen.image_tokens}
     if kind.__name__ not in (config.get("architectures") or [kind.__name__]):
         said = (*said, f"a backbone alone has no loss: {kind.__name__} is trained")
-    notes = (*said, *batches.notes_on(built, task, spec))
+    notes = (*said, *batches.notes_on(built, task, spec), *notes_on_experts(built, spec))
     loss = partial(_loss, task.loss, refusals(spec))
     return Workload(adapt(built, spec), make_batch, loss, kind=task.kind, shape=shape, notes=notes)
 

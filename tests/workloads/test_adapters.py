@@ -343,6 +343,32 @@ def test_lora_of_parameters(tmp_path: Path) -> None:
     assert more == only + 2 * 4 * 4 * (256 + 512)  # blocks, experts, rank
 
 
+def test_quantised_and_adapted_experts_are_told(tmp_path: Path) -> None:
+    """bitsandbytes packs linear layers: fused experts stay, and PEFT adapts them by their parameters' names."""
+    mixtral = {
+        **LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    common: dict[str, Any] = {"lora_r": 4, "dtype": "bfloat16", "seq_length": 32}
+    with pytest.raises(UserError, match="LoRA dropout 0.05: PEFT adapts fused experts without; give 0"):
+        load(TrainingSpec.of(str(tmp_path), **common), "cpu")
+    spec = TrainingSpec.of(str(tmp_path), load_in_4bit=True, lora_targets=("q_proj",), **common)
+    workload = load(spec, "cpu")
+    experts = [p for name, p in workload.model.named_parameters() if p.ndim == 3 and "experts" in name]
+    assert {p.dtype for p in experts} == {torch.bfloat16}
+    said = next(note for note in workload.notes if "3-D parameters" in note)
+    assert f"{sum(p.nbytes for p in experts) / 2**20:.1f} MiB of experts" in said
+    with pytest.raises(
+        UserError, match=r"8 bits over fused experts: .* of experts in 3-D parameters stay in bfloat16"
+    ):
+        load(TrainingSpec.of(str(tmp_path), load_in_8bit=True, **common), "cpu")
+    with pytest.raises(UserError, match=r"'experts.up': no parameter has that name; those of experts are mlp.experts"):
+        load(TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.up",), **common), "cpu")
+    with pytest.raises(UserError, match=r"LoRA dropout 0.1 and LoRA target parameters"):
+        TrainingSpec.of(str(tmp_path), lora_target_parameters=("experts.down_proj",), lora_dropout=0.1, **common)
+
+
 def test_norms_embeddings_and_head_in_float32(config: str) -> None:
     narrow = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16"), "cpu").model
     wide = load(TrainingSpec.of(config, seq_length=32, dtype="bfloat16", float32_ends=True), "cpu").model

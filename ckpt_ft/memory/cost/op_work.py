@@ -178,10 +178,16 @@ def addmm_flops(added: Tensor, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) 
     return 2 * a.numel() * b.size(-1)
 
 
+def grouped_matmul_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Flops of a product per expert: each token meets one expert's matrix, however many experts there are."""
+    return 2 * left[0 if left.dim() == 3 else slice(None)].numel() * right.size(-1)
+
+
 # In torch 2.11, torch's own formulas refuse grouped heads (fewer of the key than of the query) and count the gradient
 # of a grouped convolution's weight as if it were not grouped.
 _FLOPS: dict[Any, Callable[..., int]] = {
     aten.addmm: addmm_flops,
+    aten._grouped_mm: grouped_matmul_flops,
     aten.convolution_backward: convolution_backward_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
@@ -319,6 +325,19 @@ def _matmul(first: int) -> _ShapeRule:
         return prod(batch), rows, right.shape[-1], terms, UNEVEN if uneven else 0
 
     return shape
+
+
+def _grouped_matmul(args: tuple[Any, ...], out: Any) -> Shape:
+    """A product for each expert, of its share of the tokens: experts with few tokens fill tiles partly."""
+    left, right = args[:2]
+    if right.dim() == 2 and left.dim() == 2:  # the weights' gradient: (columns, tokens) by (tokens, columns)
+        groups, rows, columns = out.shape
+        terms = -(-left.shape[1] // groups)
+    else:
+        groups, columns, terms = max(left, right, key=Tensor.dim).shape[0], out.shape[-1], left.shape[-1]
+        rows = -(-out.shape[-2] // (groups if out.dim() == 2 else 1))
+    uneven = any(_row_bytes(t) % VECTOR for t in (left, right))
+    return groups, rows, columns, terms, UNEVEN if uneven else 0
 
 
 def _row_bytes(matrix: Tensor) -> int:
@@ -505,7 +524,7 @@ _RULES: dict[str, _ShapeRule] = {
     "bmm": _matmul(0),
     "addmm": _matmul(1),
     "baddbmm": _matmul(1),
-    "_grouped_mm": _matmul(0),
+    "_grouped_mm": _grouped_matmul,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_softmax": _softmax(1),

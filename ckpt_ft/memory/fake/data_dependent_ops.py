@@ -1,7 +1,7 @@
 """Fixed assumptions for ops whose result depends on data that a trace does not have.
 
 If a step asks a fake tensor for a value that is not known (values.py), one of these assumptions answers:
-- Indices (topk, argmax, sort, one_hot) are spread evenly over their classes: each expert receives
+- Indices (topk, argmax, max, sort, one_hot) are spread evenly over their classes: each expert receives
   tokens * top_k / experts tokens.
 - Other masks are full where their size decides a shape (nonzero, boolean indexing): the worst case.
 - A question whether anything is NaN is answered no: any(), == and is-NaN are False, all() is True, and a GradScaler
@@ -36,7 +36,7 @@ _CLEAN = "a condition on data is taken as in a clean batch: nothing is NaN or le
 _NEGATIVE = ("aten.any", "aten.isnan", "aten.isinf", "aten.eq", "aten.ne", "aten.logical_not")
 _INDEX_MAKERS = {  # the index of the argument that is the dimension, and its default (None: all dimensions)
     aten.topk.default: (2, -1), aten.sort.default: (1, -1), aten.argsort.default: (1, -1), aten.sort.stable: (1, -1),
-    aten.argmax.default: (1, None),
+    aten.argmax.default: (1, None), aten.max.dim: (1, None), aten.min.dim: (1, None),
 }  # fmt: skip
 _CARRIERS = {
     aten.any.default, aten.any.dim, aten.gt.Scalar, aten.clone.default, aten._to_copy.default, aten.index.Tensor,
