@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.gpus import GPU, GPU_VARIANTS, GPUS, current_gpu, find_gpu, match_device
+from ckpt_ft.memory.gpus import GPU, GPUS, current_gpu, find_gpu, match_device
 from ckpt_ft.units import GIB, MIB
 
 AMD = {"mi250", "mi300x", "mi325x", "mi355x"}
@@ -87,7 +87,7 @@ def test_figures_are_the_datasheets(name, gib, gbs, fp32, half):
     assert gpu.fp16 == pytest.approx(half * 1e12, rel=0.01)
 
 
-@pytest.mark.parametrize("name", [gpu for gpu, like, *_ in GPU_VARIANTS if like.startswith("rtx-")])
+@pytest.mark.parametrize("name", [name for name in GPUS if name.startswith("rtx-")])
 def test_fp32_of_a_geforce_is_its_cores_at_a_clock_that_there_is(name):
     """128 lanes (Turing: 64) of two operations an SM and cycle."""
     gpu = find_gpu(name)
