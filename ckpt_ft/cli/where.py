@@ -151,10 +151,11 @@ def _tables(spec: TrainingSpec, found: Places, cards: Sequence[GPU]) -> list[Tab
 
 
 def _row(place: Place, priced: bool) -> tuple[str, ...]:
-    cells = [place.card, DASH, f"needs {format_at_least(place.needed)}", *[DASH] * 4]
     if place.gpus:
         figures = format_bytes(place.peak_reserved), format_number(place.seconds), format_number(place.speed)
         cells = [place.card, str(place.gpus), place.policy, str(place.batch), *figures]
+    else:
+        cells = [place.card, DASH, f"needs {format_at_least(place.needed)}", *[DASH] * 4]
     cost = place.dollars_per_million
     return (*cells, *([DASH if cost is None else f"{cost:.3g}"] if priced else []))
 
