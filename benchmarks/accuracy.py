@@ -26,9 +26,9 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import accuracy_prose as prose
+from benchmarks import experts, kernels, operators, t4_lora
 from benchmarks import figures as toys
 from benchmarks import flux2 as klein
-from benchmarks import kernels, operators, t4_lora
 from benchmarks import sharded as llama
 from ckpt_ft.errors import UserError, run
 
@@ -160,12 +160,25 @@ def many_gpus(most: int | None) -> Group:
     return group
 
 
+def mixtures(most: int | None) -> Group:
+    """Qwen3-30B-A3B under FSDP2 on eight H200."""
+    header = ("row", "reserved GiB: published", "predicted", "error")
+    group = Group("A mixture of experts on eight H200", prose.EXPERTS, header)
+    trace = experts.trace()
+    reserved = trace.peak_reserved / 2**30
+    error = reserved / experts.RESERVED - 1
+    cells = [f"{experts.RESERVED:.2f}", f"{reserved:.2f}", percent(error)]
+    group.add(experts.NAME, cells, experts.SECONDS, trace.seconds, reserved=error)
+    return group
+
+
 GROUPS: dict[str, Callable[[int | None], Group]] = {
     "t4": t4,
     "flux2": flux2,
     "figures": figures,
     "sharded": sharded,
     "many_gpus": many_gpus,
+    "experts": mixtures,
 }
 
 
@@ -184,7 +197,7 @@ def draw(groups: Iterable[Group], path: Path) -> None:
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
     for group, colour, mark in zip(
-        groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195"), "osD^v", strict=True
+        groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00"), "osD^vP", strict=True
     ):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)

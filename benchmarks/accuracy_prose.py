@@ -78,6 +78,14 @@ A100 80 GB has a network of 400 Gb/s. The column `predicted` assumes that networ
 1,600 Gb/s of a DGX, the default of this package for the card. The time that many ranks wait for each other is not
 modelled."""
 
+EXPERTS = """\
+prime-rl's benchmark of full training (its repository, benchmarks/baselines): every block checkpointed, experts by
+grouped products, the loss in chunks of 2,048 tokens, two micro-batches of 16,384 tokens. The trace has fp32
+parameters, gradients and Adam states, bf16 computation, FlashAttention-2, a reduction of the gradients after each
+micro-batch, the loss of ordinary training under the policy `head`, without what reinforcement learning adds, and
+tokens spread evenly over the experts.
+axolotl's published QLoRA of GLM-4.7-Flash is not among the rows: its quantised experts are not modelled."""
+
 KERNELS = """\
 ## Single kernels
 
