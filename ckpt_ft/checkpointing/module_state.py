@@ -6,7 +6,7 @@ the first run itself (BatchNorm's statistics, a counter, the last frames of a ca
 same state as the first and must leave no change behind.
 
 * **Entries.** Before the first run, all containers of the modules are copied shallowly: attributes, tables of
-  parameters, buffers, submodules and forward hooks, and the lists, dicts and sets in attributes. Entries that have
+  parameters, buffers, submodules and hooks, and the lists, dicts and sets in attributes. Entries that have
   changed are restored for the second run, and the newer entries are put back after it.
 * **Tensors written in place**, mostly buffers (Bulò et al. 2018, arXiv:1712.02616, handle BatchNorm's). A copy must
   exist before the write. The region finds out in its first call in train and in eval mode which tensors it writes, and
@@ -51,6 +51,8 @@ _tables = operator.itemgetter(
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
 )
 _OWN = frozenset(vars(nn.Module()))
 _NOT_RESTORED = frozenset({"forward", "_ckpt_ft_applied", "_replicate_for_data_parallel"})
@@ -251,7 +253,8 @@ class StateBeforeFirstRun:
     """The state of a region's modules before its first run, and of their parameters after that run."""
 
     __slots__ = (
-        "_arrays", "_contents", "_copies", "_parameters", "_state", "_tensors", "_values", "_versions", "_zero3",
+        "_arrays", "_contents", "_copies", "_hooks", "_parameters", "_state", "_tensors", "_values", "_versions",
+        "_zero3",
     )  # fmt: skip
 
     def __init__(self, state: ModuleState, contents: Contents, training: bool) -> None:
@@ -305,12 +308,17 @@ class StateBeforeFirstRun:
         for module, name, copy in self._arrays:
             if module.__dict__[name].tobytes() != copy.tobytes():
                 module.__dict__[name] = copy.copy()
+        self._hooks = {id(table): set(table) for table in _hook_tables(self._parameters)}
         return there
 
     def undo(self, there: Copies) -> None:
         """Put back what `restore` replaced, after the second run."""
         if not there.unchanged():
             there.put(self._zero3)
+        for table in _hook_tables(self._parameters):
+            known = self._hooks.get(id(table), set())
+            for key in [key for key in table if key not in known]:  # the first run has registered this hook already
+                del table[key]
 
     def changes(self) -> list[str]:
         """Describe the attributes that have changed since the start of the first run."""
@@ -472,6 +480,12 @@ def _values(parameters: list[nn.Parameter]) -> Values:
         [value.requires_grad for value in parameters],
         [value.untyped_storage()._cdata if type(value) is nn.Parameter else 0 for value in parameters],
     )
+
+
+def _hook_tables(parameters: list[nn.Parameter]) -> list[dict[int, Any]]:
+    """Return the tables of hooks on the parameters themselves, except empty ones."""
+    tables: Any = [(value._backward_hooks, value._post_accumulate_grad_hooks) for value in parameters]
+    return [table for pair in tables for table in pair if table]
 
 
 def _versions(parameters: list[nn.Parameter]) -> list[int]:

@@ -75,3 +75,47 @@ def test_the_last_tensor_is_the_first_runs_own() -> None:
     loss.backward()
     assert all(block.last is tensor for block, tensor in zip(model.blocks, last, strict=True))
     assert [block.calls for block in model.blocks] == [3, 3, 3]  # three chunks: the second runs count for nothing
+
+
+class Hooked(nn.Module):
+    """Registers backward hooks in its first forward, with an attribute that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.act = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hooked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.mlp.weight.register_hook(lambda grad: grad * 2)
+            self.mlp.bias.register_post_accumulate_grad_hook(_double)
+            self.act.register_full_backward_hook(lambda module, given, grads: (given[0] * 2,))
+            self.act.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+            self.hooked = True
+        return self.act(torch.tanh(self.mlp(x)))
+
+
+def _double(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 2
+
+
+@pytest.mark.parametrize("policy", ["full", "segments:2"])
+def test_a_hook_that_forward_registers_is_there_once(policy: str) -> None:
+    def gradients(policy: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList([Hooked(), Hooked()]))
+        if policy is not None:
+            apply_policy(model, policy, verify="never")
+        x = torch.randn(3, 4, requires_grad=True)
+        found = []
+        for _ in range(2):  # what the second run leaves behind shows in the next step
+            model[0][1](model[0][0](x)).square().sum().backward()
+            found += [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+            x.grad = None
+            model.zero_grad()
+        return found
+
+    plain, ours = gradients(None), gradients(policy)
+    assert len(ours) == len(plain) == 18
+    assert all(map(torch.equal, ours, plain))
