@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic as now
 from typing import TYPE_CHECKING
 
 from ckpt_ft.tables import WIDEST, WIDTH
@@ -11,7 +14,9 @@ from ckpt_ft.tables import WIDEST, WIDTH
 if TYPE_CHECKING:
     from rich.console import Console
 
-LONGEST = 70  # columns of a line of progress
+LONGEST = 78  # columns of a line of progress
+PAUSE = 10  # seconds between lines where there is no terminal
+_COUNTED = re.compile(r"(\d+) of (?:about )?(\d+)\b")
 
 
 def stdout() -> Console:
@@ -25,16 +30,39 @@ def stdout() -> Console:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows on stderr what runs and for how long; shows nothing if stderr is no terminal."""
+    """Shows on stderr what runs and for how long: a line that changes in a terminal, else a line every 10 seconds.
+
+    A line that begins "3 of 20:" or "3 of about 20:" gets the time left, at the pace so far.
+    """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    columns = SpinnerColumn(), BarColumn(12), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    begun, shown = now(), 0.0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def say(line: str) -> None:
-            bar.update(task, description=line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}...")
+            nonlocal shown
+            passed = now() - begun
+            counted = _COUNTED.match(line)
+            done, total = (int(counted[1]), int(counted[2])) if counted else (0, None)
+            if done and total:
+                line = f"{format_seconds(passed / done * (total - done))} left; {line}"
+            bar.update(task, completed=done, total=total, description=shorten(line))
+            if not console.is_terminal and passed - shown >= PAUSE:
+                shown = passed
+                print(f"{passed:.0f} s: {shorten(line)}", file=sys.stderr, flush=True)
 
         yield say
+
+
+def format_seconds(seconds: float) -> str:
+    """About how long, as people say it: "40 s", "3 min"."""
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def shorten(line: str) -> str:
+    """`line`, cut to the columns that a line of progress has."""
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from inspect import Parameter
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from ckpt_ft.spec.launch import SIZES
 from ckpt_ft.spec.settings import TYPED, entry_of, table, typed_as
 from ckpt_ft.spec.training_file import read_training_file, read_typed
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.workloads.model_config import checkpoint_dtype, hub_id
+from ckpt_ft.workloads.model_config import checkpoint_dtype, find_model, hub_id
 
 Command = Callable[..., None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -42,7 +43,10 @@ _OF_EVERY_COMMAND = {"model": Model, "config": Config, "recipe": Recipe}
 
 
 def takes_spec(
-    *without: str, defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
+    *without: str,
+    defaults: Mapping[str, Any] = NOTHING,
+    fixed: Mapping[str, Any] = NOTHING,
+    as_published: bool = False,
 ) -> Callable[[Command], Command]:
     """For commands with a parameter `spec`: MODEL, --config and the spec's flags stand in its place.
 
@@ -53,6 +57,7 @@ def takes_spec(
         without: flags that the command does not have.
         defaults: fields of the spec where no flag sets them.
         fixed: fields that the command decides; they have no flags.
+        as_published: the weights of a known model have the dtype that they are published in, unless a flag sets it.
     """
 
     def decorate(command: Command) -> Command:
@@ -76,6 +81,12 @@ def takes_spec(
                 raise UserError(f"--recipe {recipe}: of which file? give --config file.yaml too")
             if typed_flags.get("dtype") == "auto":
                 typed_flags["dtype"] = checkpoint_dtype(hub_id(model))
+            elif (
+                "dtype" in taken
+                and not config
+                and not {"dtype", "mixed_precision", "bf16", "fp16"} & typed_flags.keys()
+            ):
+                typed_flags |= _published(model, as_published)
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
                 require_applicable(spec.policy)
@@ -98,6 +109,21 @@ def _parameter(name: str, kind: Any, default: Any) -> Parameter:
 def _option(flag: Flag) -> Any:
     text = f"{flag.help} [default: {flag.default}]" if flag.default else flag.help
     return Annotated[flag.type | None, typer.Option(*flag.options, help=text)]
+
+
+def _published(model: str, wanted: bool) -> dict[str, str]:
+    """The dtype that a known model is published in, if that is `wanted`; if not, says that float32 takes more."""
+    if find_model(model) is None:
+        return {}
+    with suppress(UserError):
+        dtype = checkpoint_dtype(hub_id(model))
+        if wanted:
+            _print_notes((f"the weights are {dtype}, as {model} is published; --dtype changes it",))
+            return {"dtype": dtype}
+        if dtype != "float32":
+            _print_notes((f"this is for float32 weights; {model} is published in {dtype}, which takes half the bytes: "
+                          f"add --dtype {dtype}",))  # fmt: skip
+    return {}
 
 
 def _print_notes(notes: tuple[str, ...]) -> None:

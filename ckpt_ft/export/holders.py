@@ -9,6 +9,8 @@ from ckpt_ft.tables import DASH, Table
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import Bytes, Count
 
+_OUTSIDE = {"optimizer": "optimizer state", "activations": "loss"}  # what belongs to no module, by its category
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -45,7 +47,14 @@ def group_holders(holders: Iterable[Holder]) -> list[Holder]:
 def holders_table(holders: Sequence[Holder], peak: int) -> Table:
     """The table of holders in a report, an estimate and a plan; a last row makes it add up to `peak` bytes."""
     rows = [
-        (h.module or DASH, short_op(h.op) or DASH, h.category, str(h.count), format_bytes(h.nbytes)) for h in holders
+        (
+            h.module or _OUTSIDE.get(h.category, DASH),
+            short_op(h.op) or DASH,
+            h.category,
+            str(h.count),
+            format_bytes(h.nbytes),
+        )
+        for h in holders
     ]
     rest = peak - sum(holder.nbytes for holder in holders)
     if rest > 0:

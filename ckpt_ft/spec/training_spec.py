@@ -42,6 +42,7 @@ Count = Annotated[int, Interval(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Interval(ge=0, le=MOST)]  # 0 for none
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
@@ -159,7 +160,9 @@ class PrecisionSpec(Part):
     """The dtype of the weights, and autocast."""
 
     dtype: Dtype = setting(
-        "float32", "dtype of the weights: float32, bfloat16, float16, or auto for that of the checkpoint"
+        "float32",
+        "dtype of the weights: float32, bfloat16, float16, or auto for that of the checkpoint",
+        read=lambda text: _SHORT_DTYPES.get(text.lower(), text),
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = setting(
         "no",

@@ -22,6 +22,12 @@ from urllib.error import HTTPError
 from ckpt_ft.errors import UserError, one_line
 
 CONFIGS = Path(__file__).parent / "configs"
+NICKNAMES = {
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "sd1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "flux": "black-forest-labs/FLUX.1-dev",
+}
 MIRRORS = ("unsloth", "NousResearch")  # owners of copies on the Hub under the same model names
 
 
@@ -75,7 +81,9 @@ def _short_names() -> dict[str, str]:
 
 def hub_id(name: str) -> str:
     """The full name on the Hub of a name with or without its owner; `name` itself if it is unknown or a local path."""
-    return name if name in names() or Path(name).exists() else _short_names().get(name.lower(), name)
+    if name in names() or Path(name).exists():
+        return name
+    return NICKNAMES.get(name.lower()) or _short_names().get(name.lower(), name)
 
 
 def find_model(name: str) -> KnownModel | None:

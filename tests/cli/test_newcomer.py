@@ -1,0 +1,47 @@
+"""What a newcomer types and sees: short names, the dtype of the answer said, and progress with the time left."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_ft.cli import console, params
+from ckpt_ft.export.holders import Holder, holders_table
+from ckpt_ft.spec.flags import fields_of
+from ckpt_ft.spec.training_spec import TrainingSpec
+from ckpt_ft.workloads.model_config import hub_id
+
+
+def test_short_names_of_models_and_dtypes() -> None:
+    assert hub_id("sdxl") == "stabilityai/stable-diffusion-xl-base-1.0"
+    assert hub_id("Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert TrainingSpec.of("gpt2", **fields_of({"dtype": "bf16"})).precision.dtype == "bfloat16"
+
+
+def test_float32_of_a_model_published_in_half_precision_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert params._published("meta-llama/Llama-3.1-8B", wanted=False) == {}
+    assert "add --dtype bfloat16" in capsys.readouterr().err
+    assert params._published("meta-llama/Llama-3.1-8B", wanted=True) == {"dtype": "bfloat16"}
+    assert "the weights are bfloat16" in capsys.readouterr().err
+    assert params._published("openai-community/gpt2", wanted=False) == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_says_the_time_left_every_ten_seconds_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 4.0, 12.0, 15.0, 120.0))
+    monkeypatch.setattr(console, "now", lambda: next(clock))
+    with console.progress() as say:
+        say("1 of 9: early")
+        say("3 of about 9: tracing")
+        say("4 of 9: too soon")
+        say("5 of 9: later")
+    assert capsys.readouterr().err.splitlines() == [
+        "12 s: about 24 s left; 3 of about 9: tracing",
+        "120 s: about 2 min left; 5 of 9: later",
+    ]
+
+
+def test_what_belongs_to_no_module_is_named() -> None:
+    holders = [Holder("", "op", "optimizer", 5, 1), Holder("", "nll_loss", "activations", 4, 1)]
+    assert [row[0] for row in holders_table(holders, 9).rows] == ["optimizer state", "loss"]
