@@ -31,6 +31,9 @@ from benchmarks import figures as toys
 from benchmarks import flux2 as klein
 from benchmarks import sharded as llama
 from ckpt_ft.errors import UserError, run
+from ckpt_ft.planning.estimate import estimate
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "accuracy.md"
 PICTURE = "img/accuracy_seconds.png"
@@ -172,6 +175,38 @@ def mixtures(most: int | None) -> Group:
     return group
 
 
+# name, GiB, seconds of a step (0: not published), model, tokens, policy, and what else differs
+LONG: tuple[tuple[str, float, float, str, int, str, dict[str, Any]], ...] = (
+    ("Qwen3-4B, 98,304 tokens, chunked loss", 59.9, 0.0, "Qwen/Qwen3-4B", 98304, "full,head", {}),
+    ("the same, inputs of blocks in host memory", 48.8, 0.0, "Qwen/Qwen3-4B", 98304, "full,head,offload", {}),
+    (
+        "Qwen3-8B, 1,048,576 tokens on 8 GPUs in a ring, inputs of blocks in host memory",
+        56.2, 373.0, "Qwen/Qwen3-8B", 2**20, "full,head,offload",
+        {"launch": Launch("fsdp2", 8, mixed_precision="bf16", cp=8), "mixed_precision": "bf16"},
+    ),
+)  # fmt: skip
+
+
+def long(most: int | None) -> Group:
+    """TRL's long runs, on one card and with context parallelism."""
+    header = ("run", "allocated GiB: published", "predicted", "error")
+    group = Group("Long sequences", prose.LONG, header)
+    for name, gib, seconds, model, length, policy, more in islice(LONG, most):
+        spec = TrainingSpec.of(
+            model, dtype="bfloat16", seq_length=length, policy=policy, device="h100", rope_scaling="none", **more
+        )
+        found = estimate(spec)
+        error = found.peak_allocated / 2**30 / gib - 1
+        cells = [f"{gib:.1f}", f"{found.peak_allocated / 2**30:.2f}", percent(error)]
+        if seconds:
+            group.add(name, cells, seconds, found.seconds or 0.0, allocated=error)
+        else:
+            group.lines.append([name, *cells, "", f"{found.seconds:.4g}", ""])
+            group.errors.setdefault("allocated", []).append(error)
+            print(*group.lines[-1], sep="  ", flush=True)
+    return group
+
+
 GROUPS: dict[str, Callable[[int | None], Group]] = {
     "t4": t4,
     "flux2": flux2,
@@ -179,6 +214,7 @@ GROUPS: dict[str, Callable[[int | None], Group]] = {
     "sharded": sharded,
     "many_gpus": many_gpus,
     "experts": mixtures,
+    "long": long,
 }
 
 

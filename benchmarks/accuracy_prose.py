@@ -86,6 +86,17 @@ micro-batch, the loss of ordinary training under the policy `head`, without what
 tokens spread evenly over the experts.
 axolotl's published QLoRA of GLM-4.7-Flash is not among the rows: its quantised experts are not modelled."""
 
+LONG = """\
+TRL's guide on long contexts (full fine-tuning, batch 1, sdpa, weights in bf16). The cards of the first two rows have
+80 GB and are not named, so their seconds are an H100's. The third row is traced with
+`accelerate_configs/context_parallel.yaml`, which has the `mixed_precision: bf16` of TRL's own configuration for
+context parallelism: parameters and states are in fp32.
+
+The targets are 4 % in bytes and 15 % in seconds; the third row misses the first. TRL keeps the last few inputs of
+blocks on the card (4 of 38 in the second row, by its authors), `offload` one. Not predicted, and so not compared:
+the published runs of Ulysses, whose optimizer states are in host memory, and torchtitan's tensor parallelism, which
+divides norms and residuals along the sequence as transformers' plan does not."""
+
 KERNELS = """\
 ## Single kernels
 

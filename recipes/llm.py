@@ -23,6 +23,7 @@ from transformers import Trainer
 from ckpt_ft.errors import run
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.fit import parallelism_of
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
 from ckpt_ft.training.run.arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            data_collator=collator_of(model, tokenizer, data_args.packing),
+            data_collator=collator_of(model, tokenizer, data_args.packing, parallelism_of(training_args)),
         )
     memory = ACCallback(ac_args).attach(trainer)
     train(trainer, memory, directory)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -59,7 +59,7 @@ def launch_of(accelerator: Accelerator) -> Launch | None:
         sharing = _fsdp2(plugin)
     elif handler is not None:
         sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
-    return _launch(accelerator.mixed_precision, **sharing)
+    return _launch(accelerator.mixed_precision, **sharing, **_sizes(accelerator.parallelism_config, sharing))
 
 
 def launch_ahead(args: TrainingArguments) -> Launch | None:
@@ -75,7 +75,25 @@ def launch_ahead(args: TrainingArguments) -> Launch | None:
         sharing = _fsdp2(FullyShardedDataParallelPlugin())  # reads the environment that `accelerate launch` sets
     else:  # as Trainer._build_accelerator_args, without the library's own checkpointing
         sharing = {"find_unused_parameters": args.ddp_find_unused_parameters is not False}
-    return _launch(precision_of(args), **sharing)
+    return _launch(precision_of(args), **sharing, **_sizes(parallelism_of(args), sharing))
+
+
+def parallelism_of(args: TrainingArguments) -> ParallelismConfig | None:
+    """How a Trainer with `args` shares sequences and weights; None if it does not."""
+    if args.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        return ParallelismConfig()  # reads the environment that `accelerate launch` sets
+    return args.parallelism_config
+
+
+def _sizes(config: ParallelismConfig | None, sharing: Mapping[str, Any]) -> dict[str, Any]:
+    """How sequences and weights are shared besides `sharing`: fields of a launch."""
+    if config is None or config.total_size == 1:
+        return {}
+    sizes = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    if sharing.get("strategy") == "fsdp2":
+        sizes["dp_replicate"] = config.dp_replicate_size
+    rotation = {"rotation": config.cp_handler.cp_comm_strategy} if config.cp_handler else {}
+    return {**sizes, **rotation}
 
 
 def _launch(precision: str, **sharing: Any) -> Launch:

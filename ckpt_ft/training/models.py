@@ -8,6 +8,7 @@ input raises UserError, one line that names the flag.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,8 +149,19 @@ def load_model(args: ModelArguments, max_length: int = 0) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    model = load_pretrained(args, AutoModelForCausalLM, max_length)
+    model = load_pretrained(args, AutoModelForCausalLM, max_length, **_divided())
     return with_adapters(model, args, task_type="CAUSAL_LM") if args.adapts else model
+
+
+def _divided() -> dict[str, Any]:
+    """Arguments of `from_pretrained` for the launch's tensor parallelism: accelerate takes only divided models."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return {}
+    from accelerate import ParallelismConfig
+    from transformers.distributed import DistributedConfig
+
+    size = ParallelismConfig().tp_size  # of the environment that `accelerate launch` sets
+    return {"distributed_config": DistributedConfig(tp_size=size)} if size > 1 else {}
 
 
 def load_pretrained(args: ModelArguments, auto: Any, max_length: int = 0, **more: Any) -> PreTrainedModel:

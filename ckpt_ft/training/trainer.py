@@ -18,6 +18,7 @@ from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.tables import code_block
 from ckpt_ft.training.callback import ACCallback, check_conflicts
+from ckpt_ft.training.fit import parallelism_of
 from ckpt_ft.training.replan import train_with_replanning
 from ckpt_ft.training.session import advise_on_oom, never_fatal
 from ckpt_ft.training.text.encode import IGNORED
@@ -54,6 +55,11 @@ def start(
     """
     check_conflicts(args, settings.policy)
     check_best_metric(args, metrics)
+    sharing = parallelism_of(args)
+    if packing and sharing is not None and sharing.cp_size > 1:
+        raise UserError(
+            "--packing under context parallelism, which drops masks: rows would see one another; add --packing false"
+        )
     if packing and args.use_cache:
         raise UserError(
             "--packing with --use_cache: with a KV cache packed rows see one another; leave one of them out"

@@ -1,7 +1,7 @@
 """Run a recipe under FSDP2 on CPU ranks: `torchrun ... fsdp_on_cpu.py recipes/llm.py FLAGS`.
 
 accelerate turns FSDP on for ranks with an accelerator only, although FSDP2 itself runs on gloo; here CPU ranks are
-passed off as GPU ranks where it looks.
+passed off as GPU ranks where it looks. torch's ring attention gets the CPU's kernel, which it does not know.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+
+from ckpt_ft.memory.distributed.sequence_parallel import rings_on_cpu
 
 _start = PartialState.__init__
 
@@ -25,4 +27,5 @@ def _as_if_on_gpus(self: PartialState, *args: Any, **kwargs: Any) -> None:
 if __name__ == "__main__":
     PartialState.__init__ = _as_if_on_gpus  # type: ignore[method-assign]
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    with rings_on_cpu():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -56,7 +56,7 @@ def share(model: nn.Module, launch: Launch, mesh: DeviceMesh) -> list[torch.Tens
         buckets = Buckets(model, mesh.get_group(), as_view=launch.gradient_as_bucket_view)
         setattr(model, _SHARED, buckets)
         return [bucket.flat for bucket in buckets.buckets]
-    _fsdp2(model, launch, _sharding_mesh(mesh, launch))
+    _fsdp2(model, launch, sharding_mesh(mesh, launch))
     return []
 
 
@@ -130,7 +130,7 @@ def tensor_parallel(model: Any, launch: Launch, mesh: DeviceMesh) -> None:
     apply_tensor_parallelism(model, mesh["tp"], tp_plan)
     model.tie_weights()
     if others > 1:
-        meshes = SimpleNamespace(get_mesh=lambda names: _sharding_mesh(mesh, launch))
+        meshes = SimpleNamespace(get_mesh=lambda names: sharding_mesh(mesh, launch))
         model.config.distributed_config = config
         try:
             apply_fully_sharded_data_parallelism(model, meshes, fsdp_plan, {})
@@ -168,8 +168,10 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     return total
 
 
-def _sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
+def sharding_mesh(mesh: DeviceMesh, launch: Launch) -> DeviceMesh:
     """The part of `mesh` over which FSDP2 shards: its "dp_shard" and "cp" as one dimension, beside "dp_replicate"."""
+    if launch.cp == launch.tp == 1:
+        return mesh
     names: tuple[str, ...] = tuple(name for name in ("dp_shard", "cp") if name in launch.mesh)
     if len(names) == 2:
         mesh[names]._flatten("dp_shard_cp")

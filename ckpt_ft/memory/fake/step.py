@@ -29,7 +29,14 @@ from ckpt_ft.memory.allocator.settings import AllocatorSettings
 from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
-from ckpt_ft.memory.distributed.wrap import initialize, library_patches, separate_meshes, share, whole_again
+from ckpt_ft.memory.distributed.wrap import (
+    initialize,
+    library_patches,
+    separate_meshes,
+    sharding_mesh,
+    share,
+    whole_again,
+)
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic
@@ -135,7 +142,7 @@ def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[
     """The mesh of one rank of a launch, without the other processes; None for a single process."""
     if launch is None or (sharding is None and launch.processes == 1):
         yield None
-    elif sharding is None:
+    elif sharding is None or launch.cp > 1:
         with rank_of(*launch.mesh.values(), rank=launch.rank, names=tuple(launch.mesh)) as mesh:
             yield mesh
     else:
@@ -178,7 +185,7 @@ def launched(
     with streams_are_followed() as streams, ExitStack() as patches:
         held = None
         if launch is not None and mesh is not None:
-            held = share(model, launch, mesh) if sharding is None else sharding.put_on(mesh)
+            held = share(model, launch, mesh) if sharding is None else sharding.put_on(sharding_mesh(mesh, launch))
             patches.enter_context(library_patches(model, launch, mesh))
         yield streams, held
 

@@ -31,6 +31,7 @@ from ckpt_ft.workloads.sample_sizes import Lengths, row_lengths
 from .data import ROW_NUMBER, DataArguments, known_columns, load_rows, row_number
 
 if TYPE_CHECKING:
+    from accelerate import ParallelismConfig
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -264,16 +265,19 @@ class PadCollator:
 
     Attributes:
         in_one: join packed rows into one sequence without padding, as flash attention needs them.
+        multiple: the length is a multiple of this, as ranks that share sequences need it.
     """
 
     pad_token_id: int
     in_one: bool = False
+    multiple: int = 1
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         packed = "position_ids" in rows[0]
         if self.in_one and packed:
             rows = [flattened(rows, ("input_ids", "labels", "position_ids"))]
         longest = max(len(row["input_ids"]) for row in rows)
+        longest += -longest % self.multiple
         batch = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
             "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
@@ -293,11 +297,18 @@ def _padded(rows: list[list[int]], length: int, value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
 
-def collator_of(model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool) -> PadCollator:
-    """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart."""
+def collator_of(
+    model: Any, tokenizer: PreTrainedTokenizerBase, packing: bool, sharing: ParallelismConfig | None = None
+) -> PadCollator:
+    """Returns the collator of encoded rows for `model`, after checking that it keeps packed rows apart.
+
+    sharing: how ranks share sequences: a ring takes pieces from both ends of them.
+    """
     if packing:
         check_rows_apart(model)
-    return PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model))
+    ranks = 1 if sharing is None else sharing.cp_size * sharing.sp_size
+    multiple = 2 * ranks if ranks > 1 else 1
+    return PadCollator(tokenizer.pad_token_id, in_one=in_one_sequence(model), multiple=multiple)
 
 
 def check_rows_apart(model: Any) -> None:
