@@ -8,7 +8,6 @@ for a LLaVA-NeXT of less than one million random parameters. All are files that 
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import platform
 import random
@@ -132,9 +131,14 @@ def docstring_pairs() -> list[dict[str, str]]:
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if not any(part in _SKIPPED for part in parts[:-1]) and parts[0] not in _SKIPPED:
+            try:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError):
+                continue
+            module = ".".join(part for part in parts if part != "__init__")
             pairs += [
                 {"prompt": f"What is `{name}` in Python?\n", "completion": answer}
-                for name, answer in _documented(path, parts)
+                for name, answer in _documented(module, tree)
             ]
     if not pairs:
         raise WorkFailed(
@@ -143,23 +147,14 @@ def docstring_pairs() -> list[dict[str, str]]:
     return pairs
 
 
-def _documented(path: Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yields (qualified name, first paragraph of the docstring) of a source file and its public definitions."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
-        return
-    module = ".".join(part for part in parts if part != "__init__")
-    stack: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]] = [(module, tree)]
-    while stack:
-        name, node = stack.pop()
-        text = ast.get_docstring(node, clean=False)
-        paragraph = " ".join(inspect.cleandoc(text).split("\n\n")[0].split()) if text else ""
-        if len(paragraph) >= 20:
-            yield name, paragraph
-        for child in reversed(node.body):
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
-                stack.append((f"{name}.{child.name}", child))
+def _documented(name: str, node: Any) -> Iterator[tuple[str, str]]:
+    """Yields (qualified name, first paragraph of the docstring) of a definition and of the public ones in it."""
+    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    if len(paragraph) >= 20:
+        yield name, paragraph
+    for child in node.body:
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
+            yield from _documented(f"{name}.{child.name}", child)
 
 
 def make_tokenizer(corpus: Iterable[str], extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:

@@ -233,6 +233,9 @@ def image_files_digest(folder: Path | None) -> str:
     """
     digest = hashlib.blake2b(digest_size=12)
     for path in () if folder is None else image_files(folder):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError:  # a link to nothing or to itself, which `ImageLoader` names where a row has it
+            continue
         digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
     return digest.hexdigest()
