@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
+from ckpt_ft.memory.compiled.lowering import compiled_steps, is_compiled, prepare
 from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
@@ -219,11 +220,13 @@ class _Trace:
         gpu = gpu_of(self.device)
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
+        if compiled := is_compiled(model):
+            prepare()
         if sharding is not None:
             launch = sharding.within(launch)
         with (
             _ALONE,
-            run_eagerly(),
+            nullcontext() if compiled else run_eagerly(),
             Interrupts() as interrupts,
             swap_library_layers(model),
             flash_attention.for_live_models(),
@@ -245,7 +248,8 @@ class _Trace:
             tracker.add_model(model)
             tracker.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
-            with self._tracking(tracker), interrupts.passing_on():
+            lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
+            with lowering, self._tracking(tracker), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.tp > 1:
                     separate_meshes(optimizer)
@@ -267,7 +271,10 @@ class _Trace:
         ops = tracker.dispatcher
         assert isinstance(ops, FakeOps)
         recorder = tracker.recorder
-        meta_inputs = self.model.register_forward_pre_hook(ops.fake_meta_inputs, prepend=True, with_kwargs=True)
+        hooks = ExitStack()
+        if self.model._compiled_call_impl is None:
+            add = self.model.register_forward_pre_hook
+            hooks.callback(add(ops.fake_meta_inputs, prepend=True, with_kwargs=True).remove)
         try:
             with tracker, device_calls(recorder), triton_launches(recorder), lists_of_fakes(recorder, ops.values):
                 yield
@@ -284,7 +291,7 @@ class _Trace:
                 "casting do, which is not modelled; trace the model without them"
             ) from error
         finally:
-            meta_inputs.remove()
+            hooks.close()
             ops.forget_real_tensors()
 
     def _record(self, tracker: Tracker, fakes: Fakes, optimizer: Any) -> None:

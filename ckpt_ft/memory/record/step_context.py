@@ -22,6 +22,8 @@ class StepContext:
     """Follows a training step by global module and optimizer hooks, while entered as a context manager.
 
     Attributes:
+        by_global_hooks: if not, `enter_module` and `leave_module` are called by others: torch.compile traces into
+            hooks that are global.
         phase: "forward", "backward" or "optimizer".
         recomputing: a checkpoint re-runs a forward inside backward.
         zone: counts changes of phase. What is freed in the zone that it was allocated in was temporary.
@@ -30,6 +32,7 @@ class StepContext:
     """
 
     def __init__(self) -> None:
+        self.by_global_hooks = True
         self.phase, self.recomputing, self.zone = "forward", False, 0
         self.phase_listeners: list[Callable[[str], None]] = []
         self.before_optimizer: Callable[[Optimizer], None] | None = None
@@ -107,25 +110,30 @@ class StepContext:
     def __enter__(self) -> StepContext:
         self._thread = get_ident()
         self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(self._enter_optimizer),
             register_optimizer_step_post_hook(self._leave_optimizer),
         ]
+        if self.by_global_hooks:
+            self._hooks += [
+                register_module_forward_pre_hook(self.enter_module),
+                register_module_forward_hook(self.leave_module, always_call=True),
+            ]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook."""
         if get_ident() != self._thread:
             return
         name = self._names.get(id(module))
         self._stack.append(self.module() if name is None else name)
         self._note_node()
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook, called whether the forward raised or not."""
         if get_ident() != self._thread:
             return
         self._stack.pop()

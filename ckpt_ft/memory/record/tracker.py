@@ -309,6 +309,10 @@ class Tracker(TorchDispatchMode):
         return out
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile turns the tracker off while it traces, and on while compiled code runs
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # no compiled code runs here, and the wrapper that guards against it costs as much as an op
 

@@ -1,0 +1,286 @@
+"""CompiledGraph: what one graph that Inductor has scheduled allocates, frees and runs, replayed into the record.
+
+Inductor's wrapper code is a list of lines: allocate a buffer, reuse one, call a kernel, free a buffer
+(torch/_inductor/codegen/wrapper.py). `read` turns these lines into steps on fake tensors instead of Python source. A
+fused kernel is one op that reads and writes its buffers. Kernels from libraries (matmuls, attention, convolutions)
+are the ATen ops that they are in an eager step, with the same rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ckpt_ft.errors import UserError
+from ckpt_ft.memory.cost.op_work import Work, footprint, measure, tensors
+from ckpt_ft.memory.record.tracker import Tracker
+
+from ..fake.faked_model import CPU, Fakes
+
+Buffers = dict[str, Any]  # fake tensors by Inductor's names
+Step = Callable[["CompiledGraph", Buffers], None]
+_CALLS = (lines.KernelCallLine, lines.ExternKernelOutLine, lines.ExternKernelAllocLine)
+_PATH = re.compile(r"\._modules\['([^']*)'\]|\.([A-Za-z_]\w*)|\['?([^'\]]*)'?\]")
+
+
+class CompiledGraph:
+    """Half a compiled region, forward or backward: called like its code, with a list of inputs that it empties.
+
+    Args:
+        tracker: whose record grows when the graph is called.
+        fakes: makes the tensors that it returns.
+        inputs: names of the graph's inputs.
+    """
+
+    def __init__(self, tracker: Tracker, fakes: Fakes, inputs: list[str]) -> None:
+        self.tracker, self.fakes, self.inputs = tracker, fakes, inputs
+        self.steps: list[Step] = []
+        self.outputs: list[Callable[[Buffers], Any]] = []
+        self.kernels = 0
+        self._module = ""
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        buffers: Buffers = dict(zip(self.inputs, args, strict=True))
+        args.clear()
+        context = self.tracker.context
+        context.locate()
+        self._module = context.module()
+        for step in self.steps:
+            step(self, buffers)
+        return [output(buffers) for output in self.outputs]
+
+    # -- what steps do ----------------------------------------------------------------------------------------------
+
+    def allocate(self, view: View, count: int, op: str, module: str) -> Tensor:
+        """A new buffer of `count` elements, seen as `view`."""
+        flat = self.fakes.new((count,), (1,), view.dtype)
+        context = self.tracker.context
+        category = "activations" if context.phase == "forward" or context.recomputing else "temporary"
+        self.tracker.recorder.follow(flat, category, op, self.within(module))
+        return view.of(self.fakes, flat)
+
+    def launch(self, name: str, work: Work, module: str) -> None:
+        """Record one kernel."""
+        recorder = self.tracker.recorder
+        recorder.add_op(name, work, self.within(module), len(recorder.events), recorder.stream, 0, "")
+
+    def within(self, module: str) -> str:
+        """The qualified name of a module of the compiled region."""
+        if not module or not self._module or module.startswith(self._module):
+            return module or self._module
+        return f"{self._module}.{module}"
+
+
+class View:
+    """Shape, strides, offset and dtype of a tensor on a buffer."""
+
+    def __init__(self, node: ir.IRNode) -> None:
+        layout = node.get_layout()
+        self.shape, self.stride = _ints(layout.size), _ints(layout.stride)
+        self.offset, self.dtype = _ints([layout.offset])[0], layout.dtype
+
+    def of(self, fakes: Fakes, buffer: Tensor) -> Tensor:
+        """The tensor on the storage of `buffer`."""
+        return fakes.view(buffer, self.shape, self.stride, self.offset, self.dtype)
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    """Sizes as numbers."""
+    return tuple(V.graph.sizevars.optimization_hint(value) for value in values)
+
+
+# -- reading a schedule -----------------------------------------------------------------------------------------------
+
+
+def read(graph: Any, tracker: Tracker, fakes: Fakes) -> CompiledGraph:
+    """The events of a graph that was lowered: Inductor fuses, schedules and plans its buffers; nothing is compiled."""
+    graph.init_wrapper_code()
+    graph._update_scheduler()
+    wrapper, running = graph.wrapper_code, {}
+    write = wrapper.writeline
+
+    def writeline(line: Any) -> None:
+        running[id(line)] = graph.scheduler.current_node
+        write(line)
+
+    wrapper.writeline = writeline
+    wrapper.push_codegened_graph(graph)
+    graph.scheduler.codegen()
+    wrapper.run_wrapper_ir_passes(graph.is_inference)
+    made = CompiledGraph(tracker, fakes, list(graph.graph_input_names))
+    written = list(wrapper.lines)
+    for at, line in enumerate(written):
+        made.steps.extend(_steps(line, running.get(id(line)), written[at:], made))
+    made.outputs = [_output(out, fakes) for out in graph.graph_outputs]
+    wrapper.pop_codegened_graph()
+    return made
+
+
+def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> Iterator[Step]:
+    fakes = made.fakes
+    if isinstance(line, lines.AllocateLine):
+        node = line.node
+        name, view = node.get_name(), View(node)
+        count = _ints([V.graph.get_allocation_storage_size(node)])[0]
+        op = next(_name(later) for later in rest if isinstance(later, _CALLS))
+        module = _module(node)
+
+        def allocate(graph: CompiledGraph, buffers: Buffers) -> None:
+            buffers[name] = graph.allocate(view, count, op, module)
+
+        yield allocate
+    elif isinstance(line, lines.ReuseLine):
+        old, new, view, dies = line.node.get_name(), line.reused_as.get_name(), View(line.reused_as), line.delete_old
+
+        def reuse(graph: CompiledGraph, buffers: Buffers) -> None:
+            buffers[new] = view.of(fakes, buffers.pop(old) if dies else buffers[old])
+
+        yield reuse
+    elif isinstance(line, lines.ReinterpretLine):
+        new, base, view = line.reused_as.get_name(), line.layout.view.get_name(), View(line.layout.view)
+
+        def reinterpret(graph: CompiledGraph, buffers: Buffers) -> None:
+            buffers[new] = view.of(fakes, buffers[base])
+
+        yield reinterpret
+    elif isinstance(line, lines.FreeIfNotReusedLine) or isinstance(line, lines.FreeLine):
+        if not getattr(line, "is_reused", False):
+            freed = line.node.get_name()
+            yield lambda graph, buffers: buffers.pop(freed, None)
+    elif isinstance(line, lines.KernelCallLine):
+        made.kernels += 1
+        yield _kernel(line, scheduled)
+    elif isinstance(line, lines.MultiOutputLine):
+        result, source, path = line.result_name, line.arg_name, [index for _, index in line.indices]
+
+        def pick(graph: CompiledGraph, buffers: Buffers) -> None:
+            value = buffers[source]
+            for index in path:
+                value = value[index]
+            buffers[result] = value
+
+        yield pick
+    elif isinstance(getattr(line, "node", None), ir.FallbackKernel):
+        made.kernels += 1
+        yield _fallback(line.node, fakes)
+    elif isinstance(getattr(line, "node", None), ir.ExternKernel):
+        made.kernels += 1
+        yield _extern(line.node, fakes)
+
+
+def _name(line: Any) -> str:
+    """The op that a line runs."""
+    if isinstance(line, lines.KernelCallLine):
+        return str(line.kernel_name)
+    origin = _origin(line.node)
+    return str(origin.target) if origin is not None else str(line.node.python_kernel_name)
+
+
+def _kernel(line: Any, scheduled: Any) -> Step:
+    name, module = line.kernel_name, _module(scheduled.node if scheduled.node is not None else scheduled)
+    nbytes = scheduled.get_read_write_buffers_sizes()
+    written = next((buffer.node for buffer in scheduled.get_outputs()), None)
+    dtype = "" if written is None else str(written.get_dtype())[6:]
+    work = Work(0, int(nbytes), dtype, 1, ())
+    return lambda graph, buffers: graph.launch(name, work, module)
+
+
+def _fallback(node: Any, fakes: Fakes) -> Step:
+    """A library's kernel that allocates its results: the ATen op is called."""
+    func = node.op_overload
+    if not isinstance(func, OpOverload):
+        raise UserError(f"the compiled step calls {func}, which is not modelled")
+    given = [_reference(value, fakes) for value in node.inputs]
+    name, module = node.get_name(), _module(node)
+
+    def call(graph: CompiledGraph, buffers: Buffers) -> None:
+        args, kwargs = node.unflatten_args([value(buffers) for value in given], node.constant_args)
+        args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, {**node.kwargs, **kwargs}))
+        buffers[name] = func(*args, **kwargs)
+
+    return call
+
+
+def _extern(node: Any, fakes: Fakes) -> Step:
+    """A library's kernel that writes into a buffer that was planned for it."""
+    origin, name, module, view = _origin(node), node.get_name(), _module(node), View(node)
+    allocates = not node.should_allocate()
+
+    def call(graph: CompiledGraph, buffers: Buffers) -> None:
+        if allocates and name not in buffers:
+            count = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
+            op = str(node.python_kernel_name) if origin is None else str(origin.target)
+            buffers[name] = graph.allocate(view, count, op, module)
+        if origin is None:
+            nbytes = footprint(buffers[name]) * 2
+            return graph.launch(str(node.python_kernel_name), Work(0, nbytes, str(view.dtype)[6:], 1), module)
+        func, (args, kwargs) = origin.target, tree_map(_like(fakes), (origin.args, origin.kwargs))
+        work = measure(func, tuple(args), kwargs, buffers[name])
+        graph.launch(str(func), work, module)
+        after = graph.tracker.dispatcher.handling(func).after
+        if after is not None:
+            after(graph.tracker.recorder, func, tuple(args), kwargs, buffers[name])
+
+    return call
+
+
+def _like(fakes: Fakes) -> Callable[[Any], Any]:
+    def like(value: Any) -> Any:
+        made = value.meta.get("val") if isinstance(value, Node) else value
+        return fakes.like(made) if isinstance(made, Tensor) else made
+
+    return like
+
+
+def _origin(node: Any) -> Node | None:
+    """The ATen call that a library's kernel runs."""
+    origins = [node.get_origin_node(), *node.get_origins()]
+    calls = [origin for origin in origins if origin is not None and isinstance(origin.target, OpOverload)]
+    known = str(node.python_kernel_name or "").rpartition(".")[2]
+    return next((call for call in calls if call.target._schema.name.endswith(f"::{known}")), next(iter(calls), None))
+
+
+def _reference(node: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
+    name, view = node.get_name(), View(node)
+    return lambda buffers: view.of(fakes, buffers[name])
+
+
+def _output(out: Any, fakes: Fakes) -> Callable[[Buffers], Any]:
+    if isinstance(out, ir.NoneAsConstantBuffer):
+        return lambda buffers: None
+    if isinstance(out, ir.ShapeAsConstantBuffer):
+        value = int(out.expr)
+        return lambda buffers: value
+    if not hasattr(out, "get_name"):
+        return lambda buffers: out
+    name, view = out.get_name(), View(out)
+
+    def tensor(buffers: Buffers) -> Tensor:
+        given = buffers[name]
+        same = given.shape == view.shape and given.stride() == view.stride and given.dtype == view.dtype
+        return given if same and given.storage_offset() == view.offset else view.of(fakes, given)
+
+    return tensor
+
+
+def _module(node: Any) -> str:
+    """The qualified name, within the compiled region, of the module whose forward made the node's first op."""
+    origins = node.get_origins() if hasattr(node, "get_origins") else ()
+    if not origins and hasattr(node, "get_nodes"):
+        origins = [origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()]
+    for origin in origins:
+        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
+        if stack:
+            path = list(stack.values())[-1][0]
+            return ".".join(a or b or c for a, b, c in _PATH.findall(path.partition("]")[2]))
+    return ""
