@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ckpt_ft.memory.gpus import GPU
@@ -82,20 +83,22 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
 
     from .graph import read
 
-    lower = compile_fx.compile_fx_inner
+    lower, compile_all, lowering = compile_fx.compile_fx_inner, compile_fx.compile_fx, graph.GraphLowering
 
-    def lower_for_card(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+    def without_modes(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # a backward is lowered while it runs
+            return lower(*args, **kwargs)
+
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        return compile_all(*args, **{**kwargs, "inner_compile": without_modes})
+
+    def lowered(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         if gpu is not None:
-            _move_to_card(gm, inputs)
-        return lower(gm, inputs, **kwargs)
+            _move_to_card(gm, example_inputs)
+        return lowering(gm, example_inputs=example_inputs, **kwargs)
 
-    def to_module(lowered: Any) -> Any:
-        return SimpleNamespace(call=read(lowered, tracker, fakes), runner=None)
-
-    compile_all = compile_fx.compile_fx
-
-    def compile_graph(gm: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return compile_all(gm, inputs, *args, **{**kwargs, "inner_compile": lower_for_card})
+    def to_module(graph: Any) -> Any:
+        return SimpleNamespace(call=read(graph, tracker, fakes), runner=None)
 
     torch._dynamo.reset()
     with ExitStack() as stack:
@@ -106,7 +109,8 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False, suppress_errors=False))
         stack.enter_context(patch.object(compile_fx, "compile_fx", compile_graph))
         stack.enter_context(patch.object(compile_fx, "get_input_idxs_to_check", lambda *args: ()))
-        stack.enter_context(patch.object(graph.GraphLowering, "compile_to_module", to_module))
+        stack.enter_context(patch.object(compile_fx, "GraphLowering", lowered))
+        stack.enter_context(patch.object(lowering, "compile_to_module", to_module))
         if gpu is not None:
             stack.enter_context(_card(gpu))
         yield
@@ -168,5 +172,5 @@ def _card(gpu: GPU) -> Iterator[None]:
         stack.enter_context(patch.object(DeviceProperties, "create", classmethod(lambda cls, device: known)))
         stack.enter_context(patch.object(scheduler, "has_triton", lambda *args: True))
         stack.enter_context(patch.object(torch.utils._triton, "triton_hash_with_backend", lambda: ""))
-        stack.enter_context(patch.object(compile_fx, "get_cuda_device_context", lambda gm: ExitStack()))
+        stack.enter_context(patch.object(compile_fx, "maybe_disable_comprehensive_padding", lambda inputs: ExitStack()))
         yield

@@ -152,16 +152,22 @@ def process_group(launch: Launch | None, sharding: Sharding | None) -> Iterator[
 
 
 @contextmanager
-def torch_like(gpu: GPU | None) -> Iterator[Fakes]:
-    """Makes torch create fake tensors, and treat them as `gpu` would; None for the CPU."""
+def torch_like(gpu: GPU | None, compiled: bool = False) -> Iterator[Fakes]:
+    """Makes torch create fake tensors, and treat them as `gpu` would; None for the CPU.
+
+    compiled: leave out what would break the graphs of torch.compile, which traces into Python functions.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # the memo is faster, and gives a slice of something larger its whole storage
-    with quiet(), cuda.fakes_are_tensors(), unnoticed(), tensors_of_fakes():
+    with quiet(), cuda.fakes_are_tensors(), ExitStack() as stack:
+        if not compiled:
+            stack.enter_context(unnoticed())
+            stack.enter_context(tensors_of_fakes())
         if gpu is None:
             with mode:
                 yield Fakes(mode)
         else:
-            with cuda.behave_like(compute_capability(gpu)), mode:
+            with cuda.behave_like(compute_capability(gpu), compiled), mode:
                 yield Fakes(mode)
 
 
@@ -234,7 +240,7 @@ class _Trace:
             nullcontext() if gpu is None else fused_head.on_gpu(),
             nullcontext() if gpu is None else liger.on_card(gpu.sms, compute_capability(gpu)),
             process_group(launch, sharding) as mesh,
-            torch_like(gpu) as fakes,
+            torch_like(gpu, compiled) as fakes,
             faked(model, self.beside, fakes, sharding),
             launched(model, launch, mesh, sharding) as (streams, held),
         ):

@@ -127,8 +127,11 @@ def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 @contextmanager
-def cuda_means_cpu() -> Iterator[None]:
-    """Makes torch.autocast("cuda"), with its default float16, apply to CPU tensors, and report its state so."""
+def cuda_means_cpu(compiled: bool = False) -> Iterator[None]:
+    """Makes torch.autocast("cuda"), with its default float16, apply to CPU tensors, and report its state so.
+
+    compiled: the functions that report it stay torch's own, which torch.compile evaluates without breaking its graph.
+    """
     autocast = torch.amp.autocast_mode.autocast
     init, enabled, dtype_of = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -145,8 +148,9 @@ def cuda_means_cpu() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(autocast, "__init__", as_cuda))
-        stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
-        stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
+        if not compiled:
+            stack.enter_context(patch.object(torch, "is_autocast_enabled", is_enabled))
+            stack.enter_context(patch.object(torch, "get_autocast_dtype", get_dtype))
         # GradScaler("cuda") disables itself if CUDA is not available. [torch/amp/grad_scaler.py]
         stack.enter_context(patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
         yield

@@ -309,8 +309,11 @@ def same_kernels(gpu: GPU) -> tuple[bool | int, ...]:
 
 
 @contextmanager
-def behave_like(arch: int) -> Iterator[None]:
-    """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch."""
+def behave_like(arch: int, compiled: bool = False) -> Iterator[None]:
+    """Makes CPU tensors behave like CUDA's wherever PyTorch asks for the device above dispatch.
+
+    compiled: torch.compile traces the step.
+    """
     library = torch.library.Library("aten", "IMPL")
     foreach_devices = {"_get_foreach_kernels_supported_devices": lambda: ["cpu", "cuda"]}
     with ExitStack() as stack:
@@ -323,7 +326,7 @@ def behave_like(arch: int) -> Iterator[None]:
             warnings.simplefilter("ignore")  # overriding kernels is intended
             for op, kernel in autocast.kernels():
                 library.impl(op, kernel, autocast.KEY, allow_override=True)
-        stack.enter_context(autocast.cuda_means_cpu())
+        stack.enter_context(autocast.cuda_means_cpu(compiled))
         stack.enter_context(leaves_the_device())
         # Optimizers default to foreach on CUDA only. [torch/optim/optimizer.py, _default_to_fused_or_foreach]
         stack.enter_context(patch.dict(_default_to_fused_or_foreach.__globals__, foreach_devices))
