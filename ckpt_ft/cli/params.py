@@ -89,7 +89,7 @@ def takes_spec(
                 typed_flags |= _published(model, as_published)
             spec = TrainingSpec.of(**{"model": hub_id(model), **defaults, **fields_of(typed_flags), **fixed})
             if "policy" in taken:
-                require_applicable(spec.policy)
+                require_applicable(spec)
             command(spec=spec, **given)
 
         parameters = [_parameter(name, kind, "") for name, kind in _OF_EVERY_COMMAND.items()]
@@ -131,11 +131,10 @@ def _print_notes(notes: tuple[str, ...]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def require_applicable(text: str) -> None:
-    """Raises UserError for text that is no policy, or a policy of torch.compile, which no command runs."""
-    policy = Policy.parse(text)
-    if policy.budget is not None:
-        raise UserError(f"--policy {text}: budget: acts under torch.compile alone, in a recipe with --torch_compile")
+def require_applicable(spec: TrainingSpec) -> None:
+    """Raises UserError for a policy that is none, or one of torch.compile without it."""
+    if Policy.parse(spec.policy).budget is not None and not spec.kernels.compile:
+        raise UserError(f"--policy {spec.policy}: budget: acts under torch.compile alone; give --torch-compile too")
 
 
 def words_in_our_names(words: Sequence[str], switches: Callable[[str], Mapping[str, bool]]) -> list[str]:

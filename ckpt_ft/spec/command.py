@@ -20,6 +20,7 @@ _TRAINER = {
     "eval_batch_size": "per_device_eval_batch_size",
     "dtype": "dtype",
     "mixed_precision": "",  # --bf16 or --fp16
+    "compile": "torch_compile",
     "attn_implementation": "attn_implementation",
     "max_grad_norm": "max_grad_norm",
     "optimizer": "optim",
@@ -114,7 +115,7 @@ def can_train(recipe: str, spec: TrainingSpec) -> bool:
     """Whether the recipe has flags for every field of `spec` that is not at its default."""
     if spec.optimizer.name not in (*OPTIM_OF_TRAINER, "none"):
         return False
-    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE}
+    known = {*_FLAGS.get(recipe, ()), *_OUTSIDE} - ({"compile"} if spec.kernels.compile == "regional" else set())
     if spec.adapter.peft_config:
         known.add("peft")  # set by that file
     return all(own.key in known or spec.get(own.key) == own.default for own in declared().values())
@@ -137,6 +138,8 @@ def recipe_words(recipe: str, spec: TrainingSpec, dataset: str = "") -> list[str
 def _flag_words(key: str, flag: str, value: Any) -> list[str]:
     if key == "mixed_precision":
         return [f"--{value}"]
+    if key == "compile":
+        return [f"--{flag}"]
     if key == "rows":
         return ["--packing"] if value == "packed" else []
     if key == "optimizer":

@@ -12,7 +12,7 @@ from .optimizers import OPTIMIZERS
 from .settings import KEYS, KINDS, REFUSED, entry_of
 from .training_spec import TrainingSpec
 
-_READ = ("batch_size", "accumulation", "max_grad_norm", "bf16", "fp16", "optimizer")
+_READ = ("batch_size", "accumulation", "max_grad_norm", "bf16", "fp16", "optimizer", "torch_compile")
 
 
 def spec_of_arguments(args: Any, mixed_precision: str = "") -> TrainingSpec:

@@ -27,6 +27,7 @@ MODELS = ("model_name_or_path", "pretrained_model_name_or_path", "base_model")  
 # Entries that are true or false; axolotl writes some as words.
 _SWITCHES = (
     "bf16", "fp16", "packing", "ema", "use_peft", "load_in_4bit", "load_in_8bit", "dora", "double_quant", "tf32",
+    "torch_compile",
     "use_8bit_adam", "checkpointing", "no_checkpointing", "pure_bf16", "pure_fp16", "train_text_encoder", "liger",
     "cut_cross_entropy", "use_kernels", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy",

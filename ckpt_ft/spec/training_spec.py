@@ -310,6 +310,11 @@ class KernelSpec(Part):
         "sdpa, eager, flash_attention_2 or flex_attention; default: the model's own choice",
         label="attention implementation",
     )
+    compile: Literal["", "whole", "regional"] = setting(
+        "",
+        "torch.compile: the whole model, or regional for each of its blocks; default: nothing is compiled",
+        switches=(Switch("torch_compile", "whole", "the same as --compile whole"),),
+    )
     use_liger_kernel: bool = setting(
         False, "Liger's fused kernels for norms, MLPs, rotary positions and the loss", flag="liger"
     )
@@ -432,6 +437,16 @@ class TrainingSpec:
                 f"{self.quantisation.bits}-bit weights cannot be trained themselves: give a LoRA rank too, 16 for "
                 "example"
             )
+        kernels = self.kernels
+        others = {
+            f"{self.quantisation.bits}-bit weights": self.quantisation.bits,
+            "several processes": self.launch.launch or self.launch.launches,
+            "fused kernels of other libraries": kernels.use_liger_kernel
+            or kernels.cut_cross_entropy
+            or kernels.use_kernels,
+        }
+        if kernels.compile and (what := next((name for name, asked in others.items() if asked), "")):
+            raise UserError(f"--compile {self.kernels.compile} and {what}: a compiled step is not predicted with them")
         launches = [launch for launch in (self.launch.launch, *self.launch.launches) if launch is not None]
         if self.optimizer.name == "adafactor" and any(launch.strategy == "fsdp2" for launch in launches):
             raise UserError(

@@ -227,9 +227,7 @@ class Session:
     def _predict(self, workload: Callable[[], Workload]) -> tuple[StepTrace | None, list[str]]:
         """Returns this process's traced step and its notes; on failure None and a note with the reason."""
         try:
-            step = replace(workload(), launch=launch_of(self.accelerator))
-            if self.accelerator.state.dynamo_plugin.backend != "NO":
-                raise UserError("the model is compiled, and only eager steps are predicted")
+            step = replace(workload(), launch=launch_of(self.accelerator), compile=self._compiled)
             with ExitStack() as stack:
                 if self.policy is not None and self.applied is None:  # it was removed when training ended
                     assert self.model is not None
@@ -241,6 +239,16 @@ class Session:
         except Exception as error:  # a prediction must not cost the run that it describes
             return None, [f"no prediction: {raised_in(error)}"]
         return predicted, [f"Prediction: {note}." for note in predicted.notes]
+
+    @property
+    def _compiled(self) -> str:
+        """What accelerate compiles of the measured steps: "whole", "regional" or "". On a CPU they ran eagerly."""
+        plugin = self.accelerator.state.dynamo_plugin
+        if plugin.backend == "NO" or self.accelerator.device.type == "cpu":
+            return ""
+        if plugin.backend != "INDUCTOR":
+            raise UserError(f"the model is compiled by {plugin.backend}, and only Inductor's steps are predicted")
+        return "regional" if plugin.use_regional_compilation else "whole"
 
     def _notes(self) -> list[str]:
         if self.accelerator.state.dynamo_plugin.backend == "NO" or self.accelerator.device.type != "cpu":

@@ -82,6 +82,7 @@ def planned_step(trainer: Trainer, flag: str) -> dict[str, Any]:
         "autocast": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision.mixed_precision),
         "accumulation": spec.data.accumulation,
         "max_grad_norm": spec.optimizer.max_grad_norm,
+        "compile": spec.kernels.compile,
         "auxiliary_models": auxiliary_models(trainer),
         "lengths": lengths,
         "liger": (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else None,

@@ -89,6 +89,7 @@ def load(
         lengths=lengths or workload.lengths,
         launch=spec.launch.launch,
         phases=phases,
+        compile=spec.kernels.compile,
         alloc_conf=spec.host.alloc_conf,
         notes=(
             *workload.notes,

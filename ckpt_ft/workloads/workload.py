@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.memory.compiled.lowering import compiling
 from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisation
@@ -156,6 +157,7 @@ class Workload:
         loop: (samples, length) -> a whole optimizer step, which replaces loss, precision, accumulation and clipping.
         launch: the distributed launch; None for one process. All other attributes describe one process.
         phases: what runs between training steps, by name: (workload, samples) -> step. See `trace_phases`.
+        compile: what torch.compile compiles: "whole", "regional" (each block), "" for nothing.
         alloc_conf: options of the caching allocator, as in PYTORCH_CUDA_ALLOC_CONF.
         liger: kernels of Liger that a Trainer puts into the model when it begins to train, on or off; None without.
         notes: assumptions about the model and the batches, one sentence each; traces repeat them.
@@ -176,6 +178,7 @@ class Workload:
     loop: Callable[[int, int | None], Step] | None = None
     launch: Launch | None = None
     phases: dict[str, Callable[[Workload, int], Step]] = field(default_factory=dict)
+    compile: str = ""
     alloc_conf: str = ""
     liger: Mapping[str, bool] | None = None
     notes: tuple[str, ...] = ()
@@ -291,7 +294,7 @@ class Workload:
         if self.liger is not None:
             fused = liger.applied(self.model, self.liger)
         try:
-            with fused:
+            with fused, compiling(self.model, self.compile):
                 return trace_steps(
                     self.model,
                     steps,

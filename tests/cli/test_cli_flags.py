@@ -96,7 +96,7 @@ def test_a_flag_is_read_under_every_name(row: str) -> None:
         ),
         ("estimate --model_name_or_path m --gradient_checkpointing True", "estimate --policy=full m"),
         ("plan m --activation_checkpointing False --torch_compile False", "plan m"),
-        ("estimate m --torch_compile --ignore torch_compile", "estimate m --ignore torch_compile"),
+        ("estimate m --torch_compile", "estimate m --torch_compile"),
         ("estimate m --lora_target_modules q_proj,v_proj", "estimate m --lora_target_modules q_proj,v_proj"),
         ("estimate m --eval_strategy steps --batch-size 8", "estimate m --batch-size 8 --eval-batch-size=8"),
         ("estimate m --eval_strategy no --do_eval False", "estimate m"),
@@ -110,7 +110,7 @@ def test_a_trainers_command_line_is_read(typed: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("estimate m --torch_compile True", "torch_compile: True: a compiled step is predicted only"),
+        ("estimate m --torch_compile_backend eager", "torch_compile_backend: eager: a step is compiled by Inductor"),
         ("estimate m --learning_rat 1", "No such option: --learning_rat; did you mean '--learning_rate'?"),
         ("estimate m --deepspeed zero.json", "--deepspeed: give --launch fsdp2, zero2 or zero3 with --processes"),
     ],
@@ -147,11 +147,14 @@ def test_what_is_ignored_stands_in_the_head(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     page = tmp_path / "page.html"
-    words = ["estimate", str(tmp_path), "--seq-length", "16", "--torch_compile", "True", "--ignore", "torch_compile"]
+    words = ["estimate", str(tmp_path), "--seq-length", "16", "--torch_compile_backend", "eager"]
+    words += ["--ignore", "torch_compile_backend"]
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--html", str(page)])
     assert cli._main() == 0
-    assert " ".join(capsys.readouterr().out.split()).startswith(f"{tmp_path} (torch_compile ignored): policy none")
-    assert "(torch_compile ignored)" in page.read_text()
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        f"{tmp_path} (torch_compile_backend ignored): policy none"
+    )
+    assert "(torch_compile_backend ignored)" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["ckpt-ft", *words, "--json"])
     assert cli._main() == 0
-    assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile"]
+    assert json.loads(capsys.readouterr().out)["ignored"] == ["torch_compile_backend"]

@@ -261,7 +261,7 @@ def test_a_launch_inside_a_file_is_read(tmp_path: Path) -> None:
             "",
             "checkpointing: 'maybe' is neither",
         ),
-        (M + "packing: true\ntorch_compile: true", "", "torch_compile: True: a compiled step is predicted only by"),
+        (M + "packing: true\ntorch_compile_mode: max-autotune", "", "max-autotune: a step is compiled by Inductor in"),
         (M + "packing: true\nlearning_rat: 1", "", "no setting 'learning_rat'; did you mean 'learning_rate'?"),
         (M + "max_length: null\npacking: true", "", "rows are not cut, and their length is not known"),
         (M + "max_length: 8\nload_in_4bit: true", "", "4-bit weights cannot be trained themselves"),

@@ -156,7 +156,7 @@ def test_every_target_is_a_flag_or_is_read() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"torch_compile": True}, "torch_compile: True: a compiled step is predicted only"),
+        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode: max-autotune: a step is compiled by"),
         ({"learning_rat": 1}, "no setting 'learning_rat'; did you mean 'learning_rate'?"),
         ({"model_init_kwargs": {"tp_plan": "auto"}}, "model_init_kwargs.tp_plan: auto: it changes the model"),
         ({"model_init_kwargs": [1]}, "model_init_kwargs: [1]: give 'key: value' lines"),
@@ -174,7 +174,7 @@ def test_what_is_refused_is_one_line_and_can_be_ignored(content: dict[str, Any],
 @pytest.mark.parametrize("off", [None, False, "false", "null", "", 0, [], {}])
 def test_what_is_off_is_not_refused(off: Any) -> None:
     names: Sequence[str] = (
-        "torch_compile",
+        "full_determinism",
         "activation_offloading",
         "parallelism_config",
         "optim_args",
@@ -212,8 +212,11 @@ def test_a_live_trainers_arguments_are_read(tmp_path: Path) -> None:
 def test_a_live_trainer_is_refused_what_its_trace_does_not_run(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
     check_live(args)
-    args.torch_compile = True
-    with pytest.raises(UserError, match="^torch_compile: True: a compiled step is predicted only"):
+    args.torch_compile, args.torch_compile_backend = True, "inductor"
+    check_live(args)
+    assert spec_of_arguments(args).kernels.compile == "whole"
+    args.torch_compile_backend = "eager"
+    with pytest.raises(UserError, match="^torch_compile_backend: eager: a step is compiled by Inductor"):
         check_live(args)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", accelerator_config={"split_batches": True})
     with pytest.raises(UserError, match="^accelerator_config.split_batches: True: a batch is predicted"):

@@ -605,9 +605,9 @@ def test_a_setting_that_is_not_modelled_costs_the_prediction_and_not_the_run(tmp
     assert trainer.state.global_step == trainer.state.max_steps > 0
     assert callback.report is not None
     assert callback.report.ranks[0].predicted is None
-    said = "no prediction: torch_compile: True: a compiled step is predicted only by `trace_step` of a compiled model"
+    said = "no prediction: torch_compile_backend: eager: a step is compiled by Inductor"
     assert said in callback.report.notes
-    with pytest.raises(UserError, match="^torch_compile: True"):
+    with pytest.raises(UserError, match="^torch_compile_backend: eager"):
         Workload.from_trainer(trainer)
 
 
@@ -617,4 +617,6 @@ def test_auto_plans_the_eager_step_of_a_compiled_run(tmp_path: Path, caplog: pyt
     trainer = Trainer(model=tiny(), args=args, train_dataset=ROWS)
     callback = ACCallback(ACArguments(ac_policy="auto", ac_budget="1GiB", ac_report="none")).attach(trainer)
     assert callback.session.fitted is not None
-    assert "policy 'auto': the plan is of a run without torch_compile: True: a compiled step" in caplog.text
+    assert (
+        "policy 'auto': the plan is of a run without torch_compile_backend: eager: a step is compiled" in caplog.text
+    )

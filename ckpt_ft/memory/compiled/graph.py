@@ -18,15 +18,19 @@ from torch._inductor import ir
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
+from torch._prims import rng_prims
 from torch.fx import Node
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.memory.cost.op_work import Work, footprint, measure, tensors
+from ckpt_ft.memory.cost.op_work import Work, footprint, measure
 from ckpt_ft.memory.record.tracker import Tracker
 
 from ..fake.faked_model import CPU, Fakes
 
+# What a checkpoint calls an op by that may draw random numbers: in its first run, and in its second.
+_WITH_RANDOM_STATE = type(rng_prims.run_and_save_rng_state), type(rng_prims.run_with_rng_state)
+_STATE = 5056  # bytes of the state of the CPU's generator
 Buffers = dict[str, Any]  # fake tensors by Inductor's names
 Step = Callable[["CompiledGraph", Buffers], None]
 _CALLS = (lines.KernelCallLine, lines.ExternKernelOutLine, lines.ExternKernelAllocLine)
@@ -46,7 +50,7 @@ class CompiledGraph:
         self.tracker, self.fakes, self.inputs = tracker, fakes, inputs
         self.steps: list[Step] = []
         self.outputs: list[Callable[[Buffers], Any]] = []
-        self.kernels = 0
+        self.kernels, self.on_card = 0, False
         self._module = ""
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -69,6 +73,15 @@ class CompiledGraph:
         self.tracker.recorder.follow(flat, category, op, self.within(module))
         return view.of(self.fakes, flat)
 
+    def random_state(self) -> Tensor:
+        """The state of the random generator, which lies on the host."""
+        state = self.fakes.new((_STATE,), (1,), torch.uint8)
+        if self.on_card:
+            self.tracker.recorder.ignore(state)
+        else:
+            self.tracker.recorder.follow(state, "activations", "get_rng_state")
+        return state
+
     def launch(self, name: str, work: Work, module: str) -> None:
         """Record one kernel."""
         recorder = self.tracker.recorder
@@ -84,7 +97,7 @@ class CompiledGraph:
 class View:
     """Shape, strides, offset and dtype of a tensor on a buffer."""
 
-    def __init__(self, node: ir.IRNode) -> None:
+    def __init__(self, node: Any) -> None:
         layout = node.get_layout()
         self.shape, self.stride = _ints(layout.size), _ints(layout.stride)
         self.offset, self.dtype = _ints([layout.offset])[0], layout.dtype
@@ -118,6 +131,7 @@ def read(graph: Any, tracker: Tracker, fakes: Fakes) -> CompiledGraph:
     graph.scheduler.codegen()
     wrapper.run_wrapper_ir_passes(graph.is_inference)
     made = CompiledGraph(tracker, fakes, list(graph.graph_input_names))
+    made.on_card = "cuda" in graph.device_types
     written = list(wrapper.lines)
     for at, line in enumerate(written):
         made.steps.extend(_steps(line, running.get(id(line)), written[at:], made))
@@ -147,13 +161,14 @@ def _steps(line: Any, scheduled: Any, rest: list[Any], made: CompiledGraph) -> I
 
         yield reuse
     elif isinstance(line, lines.ReinterpretLine):
-        new, base, view = line.reused_as.get_name(), line.layout.view.get_name(), View(line.layout.view)
+        base: Any = line.layout
+        new, view, base = line.reused_as.get_name(), View(base.view), base.view.get_name()
 
         def reinterpret(graph: CompiledGraph, buffers: Buffers) -> None:
             buffers[new] = view.of(fakes, buffers[base])
 
         yield reinterpret
-    elif isinstance(line, lines.FreeIfNotReusedLine) or isinstance(line, lines.FreeLine):
+    elif isinstance(line, (lines.FreeIfNotReusedLine, lines.FreeLine)):
         if not getattr(line, "is_reused", False):
             freed = line.node.get_name()
             yield lambda graph, buffers: buffers.pop(freed, None)
@@ -198,15 +213,20 @@ def _kernel(line: Any, scheduled: Any) -> Step:
 def _fallback(node: Any, fakes: Fakes) -> Step:
     """A library's kernel that allocates its results: the ATen op is called."""
     func = node.op_overload
-    if not isinstance(func, OpOverload):
+    if not isinstance(func, (OpOverload, *_WITH_RANDOM_STATE)):
         raise UserError(f"the compiled step calls {func}, which is not modelled")
     given = [_reference(value, fakes) for value in node.inputs]
-    name, module = node.get_name(), _module(node)
+    name = node.get_name()
 
     def call(graph: CompiledGraph, buffers: Buffers) -> None:
         args, kwargs = node.unflatten_args([value(buffers) for value in given], node.constant_args)
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, {**node.kwargs, **kwargs}))
-        buffers[name] = func(*args, **kwargs)
+        if isinstance(func, OpOverload):
+            buffers[name] = func(*args, **kwargs)
+        elif isinstance(func, _WITH_RANDOM_STATE[0]):
+            buffers[name] = graph.random_state(), args[0](*args[1:], **kwargs)
+        else:
+            buffers[name] = args[1](*args[2:], **kwargs)
 
     return call
 
@@ -224,7 +244,8 @@ def _extern(node: Any, fakes: Fakes) -> Step:
         if origin is None:
             nbytes = footprint(buffers[name]) * 2
             return graph.launch(str(node.python_kernel_name), Work(0, nbytes, str(view.dtype)[6:], 1), module)
-        func, (args, kwargs) = origin.target, tree_map(_like(fakes), (origin.args, origin.kwargs))
+        func: Any = origin.target
+        args, kwargs = tree_map(_like(fakes), (origin.args, origin.kwargs))
         work = measure(func, tuple(args), kwargs, buffers[name])
         graph.launch(str(func), work, module)
         after = graph.tracker.dispatcher.handling(func).after

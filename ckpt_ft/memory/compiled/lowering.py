@@ -7,28 +7,57 @@ measure on the card is assumed: matmuls are not padded (`pad_mm`) and no kernel 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.step_context import StepContext
 from ckpt_ft.memory.record.tracker import Tracker
 
 from ..fake.faked_model import Fakes
 
+if TYPE_CHECKING:
+    from .graph import CompiledGraph
+
 _CUDA = torch.device("cuda", 0)
+_REFUSED = {
+    "triton.cudagraphs": "CUDA graphs keep tensors in pools of their own, which are not predicted",
+    "max_autotune": "the kernels are chosen by timing them on the card",
+}
+
+
+@contextmanager
+def compiling(model: nn.Module, what: str) -> Iterator[None]:
+    """Compiles the model as accelerate does: "whole", "regional" (each of its repeated blocks), or "" for nothing."""
+    before = {module: module._compiled_call_impl for module in model.modules()}
+    if what == "whole":
+        model.compile()
+    elif what == "regional":
+        from accelerate.utils.other import compile_regions_fsdp2
+
+        compile_regions_fsdp2(model)
+    try:
+        yield
+    finally:
+        for module, compiled in before.items():
+            module._compiled_call_impl = compiled
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was called for the model or a module of it."""
+    if "torch._dynamo" not in sys.modules:
+        return False
     from torch._dynamo import OptimizedModule
 
     return any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
@@ -77,8 +106,16 @@ def _located(module: nn.Module, context: StepContext, compiled: Callable[..., An
 
 
 @contextmanager
-def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | None) -> Iterator[None]:
-    """What `torch.compile` compiles from here on is lowered, scheduled and replayed into the tracker's record."""
+def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | None) -> Iterator[Callable[[], None]]:
+    """What `torch.compile` compiles from here on is lowered, scheduled and replayed into the tracker's record.
+
+    Yields a function to call after the steps: it notes what was compiled.
+
+    Raises:
+        UserError: the model cannot be compiled, or is compiled in a way that is not predicted.
+    """
+    from torch._dynamo import exc
+    from torch._dynamo.utils import counters
     from torch._inductor import compile_fx, config, graph
 
     from .graph import read
@@ -90,19 +127,30 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
             return lower(*args, **kwargs)
 
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        patches = kwargs.get("config_patches") or {}
+        for name, reason in _REFUSED.items():
+            if patches.get(name):
+                raise UserError(f"torch.compile with {name}: {reason}")
         return compile_all(*args, **{**kwargs, "inner_compile": without_modes})
 
     def lowered(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.SymInt) for value in example_inputs):
+            raise UserError("torch.compile with dynamic shapes: one shape is predicted; compile with dynamic=False")
         if gpu is not None:
             _move_to_card(gm, example_inputs)
         return lowering(gm, example_inputs=example_inputs, **kwargs)
 
     def to_module(graph: Any) -> Any:
-        return SimpleNamespace(call=read(graph, tracker, fakes), runner=None)
+        made.append(read(graph, tracker, fakes))
+        return SimpleNamespace(call=made[-1], runner=None)
 
+    made: list[CompiledGraph] = []
     torch._dynamo.reset()
+    counters.clear()
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of torch about itself
         stack.enter_context(followed(model, tracker.context))
         stack.enter_context(config.patch(force_disable_caches=True, graph_partition=False, compile_threads=1))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
@@ -113,13 +161,42 @@ def compiled_steps(model: nn.Module, tracker: Tracker, fakes: Fakes, gpu: GPU | 
         stack.enter_context(patch.object(lowering, "compile_to_module", to_module))
         if gpu is not None:
             stack.enter_context(_card(gpu))
-        yield
+        try:
+            yield lambda: _describe(made, tracker, dict(counters["graph_break"]))
+        except exc.TorchDynamoException as error:
+            inner = getattr(error, "inner_exception", error)
+            if isinstance(inner, UserError):
+                raise inner from None
+            raise UserError(f"torch.compile cannot compile {_frame(error, model)}: {one_line(inner, 200)}") from error
+
+
+def _describe(made: list[CompiledGraph], tracker: Tracker, breaks: dict[str, int]) -> None:
+    """Adds to the trace's notes what was compiled and what is assumed."""
+    if not made:
+        raise UserError(
+            "torch.compile hands no graph of the model to Inductor: other backends, and models of which it can trace "
+            "no frame, are not predicted"
+        )
+    note, kernels = tracker.recorder.note, sum(graph.kernels for graph in made)
+    note(
+        f"compiled: {len(made)} graphs of {kernels} kernels; the time to compile them in the first step is not counted"
+    )
+    note("compiled with Inductor's defaults: no kernel is chosen by timing it, and no operand of a matmul is padded")
+    if breaks:
+        reason = one_line(next(iter(breaks)), 120)
+        note(f"torch.compile breaks the model's graph at {len(breaks)} places, the first: {reason}")
+
+
+def _frame(error: BaseException, model: nn.Module) -> str:
+    """The name of the innermost function of the model that was being traced."""
+    stack = getattr(error, "real_stack", None)
+    return f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else type(model).__name__
 
 
 def _move_to_card(gm: Any, inputs: Any) -> None:
     """The graph's fake tensors, and the devices among its arguments, become the card's."""
 
-    def move(tensor: Tensor) -> Tensor:
+    def move(tensor: Any) -> Any:
         tensor.fake_device = _CUDA
         return tensor
 
@@ -165,12 +242,22 @@ def _card(gpu: GPU) -> Iterator[None]:
         "get_device_capability": lambda *args: gpu.arch,
         "current_device": lambda *args: 0,
         "is_bf16_supported": lambda *args, **kwargs: major >= 8,
+        "get_rng_state": lambda *args: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda *args: None,
     }
+
+    def check_bfloat16(graph: Any) -> None:
+        if major < 8 and any(value.dtype == torch.bfloat16 for value in graph.example_inputs if is_tensor(value)):
+            raise UserError(f"torch.compile compiles no bfloat16 for {gpu.name}: it needs compute capability 8.0")
+
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(DeviceProperties, "create", classmethod(lambda cls, device: known)))
+        stack.enter_context(patch.object(compile_fx, "_check_triton_bf16_support", check_bfloat16))
         stack.enter_context(patch.object(scheduler, "has_triton", lambda *args: True))
         stack.enter_context(patch.object(torch.utils._triton, "triton_hash_with_backend", lambda: ""))
-        stack.enter_context(patch.object(compile_fx, "maybe_disable_comprehensive_padding", lambda inputs: ExitStack()))
+        stack.enter_context(
+            patch.object(compile_fx, "maybe_disable_comprehensive_padding", lambda inputs: ExitStack())
+        )
         yield

@@ -120,7 +120,7 @@ def trace_steps(
             step is then copied from the first (replay_step.py).
         phase: what runs after `steps`, and is the measured one then; all of its blocks are traced.
     """
-    traced: Traced | None = None if launch or sharding_of(model) else set()
+    traced: Traced | None = None if launch or sharding_of(model) or is_compiled(model) else set()
     while True:
         try:
             return _Trace(
@@ -227,6 +227,8 @@ class _Trace:
         AllocatorSettings.parse(self.alloc_conf)
         model, launch, sharding = self.model, self.launch, sharding_of(self.model)
         if compiled := is_compiled(model):
+            if launch is not None or sharding is not None:
+                raise UserError("a compiled step is predicted for one process; trace it without a launch")
             prepare()
         if sharding is not None:
             launch = sharding.within(launch)
@@ -255,7 +257,7 @@ class _Trace:
             tracker.add_resident(held or (), "communication")
             tracker.add_beside(self.beside)
             lowering = compiled_steps(model, tracker, fakes, gpu) if compiled else nullcontext()
-            with lowering, self._tracking(tracker), interrupts.passing_on():
+            with lowering as describe, self._tracking(tracker), interrupts.passing_on():
                 optimizer: Any = self.make_optimizer(model) if self.make_optimizer else None
                 if launch is not None and launch.tp > 1:
                     separate_meshes(optimizer)
@@ -268,6 +270,8 @@ class _Trace:
                     tracker.restart()
                     tracker.add_model(model)
                 self._record(tracker, fakes, optimizer)
+                if describe is not None:
+                    describe()
                 trace = tracker.trace(gpu.name if gpu else "cpu", None if isinstance(self.device, str) else gpu)
                 return replace(trace, launch=launch, alloc_conf=self.alloc_conf)
 

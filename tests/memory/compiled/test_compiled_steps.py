@@ -11,7 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 from trace_models import adamw, language_model, training_step, vit
 
 from ckpt_ft import apply_policy, trace_step
+from ckpt_ft.errors import UserError
+from ckpt_ft.spec.launch import Launch
+from ckpt_ft.spec.training_spec import TrainingSpec
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own imports
 MARK = 7_777_777  # bytes, of nothing else
 
 
@@ -75,3 +79,69 @@ def test_peak_is_the_compiled_steps(kind: str, policy: str) -> None:
     trace = trace_step(model, step, make_optimizer=adamw, device="cpu")
     predicted = trace.peak_allocated - trace.replay.allocated[trace.start - 1]
     assert predicted == pytest.approx(steady_peak(step, model), rel=0.02)
+
+
+class Feedforward(nn.Module):
+    """gelu and the norm are fused, and neither's input is kept beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(256, 512), nn.Linear(512, 256), nn.LayerNorm(256)
+
+    def forward(self, hidden):
+        return self.norm(hidden + self.down(nn.functional.gelu(self.up(hidden)))).sum()
+
+
+def test_a_card_runs_fused_kernels_and_nothing_is_compiled_for_it() -> None:
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    model.compile()
+    trace = trace_step(model, training_step(lambda model: model(hidden)), make_optimizer=adamw, device="a100-40gb")
+    forward = [op for op in trace.ops if op.phase == "forward" and op.kernels]
+    names = [op.name for op in forward]
+    assert names[:3] == ["aten.addmm.default", "triton_poi_fused_gelu_0", "aten.addmm.default"]
+    assert forward[1].nbytes == 2 * 64 * 512 * 4  # it reads one buffer and writes one
+    assert (forward[0].module, forward[2].module) == ("up", "down")
+    kept = [storage.nbytes for storage in trace.storages if storage.op == "triton_poi_fused_gelu_0"]
+    assert kept == [64 * 512 * 4] * 2  # in both steps
+    assert len({op.name for op in trace.ops if "norm_backward" in op.name}) == 3
+    assert trace.seconds > 0
+    assert any("graphs of" in note for note in trace.notes)
+    assert model._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mode": "reduce-overhead"}, "torch.compile with triton.cudagraphs: CUDA graphs keep tensors"),
+        ({"mode": "max-autotune-no-cudagraphs"}, "torch.compile with max_autotune: the kernels are chosen"),
+        ({"backend": "eager"}, "torch.compile hands no graph of the model to Inductor"),
+        ({"dynamic": True}, "torch.compile with dynamic shapes"),
+    ],
+)
+def test_what_is_not_predicted_is_one_line(options: dict[str, object], says: str) -> None:
+    model, hidden = Feedforward(), torch.randn(64, 256)
+    model.compile(**options)
+    with pytest.raises(UserError, match=says):
+        trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
+
+
+class Untraceable(Feedforward):
+    def forward(self, hidden):
+        torch._dynamo.graph_break()
+        return super().forward(hidden)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
+    model, hidden = Untraceable(), torch.randn(64, 256)
+    model.compile(fullgraph=True)
+    with pytest.raises(UserError, match="torch.compile cannot compile forward .*test_compiled_steps.py:.*graph_break"):
+        trace_step(model, lambda model, optimizer: model(hidden).backward(), device="a100-40gb")
+
+
+def test_several_processes_are_refused() -> None:
+    model = Feedforward()
+    model.compile()
+    with pytest.raises(UserError, match="a compiled step is predicted for one process"):
+        trace_step(model, lambda model, optimizer: None, device="a100-40gb", launch=Launch("ddp", 2))
+    with pytest.raises(UserError, match="--compile whole and 4-bit weights"):
+        TrainingSpec.of("m", compile="whole", load_in_4bit=True, lora_r=8)
