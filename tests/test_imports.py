@@ -1,4 +1,4 @@
-"""How the package imports itself: in no circle, downwards only, and matplotlib in one place.
+"""How the package imports itself: in no circle, downwards only, matplotlib in one place, and nothing that is gone.
 
 Imports inside functions count. Imports for type checkers do not: no code runs through them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import logging
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -102,3 +103,79 @@ def test_one_file_imports_matplotlib() -> None:
             if any(name.partition(".")[0] == "matplotlib" for name in named):
                 importers.add(path.relative_to(ROOT).as_posix())
     assert importers == {"ckpt_ft/export/plots.py"}
+
+
+# A type checker may find a deleted module in another installed copy of the package, and an import inside a function
+# fails only when it runs.
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the package; None if this tree has none."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """The names that a module binds anywhere, and the public ones that it loads lazily."""
+    found = set()
+    for node in nodes_of(file):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        elif isinstance(node, ast.Constant) and file.name == "__init__.py" and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+def missing_imports(file: Path) -> list[str]:
+    """The imports of this package in `file` that this tree cannot serve."""
+    package, missing = file.relative_to(ROOT).parent.parts, []
+    for node in nodes_of(file):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *filter(None, [node.module])))
+            wanted = [(module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.partition(".")[0] != "ckpt_ft":
+                continue
+            home = file_of(module)
+            found = file_of(f"{module}.{name}") or (home and (not name or name in names_in(home)))
+            if not found:
+                missing.append(f"{file.relative_to(ROOT)}:{node.lineno}: {module} {name}".rstrip())
+    return missing
+
+
+def test_every_import_of_the_package_is_in_this_tree() -> None:
+    files = [file for folder in ("ckpt_ft", "recipes", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 200
+    assert [line for file in files for line in missing_imports(file)] == []
+
+
+def test_a_deleted_module_and_a_deleted_name_are_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "ckpt_ft" / "part").mkdir(parents=True)
+    (tmp_path / "ckpt_ft" / "kept.py").write_text("A = 1\n\n\ndef b(): ...\n")
+    file = tmp_path / "ckpt_ft" / "part" / "user.py"
+    lines = ["import json", "from ckpt_ft.kept import A, c", "from ..kept import b", "", "", "def f():"]
+    lines += [
+        f"    from {home} import {name}" for home, name in (("ckpt_ft.gone", "x"), ("ckpt_ft", "kept"), (".", "y"))
+    ]
+    file.write_text("\n".join(lines))
+    assert missing_imports(file) == [
+        "ckpt_ft/part/user.py:2: ckpt_ft.kept c",
+        "ckpt_ft/part/user.py:7: ckpt_ft.gone x",
+        "ckpt_ft/part/user.py:9: ckpt_ft.part y",
+    ]

@@ -37,7 +37,7 @@ MaxBatchSize = Annotated[
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanOptions:
     """What a plan depends on beside the spec; `planning.plan.plan` says what each means."""
 
     gpu: GPU | None
@@ -93,12 +93,12 @@ def plan(
         if place:
             check_writable(place, flag)
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
-    request = PlanRequest(gpu, _batch(batch_size), max_batch_size, target, margin or None)
+    options = PlanOptions(gpu, _batch(batch_size), max_batch_size, target, margin or None)
     images = _images(dataset, spec) if dataset else None
     lengths = images.lengths if images else _lengths(dataset, spec) if dataset else None
     question = {
         **question_of(spec),
-        **vars(request),
+        **vars(options),
         "lengths": vars(lengths) if lengths else None,
         "pixels": images.pixels if images else None,
     }
@@ -106,7 +106,7 @@ def plan(
     found = None if fresh or html else cache.get()
     if found is None:
         try:
-            found = _make(spec, request, jobs, lengths, images, html)
+            found = _make(spec, options, jobs, lengths, images, html)
         except Stopped as stop:
             if stop.plan is not None:
                 _show(stop.plan, as_json)
@@ -215,7 +215,7 @@ def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
 
 def _make(
     spec: TrainingSpec,
-    request: PlanRequest,
+    options: PlanOptions,
     jobs: int,
     lengths: Lengths | None,
     images: DatasetRows | None,
@@ -229,11 +229,11 @@ def _make(
 
     launch = spec.launch.launches[0] if spec.launch.launches else spec.launch.launch
     budget = spec.host.budget
-    memory_budget(budget, request.gpu, request.margin, launch)  # a bad budget is reported before anything is built
+    memory_budget(budget, options.gpu, options.margin, launch)  # a bad budget is reported before anything is built
     with progress() as say:
         say(f"building {spec.model.name} from its config")
-        workload = load(spec, request.gpu or "cpu", lengths, images.batches if images else None)
-        given: dict[str, Any] = {**vars(request), "jobs": jobs, "report": say}
+        workload = load(spec, options.gpu or "cpu", lengths, images.batches if images else None)
+        given: dict[str, Any] = {**vars(options), "jobs": jobs, "report": say}
         del given["gpu"]
         if html and not spec.launch.launches:
             sweep = budget_sweep(workload, budget, **given)

@@ -81,13 +81,13 @@ def trace_policies(workload: Workload, policies: Sequence[str], step: Step) -> l
 
 def _traced(workload: Workload, wanted: list[tuple[str, Step]]) -> list[Traced]:
     """As `trace_policies`, with a step for each policy."""
-    session = _Session(workload, wanted)
+    trace = _SharedTrace(workload, wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return session.run()
+        return trace.run()
 
 
-class _Session:
+class _SharedTrace:
     """One trace of several steps, each under a different policy."""
 
     def __init__(self, workload: Workload, wanted: list[tuple[str, Step]]) -> None:

@@ -184,9 +184,9 @@ class FakeOps:
         self.values = Values()
         self._by_data = DataDependentOps(recorder, self.values)
         capability = compute_capability(gpu) if gpu else 0
-        rules, self._after = (
-            (cuda.RULES, cuda.after(capability)) if gpu else (cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER)
-        )
+        rules, self._after = cpu_kernels.FAKE_RULES, cpu_kernels.FAKE_AFTER
+        if gpu:
+            rules, self._after = cuda.RULES, cuda.extra_allocations(capability)
         self._rules: dict[Any, Rule] = {**fake_kernels.RULES, **self._by_data.answers, **rules}
         self._memo = Memo(fakes, capability)
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors met in the step, by id

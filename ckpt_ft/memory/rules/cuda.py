@@ -3,7 +3,7 @@
 Three tables, each row with its source (paths are PyTorch's):
 - composite: ops that choose their kernel, and so what autograd saves, by device; replaced above autograd.
 - rules: ops whose results differ on CUDA; replaced below autograd.
-- after: memory that an op allocates besides its results: temporary scratch, and persistent workspaces.
+- extra_allocations: memory that an op allocates besides its results: temporary scratch, and persistent workspaces.
 
 Autocast's lists are in autocast.py, attention kernels in sdpa.py. The allocator rounds to
 blocks of 512 bytes.
@@ -179,7 +179,7 @@ ON_HOST: dict[Any, Callable[[tuple[Any, ...]], tuple[int, ...]]] = {
 }
 
 
-# -- after: scratch and workspaces ------------------------------------------------------------------------------------
+# -- extra allocations: scratch and workspaces -----------------------------------------------------------------------
 
 
 CUBLASLT_WORKSPACE = 2**20  # parseCUDABlasLtWorkspaceSize in cuda/CublasHandlePool.cpp
@@ -274,7 +274,7 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def after(arch: int) -> dict[Any, After]:
+def extra_allocations(arch: int) -> dict[Any, After]:
     """For each op, the function to call after its results are recorded."""
     workspace = matmul(arch)
     matmuls = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot)
