@@ -243,7 +243,7 @@ class ACCallback(TrainerCallback):
 
         @functools.wraps(compute_loss)
         def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if model.training and len(args) == 1 and isinstance(args[0], Mapping):
+            if model.training and self.session.is_alone and len(args) == 1 and isinstance(args[0], Mapping):
                 self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out
             if model.training and self.session.profiler is not None:
                 self.session.profiler.note_loss(args, kwargs)

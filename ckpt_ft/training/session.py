@@ -120,6 +120,12 @@ class Session:
         if not parity.ok:
             raise WorkFailed(f"--ac_check: policy {self.policy} changes the numbers of a step; nothing was trained")
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process trains, without DeepSpeed: only then can a step be tried under other policies."""
+        state = self.accelerator.state
+        return state.num_processes == 1 and state.deepspeed_plugin is None
+
     def try_others(
         self, error: VerificationError, batch: Any, loss: Callable[..., torch.Tensor] | None = None
     ) -> None:
@@ -133,8 +139,7 @@ class Session:
         """
         from ckpt_ft.checkpointing.alternatives import tried
 
-        state = self.accelerator.state
-        if self.model is None or self.applied is None or state.num_processes > 1 or state.deepspeed_plugin is not None:
+        if self.model is None or self.applied is None or not self.is_alone:
             return
         with never_fatal("trying other policies"):
             error.add(tried(self.model, batch, str(self.policy), loss))

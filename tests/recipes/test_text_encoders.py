@@ -134,7 +134,11 @@ def test_an_estimate_is_of_the_runs_own_step(
     [rank] = json.loads((tmp_path / "out" / "memory_report.json").read_text())["ranks"]
     measured = max(peak["allocated"] for peak in rank["peaks"].values())
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["ckpt-ft", "estimate", "--config", str(file), "--device", "cpu", "--json"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["ckpt-ft", "estimate", "--config", str(file), "--recipe", "diffusion_unet", "--device", "cpu", "--json"],
+    )
     assert cli._main() == 0
     estimated = json.loads(capsys.readouterr().out)["peak_allocated"]
     assert (rank["predicted"]["allocated"], estimated) == pytest.approx((measured, measured), rel=5e-3)

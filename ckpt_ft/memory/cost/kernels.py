@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # `Op.shape`: the sizes that a kernel's time depends on besides its flops and bytes, as few integers as possible.
 #   matmul: (batch, rows, columns, terms of each sum, UNEVEN if rows in memory are no multiple of 16 bytes, else 0)
-#   convolution: the shape of the equivalent matmul with groups as batch; the last entry is the sum of WINOGRAD, for a
-#       3 x 3 window of stride 1, and CHANNELS_FIRST, for operands in a layout that tensor cores cannot read
+#   convolution: the shape of the equivalent matmul with groups as batch. The fifth entry is the sum of UNEVEN, for
+#       pixels whose channels are no multiple of 16 bytes, and WINOGRAD, for a 3 x 3 window of stride 1. The sixth is
+#       the bytes of images in channels first, which tensor cores can neither read nor write
 #   depthwise convolution: (values under all windows, WINDOW); a value counts more than once if a kernel is slower
 #   attention: (batch x heads, queries, keys, head size)
 #   norm, softmax: (rows, bytes of a row)
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 #       bytes at once; (elements, INDEXED) for elements that are fetched or added to by index
 #   nll loss: (rows,)
 Shape = tuple[int, ...]
-UNEVEN, WINOGRAD, CHANNELS_FIRST = 1, 2, 4
+UNEVEN, WINOGRAD = 1, 2
 CAST, STRIDED, INDEXED, WINDOW = 1, 2, 3, 4
 TF32 = "tf32"  # `Op.dtype` of fp32 operands that may be rounded to TF32
 
@@ -99,7 +100,7 @@ def _seconds(
 ) -> float:
     memory = _traffic(name, nbytes, shape, gpu) / memory_left
     windows = len(shape) == 2 and shape[1] == WINDOW and flops > 0
-    arithmetic = _arithmetic(name, flops, nbytes, dtype, shape, gpu) if flops and not windows else 0.0
+    arithmetic = _arithmetic(name, flops, dtype, shape, gpu) if flops and not windows else 0.0
     elements = 0.0
     if windows or (len(shape) == 2 and shape[1] in _CYCLES and not flops):
         elements = shape[0] * _CYCLES[shape[1]] / (gpu.sms * gpu.clock)
@@ -149,7 +150,7 @@ def _reread(name: str, nbytes: int, shape: Shape, gpu: GPU) -> int:
     return int(rows * width * again * missed)
 
 
-def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gpu: GPU) -> float:
+def _arithmetic(name: str, flops: int, dtype: str, shape: Shape, gpu: GPU) -> float:
     """Seconds of the arithmetic of a matmul, a convolution or attention."""
     tf32 = dtype == TF32
     dtype = "float32" if tf32 else dtype
@@ -159,12 +160,12 @@ def _arithmetic(name: str, flops: int, nbytes: int, dtype: str, shape: Shape, gp
         return flops * padded / (rate * _attention_share(name, shape, gpu, tensor_cores))
     shape = shape or cube(flops)
     alone = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-    seconds = matmul_seconds(shape, rate, tensor_cores, gpu)
+    seconds = matmul_seconds(shape[:5], rate, tensor_cores, gpu)
     if not tensor_cores:
-        seconds = min(seconds, winograd_seconds(shape, rate, gpu))
+        seconds = min(seconds, winograd_seconds(shape[:5], rate, gpu))
     seconds *= max(flops / max(alone, 1), 1.0)
-    if tensor_cores and shape[4] & CHANNELS_FIRST:  # transposed before or after the convolution
-        seconds += 2 * nbytes / (gpu.bandwidth * gpu.bandwidth_efficiency)
+    if tensor_cores and len(shape) > 5:  # transposed by kernels of their own, which read and write them
+        seconds += 2 * shape[5] / (gpu.bandwidth * gpu.bandwidth_efficiency)
     return seconds
 
 
@@ -191,7 +192,7 @@ def cube(flops: int) -> Shape:
 def matmul_seconds(shape: Shape, rate: float, tensor_cores: bool, gpu: GPU) -> float:
     """Seconds of the arithmetic of a matmul of this `shape`; `rate` is the FLOP/s of large matmuls."""
     batch, rows, columns, terms, flag = shape
-    each = rate / gpu.sms * (_UNEVEN_SHARE if flag == UNEVEN and tensor_cores else 1.0)
+    each = rate / gpu.sms * (_UNEVEN_SHARE if flag & UNEVEN and tensor_cores else 1.0)
     narrow = gpu.lanes == 128 or gpu.arch == (7, 5)
     loads = _LOADS_TENSOR if tensor_cores else _LOADS[1 if narrow else 2]
     choice = _tiles(tensor_cores, tensor_cores or gpu.lanes == 128)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from .kernels import CAST, CHANNELS_FIRST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
+from .kernels import CAST, INDEXED, STRIDED, TF32, UNEVEN, WINDOW, WINOGRAD, Shape
 
 aten = torch.ops.aten
 
@@ -350,7 +350,7 @@ def _convolution(args: tuple[Any, ...], out: Any) -> Shape:
     given, weight, transposed = args[0], args[1], args[6]
     if _depthwise(given, weight, args[8]):
         return _windows(out, weight), WINDOW
-    return _as_matmul(given, weight, out, args[3], args[5], args[8], transposed)
+    return _as_matmul(given, weight, out, args[3], args[5], args[8], transposed, 1)
 
 
 def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
@@ -362,7 +362,7 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Shape:
             return (to_input + to_weight) * _windows(gradient, weight), WINDOW
         own = to_input * OWN_INPUT * _windows(given, weight) + to_weight * OWN_WEIGHT * _windows(gradient, weight)
         return own, WINDOW
-    return _as_matmul(given, weight, gradient, args[4], args[6], args[9], args[7])
+    return _as_matmul(given, weight, gradient, args[4], args[6], args[9], args[7], sum(args[10][:2]))
 
 
 def _depthwise(given: Tensor, weight: Tensor, groups: int) -> bool:
@@ -390,22 +390,30 @@ def _channels_last(given: Tensor) -> bool:
 
 
 def _as_matmul(
-    given: Tensor, weight: Tensor, result: Tensor, stride: Any, dilation: Any, groups: int, transposed: bool
+    given: Tensor,
+    weight: Tensor,
+    result: Tensor,
+    stride: Any,
+    dilation: Any,
+    groups: int,
+    transposed: bool,
+    passes: int,
 ) -> Shape:
     """The matmul of a convolution: pixels of the result by its channels, over the values under the window.
 
-    Tensor cores need channels last; other layouts are transposed for them, except for a window of one pixel, which is
-    a matmul in any layout (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional).
+    Tensor cores read and write channels last, in vectors of 16 bytes. cuDNN transposes images of another layout in
+    each of the `passes` (the result, or the gradients of input and weight), also for a window of one pixel
+    (docs.nvidia.com/deeplearning/performance/dl-performance-convolutional).
     """
     pixels, channels = (given, weight.shape[1]) if transposed else (result, weight.shape[0] // groups)
     window = prod(weight.shape[2:])
     terms = (given.shape[1] // groups if transposed else weight.shape[1]) * window
-    moved_by_one = all(step == 1 for step in stride)
-    plain = groups == 1 and not transposed and moved_by_one and all(step == 1 for step in dilation)
+    plain = groups == 1 and not transposed and all(step == 1 for step in (*stride, *dilation))
     flag = WINOGRAD if plain and tuple(weight.shape[2:]) == (3, 3) else 0
-    if not _channels_last(given) and not (window == 1 and moved_by_one):
-        flag += CHANNELS_FIRST
-    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag
+    if any(image.shape[1] * image.itemsize % VECTOR for image in (given, result)):
+        flag += UNEVEN
+    first = 0 if _channels_last(given) else passes * (given.nbytes + result.nbytes)
+    return groups, prod(pixels.shape) // pixels.shape[1], channels, terms, flag, first
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> Shape:

@@ -11,7 +11,6 @@ import torch
 from ckpt_ft.memory.cost import kernels, op_work
 from ckpt_ft.memory.cost.kernels import (
     CAST,
-    CHANNELS_FIRST,
     INDEXED,
     KERNEL_GAP,
     KERNEL_RAMP,
@@ -207,28 +206,33 @@ def test_complex_numbers_multiply_four_times():
 def test_small_windows_are_convolved_by_winograd_in_fp32():
     args = (meta(32, 256, 14, 14), meta(256, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     work = op_work.measure(aten.convolution.default, args, {}, meta(32, 256, 14, 14))
-    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD + CHANNELS_FIRST)
-    direct = matmul_seconds(work.shape, 10e12, False, ROUND)
-    assert 1.5 < direct / winograd_seconds(work.shape, 10e12, ROUND) < 4
+    images = 2 * 32 * 256 * 14 * 14 * 4
+    assert work.shape == (1, 32 * 14 * 14, 256, 256 * 9, WINOGRAD, images)
+    direct = matmul_seconds(work.shape[:5], 10e12, False, ROUND)
+    assert 1.5 < direct / winograd_seconds(work.shape[:5], 10e12, ROUND) < 4
     strided = (*args[:3], [2, 2], *args[4:])
-    assert op_work.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == CHANNELS_FIRST
+    assert op_work.measure(aten.convolution.default, strided, {}, meta(32, 256, 7, 7)).shape[4] == 0
 
 
-def test_what_tensor_cores_cannot_read_as_it_lies_is_transposed():
-    """Once read and written; not for a window of one pixel, nor for channels that lie beside each other."""
-    weight, result = meta(256, 256, 3, 3), meta(32, 256, 14, 14)
-    flag = lambda given, weight: op_work.measure(  # noqa: E731
-        aten.convolution.default, (given, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, result
-    ).shape[4]
-    assert flag(result, weight) & CHANNELS_FIRST
-    assert not flag(result.to(memory_format=torch.channels_last), weight) & CHANNELS_FIRST
-    assert not flag(result, meta(256, 256, 1, 1)) & CHANNELS_FIRST
-    shape, moved = (1, 6272, 256, 2304), 30 * 10**6
-    first, last = (
-        busy("aten.convolution.default", 2 * 6272 * 256 * 2304, moved, shape=(*shape, flag))
-        for flag in (CHANNELS_FIRST, 0)
-    )
-    assert first - last == pytest.approx(2 * moved / 1e12)
+@pytest.mark.parametrize("window", [1, 3])
+def test_tensor_cores_have_images_in_channels_first_transposed(window):
+    """cuDNN reads and writes the images once more in each pass; those in channels last stay as they are."""
+    weight, image = meta(256, 256, window, window, dtype=torch.half), meta(32, 256, 14, 14, dtype=torch.half)
+    last = image.to(memory_format=torch.channels_last)
+    how = ([1, 1], [window // 2] * 2, [1, 1], False, [0, 0], 1)
+    forward = [op_work.measure(aten.convolution.default, (x, weight, None, *how), {}, x) for x in (image, last)]
+    args = [(x, x, weight, None, *how, [True, True, False]) for x in (image, last)]
+    backward = [op_work.measure(aten.convolution_backward.default, a, {}, (a[1], weight, None)) for a in args]
+    for works, passes in ((forward, 1), (backward, 2)):
+        assert [work.shape[5] for work in works] == [passes * 2 * image.nbytes, 0]
+        seconds = [busy("aten.convolution.default", work.flops, 0, "float16", shape=work.shape) for work in works]
+        assert seconds[0] - seconds[1] == pytest.approx(2 * passes * 2 * image.nbytes / 1e12)
+
+
+def test_tensor_cores_are_slower_where_a_pixel_is_no_multiple_of_16_bytes():
+    image, how = meta(8, 18, 64, 64, dtype=torch.half), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    work = op_work.measure(aten.convolution.default, (image, meta(24, 18, 3, 3), None, *how), {}, meta(8, 24, 64, 64))
+    assert work.shape[4] == WINOGRAD + UNEVEN
 
 
 @pytest.mark.parametrize(
