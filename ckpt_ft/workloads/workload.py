@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ckpt_ft.errors import UserError, one_line
-from ckpt_ft.memory.compiled.lowering import compiling
 from ckpt_ft.memory.distributed.ddp import outputs_copied
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.distributed.wrap import clip_grad_norm_, without_synchronisation
+from ckpt_ft.memory.fake.compiled.lowering import compiling
 from ckpt_ft.memory.fake.step import trace_steps
 from ckpt_ft.standins import liger
 

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.memory.allocator.settings import AllocatorSettings
-from ckpt_ft.memory.compiled.lowering import compiled_steps, is_compiled, prepare
 from ckpt_ft.memory.distributed.fsdp2 import Sharding, sharding_of
 from ckpt_ft.memory.distributed.group import rank_of
 from ckpt_ft.memory.distributed.streams import Streams, streams_are_followed
@@ -38,6 +37,7 @@ from ckpt_ft.memory.distributed.wrap import (
     share,
     whole_again,
 )
+from ckpt_ft.memory.fake.compiled.lowering import compiled_steps, is_compiled, prepare
 from ckpt_ft.memory.gpus import GPU, gpu_of
 from ckpt_ft.memory.record.dispatch import run_eagerly
 from ckpt_ft.memory.record.splice import NotPeriodic

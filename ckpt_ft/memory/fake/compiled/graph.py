@@ -26,7 +26,7 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.memory.cost.op_work import Work, footprint, measure
 from ckpt_ft.memory.record.tracker import Tracker
 
-from ..fake.faked_model import CPU, Fakes
+from ..faked_model import CPU, Fakes
 
 # What a checkpoint calls an op by that may draw random numbers: in its first run, and in its second.
 _WITH_RANDOM_STATE = type(rng_prims.run_and_save_rng_state), type(rng_prims.run_with_rng_state)

@@ -25,7 +25,7 @@ from ckpt_ft.memory.gpus import GPU
 from ckpt_ft.memory.record.step_context import StepContext
 from ckpt_ft.memory.record.tracker import Tracker
 
-from ..fake.faked_model import Fakes
+from ..faked_model import Fakes
 
 if TYPE_CHECKING:
     from .graph import CompiledGraph
