@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.errors import UserError, WorkFailed, meant
 from ckpt_ft.export.holders import holders_table
 from ckpt_ft.files import check_writable, write
 from ckpt_ft.memory.gpus import GPU, asked_gpu
 from ckpt_ft.spec.command import training_command
+from ckpt_ft.spec.flags import Edit
 from ckpt_ft.spec.launch_file import accelerate_config
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.tables import print_table
@@ -34,6 +36,15 @@ Margin = Annotated[
 MaxBatchSize = Annotated[
     int, typer.Option("--max-batch-size", min=1, help="the largest micro-batch that is considered")
 ]
+
+# What `plan --try` plans for, besides: for each name, edits of the spec and the package that each needs.
+TRIED: dict[str, tuple[tuple[Edit, str], ...]] = {
+    "kernels": (
+        (Edit({"use_liger_kernel": True}), "liger-kernel"),
+        (Edit({"use_kernels": True}), "kernels"),
+        (Edit({"cut_cross_entropy": True}), "cut-cross-entropy"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,9 @@ def plan(
             "--write-launch", help="write the pick's launch to this file, as accelerate's configuration (.yaml)"
         ),
     ] = "",
+    tried: Annotated[
+        str, typer.Option("--try", help="plan also with these, and say what each brings: kernels (fused ones)")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Find the policy and batch size that are fastest within a memory budget, and what holds the peak.
@@ -92,6 +106,11 @@ def plan(
     for flag, place in (("--output", output), ("--plot", plot), ("--html", html), ("--write-launch", write_launch)):
         if place:
             check_writable(place, flag)
+    for name in tried.split(",") if tried else ():
+        if name not in TRIED:
+            raise UserError(f"--try {name}: nothing to try by that name{meant(name, TRIED)} ({', '.join(TRIED)})")
+    if tried and as_json:
+        raise UserError(f"--try {tried} and --json: its answer is in words; leave one of them out")
     gpu = asked_gpu(spec.host.device, spec.host.gpu_memory, spec.host.gpu_like)
     options = PlanOptions(gpu, _batch(batch_size), max_batch_size, target, margin or None)
     images = _images(dataset, spec) if dataset else None
@@ -114,6 +133,11 @@ def plan(
             raise typer.Exit(128 + stop.number) from stop
         cache.put(found.to_json())
     _show(found, as_json)
+    for edit, package in (edit for name in tried.split(",") if tried for edit in TRIED[name]):
+        if edit.of(spec) != spec:
+            print(
+                _brings(edit, package, spec, found, lambda edited: _make(edited, options, jobs, lengths, images, ""))
+            )
     if write_launch and found.best.launch is not None:
         write(write_launch, accelerate_config(found.best.launch))
     if found.best.launch is not None and not as_json:
@@ -256,6 +280,18 @@ def _on_fewer(plan: Plan) -> str:
     how = f"{fewest.launch.sharing}, " if fewest.launch else ""
     speed = f"{format_number(fewest.samples_per_second)} {plan.speed}"
     return f"fits on {on}: {how}{fewest.policy} at batch {fewest.batch}, {format_bytes(fewest.reserved)}, {speed}"
+
+
+def _brings(edit: Edit, package: str, spec: TrainingSpec, plan: Plan, make: Callable[[TrainingSpec], Plan]) -> str:
+    """What a plan with `edit` brings compared with `plan`, in one line."""
+    flags = " ".join(edit.words(spec))
+    try:
+        best = make(edit.of(spec)).best
+    except UserError as refused:
+        return f"with {flags}: {refused}"
+    gain = best.samples_per_second / plan.best.samples_per_second - 1
+    held = f"{best.policy} at batch {best.batch}, {format_bytes(best.reserved)} reserved"
+    return f"with {flags} (needs {package}): {held}, {gain:+.1%} speed"
 
 
 def _show(plan: Plan, as_json: bool) -> None:

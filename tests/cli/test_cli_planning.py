@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from functools import partial
@@ -70,6 +71,27 @@ def test_plan_then_the_same_from_the_cache(
     monkeypatch.setattr(planning, "plan", never)
     assert typed(monkeypatch, *words) == 0
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.slow
+def test_fused_kernels_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Liger's and cut cross entropy leave the logits out; each line names what it needs."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "vocab_size": 8192}))
+    words = ["plan", str(path), "--device", "t4", "--seq-length", "32", "--jobs", "1", "--try", "kernels"]
+    assert typed(monkeypatch, *words, "--budget", "2GiB", "--batch-size", "64") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("with --")]
+    assert [line.split()[1] for line in lines] == ["--liger", "--use-kernels", "--cut-cross-entropy"]
+    assert "(needs liger-kernel)" in lines[0]
+    liger, hub, cut = (float(re.search(r"([\d.]+) MiB reserved", line).group(1)) for line in lines)
+    assert max(liger, cut) < hub
+
+
+def test_what_cannot_be_tried(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--try kernel: nothing to try by that name; did you mean 'kernels'?"):
+        typed(monkeypatch, "plan", config, "--try", "kernel")
 
 
 def test_ctrl_c_shows_the_best_so_far_and_keeps_nothing(
