@@ -30,6 +30,8 @@ def spec_of_arguments(args: Any, mixed_precision: str = "") -> TrainingSpec:
         entry = entry_of(name, ("transformers",))
         if entry is not None and entry.text in _READ and (entry.text != "optimizer" or value in OPTIMIZERS):
             given[entry.text] = value
+    if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
+        given["torch_compile"] = False  # `check_live` refuses it; a plan that goes on is of the eager step
     if args.max_grad_norm is None:
         given["max_grad_norm"] = 0.0  # no clipping
     return TrainingSpec.of(**fields_of(given))
