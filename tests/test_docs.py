@@ -156,8 +156,10 @@ def parse_cli(arguments: Sequence[str]) -> None:
     name, *rest = arguments
     given = group.commands[name].make_context(name, list(rest)).params
     Policy.parse(given.get("policy") or "none")
-    if given.get("device") not in (None, "", "cpu"):
-        find_gpu(given["device"])
+    device = given.get("device") or ""
+    for card in device.split(",") if name == "where" else [device]:
+        if card not in ("", "cpu"):
+            find_gpu(card)
     for amount in ("capacity", "budget"):
         if given.get(amount):
             parse_bytes(given[amount])

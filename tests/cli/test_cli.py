@@ -299,7 +299,7 @@ def test_check_fails_with_exit_code_1(ask: Any, config: str, monkeypatch: pytest
         (("estimate", "CONFIG", "--bath-size", "1"), "No such option"),
         (("estimate", "gpt2", "--seq-length", "4096"), "sequence length 4096: gpt2 has 1024 positions"),
         (("estimate", "CONFIG", "--seq-length", "0"), "at least 2 tokens"),
-        (("estimate", "CONFIG", "--dtype", "fp16"), "dtype 'fp16'"),
+        (("estimate", "CONFIG", "--dtype", "fp17"), "dtype 'fp17'"),
         (("estimate", "CONFIG", "--optimizer", "adam"), "did you mean 'adamw'"),
         (("estimate", "CONFIG", "--lora", "-1"), "at least 1"),
         (("estimate", "CONFIG", "--lora", "4", "--lora-targets", "nope"), "LoRA targets nope"),

@@ -467,7 +467,8 @@ def test_two_processes(tiny: dict[str, str], tmp_path: Path, kind: str, flags: l
     """They train one model on different rows with different noise, report both ranks' memory, and resume."""
 
     def launch(out: Path, *more: str) -> list[float]:
-        common = [*SMALL, "--checkpointing_steps", "2", "--ac_policy", "full"]
+        # the hashes of a verified step are 1 % of so small a model with adapters
+        common = [*SMALL, "--checkpointing_steps", "2", "--ac_policy", "full", "--ac_verify", "never"]
         return losses_on_two_ranks(SCRIPT, tiny[kind], out, *common, *flags, *more)
 
     whole = launch(tmp_path / "whole")

@@ -102,7 +102,7 @@ def test_our_own_files() -> None:
         ("distributed_type: MULTI_GPU\nuse_cpu: true", "use_cpu: True: a launch on CPUs is not predicted"),
         (
             "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}",
-            "dynamo_config.dynamo_backend: INDUCTOR: a compiled step is not predicted for a launch",
+            "dynamo_config.dynamo_backend: INDUCTOR: a compiled step is predicted for one process",
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero_quantized_weights: true}",
