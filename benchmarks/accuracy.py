@@ -226,15 +226,14 @@ def draw(groups: Iterable[Group], path: Path) -> None:
     figure = Figure(figsize=(7, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    low, high = 0.2, 32.0
+    low, high = 0.2, 500.0
     for share, shade in ((0.15, "#eeeeee"), (0.05, "#dddddd")):
         below, above = ([end * factor for end in (low, high)] for factor in (1 - share, 1 + share))
         axes.fill_between([low, high], below, above, color=shade, lw=0)
     axes.plot([low, high], [low, high], color="#888888", lw=0.8)
     named: list[tuple[float, float]] = []
-    for group, colour, mark in zip(
-        groups, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00"), "osD^vP", strict=True
-    ):
+    colours = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#7a5195", "#e69f00", "#56b4e9"
+    for group, colour, mark in zip(groups, colours, "osD^vPX", strict=True):
         published, predicted = zip(*group.seconds.values(), strict=True)
         axes.scatter(published, predicted, s=26, c=colour, marker=mark, lw=0, label=group.title, zorder=3, alpha=0.85)
         for name, (x, y) in group.seconds.items():
@@ -243,7 +242,7 @@ def draw(groups: Iterable[Group], path: Path) -> None:
                 side: dict[str, Any] = {"xytext": (5, -3 - 8 * near)} if y < x else {"xytext": (-5, 2), "ha": "right"}
                 named.append((x, y))
                 axes.annotate(name, (x, y), textcoords="offset points", fontsize=6.5, color="#444444", **side)
-    ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
+    ticks = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400]
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="seconds of a step, published")
     axes.set_ylabel("predicted")
     for axis in (axes.xaxis, axes.yaxis):
