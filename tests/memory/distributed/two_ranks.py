@@ -158,11 +158,12 @@ def by_hand(model: Any) -> None:
 
 @contextmanager
 def gloo_lets_go() -> Iterator[None]:
-    """A collective of FSDP2 returns when gloo's thread holds nothing of it any more, as soon as it may be."""
+    """A collective of FSDP2 or Ulysses returns when gloo's thread holds nothing of it any more."""
 
     def patient(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            storages = [arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)]
+            given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+            storages = [arg.untyped_storage()._cdata for arg in given]
             before = [torch._C._storage_Use_Count(storage) for storage in storages]
             work = collective(*args, **kwargs)
             if work is not None:  # a segment's, asked for ahead: done by the time that it is needed
@@ -177,7 +178,7 @@ def gloo_lets_go() -> Iterator[None]:
     names = ["all_gather_single", "reduce_scatter_single"]
     if not hasattr(dist, names[0]):
         names = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # as FSDP2 called them before torch 2.13
-    with patch.multiple(dist, **{name: patient(getattr(dist, name)) for name in names}):
+    with patch.multiple(dist, **{name: patient(getattr(dist, name)) for name in (*names, "all_to_all_single")}):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from two_ranks import workload
+from two_ranks import gloo_lets_go, workload
 
 from ckpt_ft.memory.distributed.sequence_parallel import of_one_rank
 from ckpt_ft.memory.record.trace import StepTrace
@@ -95,7 +95,7 @@ def main(out: str, few: str = "") -> None:
             config=config,
             mpu=UlyssesSPAttentionHF.register_with_transformers(asked.model, "sdpa", shared.sp, 2),
         )
-        with Tracker(engine.module, ops=False) as tracker:
+        with gloo_lets_go(), Tracker(engine.module, ops=False) as tracker:
             for _ in range(STEPS):
                 gc.collect()
                 tracker.start_step()
