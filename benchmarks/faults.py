@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ckpt_ft.errors import WorkFailed, run
+from ckpt_ft.training.checkpoints import checkpoints, last_complete_checkpoint, read_manifest, what_is_wrong
 from ckpt_ft.training.diffusion.loop import read_losses
-from ckpt_ft.training.run.checkpoints import checkpoints, last_complete_checkpoint, read_manifest, what_is_wrong
 
 ROOT = Path(__file__).parents[1]
 STARTING = 5.0  # seconds: data, a model, a checkpoint that is read
@@ -42,7 +42,7 @@ LIBRARIES = [
     "ckpt_ft.training.fit",
     "ckpt_ft.training.diffusion.loop",
     "ckpt_ft.training.diffusion.workload",
-    "ckpt_ft.training.vision_language.models",
+    "ckpt_ft.training.vision_language",
     "datasets",
     "diffusers",
     "peft",

@@ -24,7 +24,7 @@ from ckpt_ft.training.diffusion.encoders import load_transformer
 from ckpt_ft.training.diffusion.loop import Run, run_with_replanning
 from ckpt_ft.training.diffusion.workload import flow_workload, load_transformer_data
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.run.arguments import parse_args
+from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.drawings import LEARNED_PROMPTS
 from ckpt_ft.training.samples.pipelines import tiny_transformer_dir
 

@@ -26,10 +26,10 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.flags import SplitArguments, changed
 from ckpt_ft.training.models import ModelArguments, adapter_config, load_pretrained, load_tokenizer, within_positions
-from ckpt_ft.training.run.arguments import parse_args
+from ckpt_ft.training.preferences import DPOArguments, check_preferences
+from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.language import make_preferences
-from ckpt_ft.training.text.data import load_rows
-from ckpt_ft.training.text.preferences import DPOArguments, check_preferences
+from ckpt_ft.training.text import load_rows
 from ckpt_ft.training.trainer import answers, evaluate, preference_prompts, start, train, write_model_card
 from ckpt_ft.validation import library_reads
 

@@ -37,7 +37,7 @@ from ckpt_ft.training.images.classification import (
     position_arguments,
 )
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.arguments import RunArguments, parse_args
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.trainer import evaluate, start, train, write_model_card
 from ckpt_ft.validation import library_reads
 

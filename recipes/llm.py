@@ -25,10 +25,9 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
 from ckpt_ft.training.fit import parallelism_of
 from ckpt_ft.training.models import ModelArguments, load_model, load_tokenizer, within_positions
-from ckpt_ft.training.run.arguments import RunArguments, parse_args
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.samples.language import make_docstrings
-from ckpt_ft.training.text.data import DataArguments, load_rows
-from ckpt_ft.training.text.encode import collator_of, encode_rows
+from ckpt_ft.training.text import DataArguments, collator_of, encode_rows, load_rows
 from ckpt_ft.training.trainer import answers, evaluate, prompts_of, start, train, write_model_card
 from ckpt_ft.validation import library_reads
 

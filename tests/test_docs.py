@@ -179,7 +179,7 @@ def parse_recipe(script: str, flags: list[str]) -> None:
         "recipes/diffusion_transformer.py": ("TransformerArguments", "TransformerLoopArguments"),
     }
     if script in loops:
-        from ckpt_ft.training.run.arguments import parse_args
+        from ckpt_ft.training.run_arguments import parse_args
 
         names = (*loops[script], "ImageArguments", "ACArguments")
         parse_args([getattr(recipe, name) for name in names], flags)

@@ -18,9 +18,8 @@ from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.images.captioned import ImageArguments, load_captioned
 from ckpt_ft.training.models import ModelArguments, load_tokenizer
-from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.text.data import DataArguments, load_rows
-from ckpt_ft.training.text.encode import encode_rows
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
+from ckpt_ft.training.text import DataArguments, encode_rows, load_rows
 
 ROOT = Path(__file__).parents[1]
 FEW = ROUNDS // 2  # of what takes a while

@@ -27,7 +27,7 @@ from .params import ONE_LAUNCH, AsJson, takes_spec
 
 if TYPE_CHECKING:
     from ckpt_ft.planning.results import Plan
-    from ckpt_ft.training.vision_language.models import DatasetRows
+    from ckpt_ft.training.vision_language import DatasetRows
     from ckpt_ft.workloads.sample_sizes import Lengths
 
 Margin = Annotated[
@@ -216,7 +216,7 @@ def _command(plan: Plan, spec: TrainingSpec, dataset: str, config_file: str) -> 
 
 
 def _lengths(dataset: str, spec: TrainingSpec) -> Lengths:
-    from ckpt_ft.training.text.encode import dataset_lengths
+    from ckpt_ft.training.text import dataset_lengths
 
     with progress() as say:
         say(f"reading {dataset}")
@@ -229,7 +229,7 @@ def _images(dataset: str, spec: TrainingSpec) -> DatasetRows | None:
 
     if "vision_config" not in read_config(spec.model.name):
         return None
-    from ckpt_ft.training.vision_language.models import rows_with_images
+    from ckpt_ft.training.vision_language import rows_with_images
 
     with progress() as say:
         say(f"looking through the images of {dataset}")

@@ -7,10 +7,10 @@ trainer.train()
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import send_to_device
@@ -31,7 +31,7 @@ from ckpt_ft.workloads.from_trainer import (
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
-from .fit import Fitted, fit, launch_ahead
+from .fit import Fitted, fit, launch_of
 from .flags import changed
 from .session import Session, never_fatal, refuse_fsdp
 
@@ -196,7 +196,8 @@ class ACCallback(TrainerCallback):
             except UserError as error:  # the run is the user's
                 logger.warning("%s: the plan is of a run without %s", flag, error)
             workload, args = Workload(**planned_step(trainer, flag)), trainer.args
-            session.use(fit(workload, args, settings, args.device, lambda: launch_ahead(args)))
+            launch = partial(launch_of, trainer.accelerator, prepared=False)
+            session.use(fit(workload, args, settings, args.device, launch))
             assert session.fitted is not None
             trainer.args = session.fitted.args
             trainer._train_batch_size = trainer.args.train_batch_size
@@ -217,7 +218,7 @@ class ACCallback(TrainerCallback):
     def _stopped_by_errors(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `train` to clean up when it raises, because a Trainer does not report errors to its callbacks."""
 
-        @functools.wraps(train)
+        @wraps(train)
         def watched(*args: Any, **kwargs: Any) -> Any:
             try:
                 return train(*args, **kwargs)
@@ -241,7 +242,7 @@ class ACCallback(TrainerCallback):
     def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `compute_loss` to record its training batches in the profiler, and to keep the last one here."""
 
-        @functools.wraps(compute_loss)
+        @wraps(compute_loss)
         def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model.training and self.session.is_alone and len(args) == 1 and isinstance(args[0], Mapping):
                 self._micro_batch = dict(args[0]), kwargs  # a copy: the loss may take entries out

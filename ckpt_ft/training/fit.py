@@ -1,8 +1,9 @@
 """Fits a run to memory: plans the settings that `--ac_policy auto` and `--find_max_batch_size` leave open.
 
 `ACCallback.attach` calls `fit` with the workload of its trainer (workloads/from_trainer.py), the diffusion recipes
-call it with the workload of their loop (diffusion/workload.py). replan.py handles later out-of-memory errors.
-`launch_of` describes the distributed launch of this process as a `Launch` that a trace can model.
+call it with the workload of their loop (diffusion/workload.py). If a run in one process still runs out of memory, it
+is planned again for `smaller_budget`. `launch_of` describes the distributed launch as a `Launch` that a trace can
+model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.policy import Policy
 from ckpt_ft.spec.launch import Launch, ZeroOptions
-from ckpt_ft.workloads.from_trainer import precision_of
 from ckpt_ft.workloads.workload import Workload
 
 from .arguments import ACArguments
@@ -42,40 +42,33 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-def launch_of(accelerator: Accelerator) -> Launch | None:
+def launch_of(accelerator: Accelerator, prepared: bool = True) -> Launch | None:
     """The launch of `accelerator` and this process's rank in it; None for one process.
+
+    prepared: whether the model is prepared; DeepSpeed's engine changes it then.
 
     Raises:
         UserError: the launch is not modelled.
     """
     if accelerator.num_processes == 1:
         return None
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
+    deepspeed, fsdp = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("deepspeed", "fsdp"))
     handler = accelerator.ddp_handler
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     sharing: dict[str, Any] = {}
-    if plugin is not None:
-        sharing = _fsdp2(plugin)
+    if deepspeed is not None:
+        if prepared:
+            raise UserError("what DeepSpeed's engine has made of model and optimizer is not traced")
+        sharing = _zero(deepspeed)
+    elif fsdp is not None:
+        sharing = _fsdp2(fsdp)
     elif handler is not None:
         sharing = {name: getattr(handler, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
-    return _launch(accelerator.mixed_precision, **sharing, **_sizes(accelerator.parallelism_config, sharing))
-
-
-def launch_ahead(args: TrainingArguments) -> Launch | None:
-    """The launch that a Trainer with `args` will make; equals what `launch_of` returns afterwards."""
-    if PartialState().num_processes == 1:
-        return None
-    sharing: dict[str, Any] = {}
-    if args.deepspeed_plugin is not None:
-        sharing = _zero(args.deepspeed_plugin)
-    elif args.fsdp_plugin_args is not None:
-        sharing = _fsdp2(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
-    elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        sharing = _fsdp2(FullyShardedDataParallelPlugin())  # reads the environment that `accelerate launch` sets
-    else:  # as Trainer._build_accelerator_args, without the library's own checkpointing
-        sharing = {"find_unused_parameters": args.ddp_find_unused_parameters is not False}
-    return _launch(precision_of(args), **sharing, **_sizes(parallelism_of(args), sharing))
+    state = PartialState()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
+    return Launch(
+        **sharing, **_sizes(accelerator.parallelism_config, sharing), mixed_precision=accelerator.mixed_precision,
+        processes=state.num_processes, machines=max(state.num_processes // here, 1), rank=state.process_index,
+    )  # fmt: skip
 
 
 def parallelism_of(args: TrainingArguments) -> ParallelismConfig | None:
@@ -94,16 +87,6 @@ def _sizes(config: ParallelismConfig | None, sharing: Mapping[str, Any]) -> dict
         sizes["dp_replicate"] = config.dp_replicate_size
     rotation = {"rotation": config.cp_handler.cp_comm_strategy} if config.cp_handler else {}
     return {**sizes, **rotation}
-
-
-def _launch(precision: str, **sharing: Any) -> Launch:
-    state = PartialState()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
-    machines = max(state.num_processes // here, 1)
-    return Launch(
-        **sharing, processes=state.num_processes, machines=machines, mixed_precision=precision,
-        rank=state.process_index,
-    )  # fmt: skip
 
 
 def _fsdp2(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
@@ -154,6 +137,7 @@ def found_by_main(find: Callable[[], Answer]) -> Answer:
 
 
 logger = logging.getLogger(__name__)
+_NEXT_BUDGET = 0.9  # of the budget that was too large
 _MOST = 1024  # samples of a micro-batch
 _LOOP_SHARE = 0.05  # share of a CPU's budget for the loop outside of the step (prefetched batches, logging)
 
@@ -318,3 +302,16 @@ def _refuse_partitioned(model: nn.Module, flag: str) -> None:
 def _cpu_margin(workload: Workload) -> float | None:
     """Returns the share of a CPU's budget to keep free; None on a GPU, where the planner has its own margin."""
     return _LOOP_SHARE if workload.device == "cpu" else None
+
+
+def smaller_budget(failed: Plan) -> int:
+    """The budget to plan for after the pick of `failed` ran out of memory: less than that pick should have needed."""
+    budget, needed = failed.room.budget, failed.room.needs(failed.best)
+    while budget >= min(needed, failed.room.budget):
+        budget = round(budget * _NEXT_BUDGET)
+    return budget
+
+
+def replans(settings: ACArguments) -> bool:
+    """Whether a run that runs out of memory is planned again."""
+    return PartialState().num_processes == 1 and settings.ac_policy == "auto" and settings.ac_on_oom != "stop"

@@ -21,7 +21,7 @@ from torch import Tensor
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import make_directory, write
 from ckpt_ft.spec.peft_file import NAME
-from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
+from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.validation import library_reads
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _processor(source: Path, base: str) -> list[Any]:
     """Returns the tokenizer or processor saved with the adapter, or else the base's, if it has one."""
     from transformers import AutoProcessor
 
-    from .vision_language.models import without_videos
+    from ckpt_ft.training.vision_language import without_videos
 
     with without_videos():
         if any((source / file).is_file() for file in _OF_PROCESSORS):

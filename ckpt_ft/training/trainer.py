@@ -5,26 +5,28 @@ The card is Trainer's own with greedy answers of the trained model and the memor
 
 from __future__ import annotations
 
+import gc
+import logging
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import set_seed
 
-from ckpt_ft.errors import UserError, WorkFailed, one_line
+from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.files import write
 from ckpt_ft.redact import redacted_text
 from ckpt_ft.tables import code_block
 from ckpt_ft.training.callback import ACCallback, check_conflicts
-from ckpt_ft.training.fit import parallelism_of
-from ckpt_ft.training.replan import train_with_replanning
-from ckpt_ft.training.session import advise_on_oom, never_fatal
-from ckpt_ft.training.text.encode import IGNORED
-
-from .run.checkpoints import RunDirectory
-from .run.saving import keep_checkpoints
+from ckpt_ft.training.checkpoints import Finished, RunDirectory, keep_checkpoints, load_finished
+from ckpt_ft.training.fit import make_plan, parallelism_of, replans, say, smaller_budget
+from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
+from ckpt_ft.training.text import IGNORED
+from ckpt_ft.units import format_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt_ft.memory.measure.report import MemoryReport
     from ckpt_ft.training.arguments import ACArguments
 
+logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts in a model card
 _TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 _MAX_PROMPT = 512
@@ -101,6 +104,49 @@ def evaluate(trainer: Trainer, **metrics: Any) -> None:
     results = trainer.evaluate() | metrics
     trainer.log_metrics("eval", results)
     trainer.save_metrics("eval", results)
+
+
+def train_with_replanning(trainer: Trainer, session: Session, directory: RunDirectory) -> dict[str, float]:
+    """Calls `trainer.train()`; if memory runs out under `auto`, plans for less and continues from the last checkpoint.
+
+    Without a checkpoint, it repeats only if no step was completed. Several processes are not replanned: one runs out
+    of memory while the others wait for it in a collective, so they cannot agree on a new plan.
+
+    Returns:
+        The training metrics; empty if the resumed checkpoint was the last one of a finished run.
+
+    Raises:
+        Exception: the error of `trainer.train()`, if no policy needs less or with `--ac_on_oom stop`.
+    """
+    resume = directory.checkpoint
+    while True:
+        try:
+            return trainer.train(resume_from_checkpoint=resume).metrics
+        except Finished:
+            say(f"{resume} is the last one of a finished run: nothing is left to train")
+            load_finished(trainer)
+            return {}
+        except Exception as error:
+            fitted, begun = session.fitted, trainer.state.global_step > 0 and directory.last_complete() is None
+            if not is_oom(error) or fitted is None or begun or not replans(fitted.settings):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            reason = one_line(error)
+            failed = error
+        session.close()
+        trainer.optimizer = trainer.lr_scheduler = None
+        fitted.workload.model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert fitted.plan is not None
+        budget = smaller_budget(fitted.plan)
+        try:
+            made = make_plan(fitted.workload, budget, fitted.args.per_device_train_batch_size)
+        except UserError:
+            raise failed from None
+        session.use(replace(fitted, plan=made))
+        resume = directory.last_complete()
+        place = resume or "the beginning"
+        logger.warning("%s; planned again for %s: %s, from %s", reason, format_bytes(budget), made.best.policy, place)
 
 
 class Answer(NamedTuple):

@@ -29,8 +29,8 @@ from ckpt_ft.spec.launch_file import accelerate_config, read_launch, sharing_opt
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.text.data import DataArguments
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
+from ckpt_ft.training.text import DataArguments
 from ckpt_ft.units import GIB, parse_bytes
 from ckpt_ft.workloads.sample_sizes import Lengths
 from ckpt_ft.workloads.workload import Workload

@@ -29,12 +29,12 @@ from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.planning.results import Plan
 from ckpt_ft.training.arguments import ACArguments
+from ckpt_ft.training.checkpoints import PIPELINE_LORA, last_complete_checkpoint
 from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopArguments
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.diffusion.sampling import Validation
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.run.arguments import parse_args
-from ckpt_ft.training.run.checkpoints import PIPELINE_LORA, last_complete_checkpoint
+from ckpt_ft.training.run_arguments import parse_args
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 from ckpt_ft.training.session import Session
 from ckpt_ft.units import GIB, parse_bytes

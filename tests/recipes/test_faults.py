@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from ckpt_ft.errors import Interrupted, UserError, WorkFailed, run
 from ckpt_ft.memory.measure.report import MemoryReport
-from ckpt_ft.training.run.checkpoints import write_manifest
+from ckpt_ft.training.checkpoints import write_manifest
 
 SMALL = ["--use_cpu", "--max_steps", "4", "--max_length", "32", "--per_device_train_batch_size", "1"]
 SMALL += ["--logging_steps", "1", "--save_steps", "2", "--disable_tqdm", "true", "--report_to", "none"]
@@ -150,7 +150,7 @@ def test_a_signal_is_waited_out(
 
 
 def test_the_second_signal_stops_at_once(llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_ft.training.run.saving._SAME", -1.0)
+    monkeypatch.setattr("ckpt_ft.training.checkpoints._SAME", -1.0)
 
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_cannot_be_written(
 def test_older_checkpoints_go_once_the_new_one_is_whole(
     llm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt_ft.training.run import checkpoints
+    from ckpt_ft.training import checkpoints
 
     out, write = tmp_path / "out", checkpoints.write_manifest
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ckpt_ft.training.run.checkpoints import what_is_wrong
+from ckpt_ft.training.checkpoints import what_is_wrong
 
 SMALL = ["--max_steps", "3", "--max_length", "64", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
 BIN = Path(sys.executable).parent

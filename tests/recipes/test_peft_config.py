@@ -19,9 +19,9 @@ from tiny_transformers import make_tiny_transformer
 from transformers import AutoModelForCausalLM
 
 from ckpt_ft.errors import UserError
+from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.diffusion.loop import read_losses
 from ckpt_ft.training.merge import merge
-from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.samples.pipelines import make_tiny_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -22,8 +22,7 @@ from ckpt_ft.errors import UserError, run
 from ckpt_ft.planning.plan import plan
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.vision_language.conversations import VisionLanguageModelArguments
-from ckpt_ft.training.vision_language.models import load_model
+from ckpt_ft.training.vision_language import VisionLanguageModelArguments, load_model
 from ckpt_ft.units import format_bytes
 from ckpt_ft.workloads.load import load
 

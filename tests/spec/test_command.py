@@ -75,8 +75,8 @@ def test_the_recipes_read_their_commands(recipe: str) -> None:
     from ckpt_ft.training.arguments import ACArguments
     from ckpt_ft.training.images.classification import VisionArguments
     from ckpt_ft.training.models import ModelArguments
-    from ckpt_ft.training.run.arguments import RunArguments, parse_args
-    from ckpt_ft.training.text.data import DataArguments
+    from ckpt_ft.training.run_arguments import RunArguments, parse_args
+    from ckpt_ft.training.text import DataArguments
 
     more = {"lora_r": 4, "load_in_4bit": True, "double_quant": True, "seq_length": 64} if recipe == "llm" else {}
     spec = TrainingSpec.of("a/model", policy="full", accumulation=3, max_grad_norm=0.5, dtype="bfloat16", **more)

@@ -18,13 +18,13 @@ from ckpt_ft.memory.record.tracker import Tracker
 from ckpt_ft.policy import Policy
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
+from ckpt_ft.training.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.diffusion.loop import Run
 from ckpt_ft.training.fit import Fitted, next_policies
 from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.replan import train_with_replanning
-from ckpt_ft.training.run.checkpoints import RunDirectory, write_manifest
 from ckpt_ft.training.session import Session
-from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.training.text import PadCollator
+from ckpt_ft.training.trainer import train_with_replanning
 from ckpt_ft.units import MIB
 from ckpt_ft.workloads.workload import Workload
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_ft.checkpointing.apply import apply_policy
@@ -14,8 +15,8 @@ from ckpt_ft.errors import UserError
 from ckpt_ft.spec.launch import Launch
 from ckpt_ft.training import fit
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.fit import launch_ahead, launch_of
-from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.training.fit import launch_of
+from ckpt_ft.training.text import PadCollator
 from ckpt_ft.workloads.from_trainer import precision_of
 from ckpt_ft.workloads.workload import Workload
 
@@ -33,54 +34,58 @@ def arguments(tmp_path: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **more)
 
 
+def accelerator(precision: str = "no", handler: Any = None, **plugins: Any) -> Any:
+    """The accelerator of one of four processes, as a Trainer makes it."""
+    return SimpleNamespace(
+        num_processes=4, mixed_precision=precision, ddp_handler=handler, parallelism_config=None,
+        state=SimpleNamespace(**plugins),
+    )  # fmt: skip
+
+
 def test_one_process_is_no_launch(tmp_path: Path) -> None:
-    assert launch_ahead(arguments(tmp_path)) is None
-    assert launch_of(SimpleNamespace(num_processes=1)) is None  # type: ignore[arg-type]
+    assert launch_of(trainer(arguments(tmp_path), 16, 1, 32).accelerator, prepared=False) is None
 
 
 @pytest.mark.usefixtures("second_of_four")
 def test_what_accelerate_launch_passes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(tmp_path)
     where = {"processes": 4, "machines": 2, "rank": 1}
-    assert launch_ahead(args) == Launch("ddp", find_unused_parameters=True, **where)
-    used = arguments(tmp_path, ddp_find_unused_parameters=False)
-    assert launch_ahead(used) == Launch("ddp", **where)
+    for asked, found in ((None, True), (False, False)):
+        args = arguments(tmp_path, ddp_find_unused_parameters=asked)
+        handler = trainer(args, 16, 1, 32).accelerator.ddp_handler
+        assert launch_of(accelerator(handler=handler)) == Launch("ddp", find_unused_parameters=found, **where)
     for name, value in {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     sharded = Launch(
         "fsdp2", mixed_precision="bf16", reshard_after_forward=False, wrap=("LlamaDecoderLayer",), **where
     )
-    assert launch_ahead(args) == sharded
+    assert launch_of(accelerator("bf16", fsdp_plugin=FullyShardedDataParallelPlugin())) == sharded
     monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
-    assert launch_ahead(args).wrap is None  # type: ignore[union-attr]
+    assert launch_of(accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())).wrap is None  # type: ignore[union-attr]
     for name, value, said in (
         ("FSDP_OFFLOAD_PARAMS", "true", "parameters on the host is not modelled"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "wraps modules by their size is not modelled"),
     ):
         monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=said):
-            launch_ahead(args)
+            launch_of(accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()))
         monkeypatch.delenv(name)
 
 
 @pytest.mark.usefixtures("second_of_four")
-def test_under_deepspeed_what_is_to_come_is_modelled_and_what_is_there_is_not(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
+def test_under_deepspeed_what_is_to_come_is_modelled_and_what_is_there_is_not() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "none"}}
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero})
-    ahead = launch_ahead(args)
+    ours = accelerator(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero}))
+    ahead = launch_of(ours, prepared=False)
     assert ahead is not None
     assert (ahead.strategy, ahead.zero.reduce_bucket_size) == ("zero2", 1000)
     zero["offload_optimizer"] = {"device": "cpu"}
     with pytest.raises(UserError, match="DeepSpeed with offload_optimizer is not modelled"):
-        launch_ahead(args)
-    state = SimpleNamespace(deepspeed_plugin=args.deepspeed_plugin)
+        launch_of(ours, prepared=False)
     with pytest.raises(UserError, match="what DeepSpeed's engine has made of model and optimizer is not traced"):
-        launch_of(SimpleNamespace(num_processes=4, state=state))  # type: ignore[arg-type]
+        launch_of(ours)
 
 
 def test_the_precision_is_the_launcher_s_where_the_arguments_say_none(

@@ -20,7 +20,7 @@ from ckpt_ft.memory.measure.profiler import LargestBatch, MemoryProfiler
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.callback import ACCallback
-from ckpt_ft.training.text.encode import PadCollator
+from ckpt_ft.training.text import PadCollator
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.workload import Workload, optimizer_step
 

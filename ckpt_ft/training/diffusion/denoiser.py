@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ckpt_ft.errors import UserError, one_line
 from ckpt_ft.files import write
+from ckpt_ft.training.checkpoints import PIPELINE_LORA
 from ckpt_ft.training.models import adapter_of, kind_of
-from ckpt_ft.training.run.checkpoints import PIPELINE_LORA
 from ckpt_ft.validation import library_reads
 from ckpt_ft.workloads.adapters import without_adapters
 from ckpt_ft.workloads.diffusion_models import ATTENTION_PROJECTIONS

@@ -22,12 +22,8 @@ from ckpt_ft.checkpointing.verify import VerificationError
 from ckpt_ft.errors import UserError, WorkFailed, is_oom, one_line
 from ckpt_ft.files import write
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.fit import Fitted, fit, launch_of
-from ckpt_ft.training.images.captioned import ImageArguments
-from ckpt_ft.training.models import kind_of
-from ckpt_ft.training.replan import replans, smaller_budget
-from ckpt_ft.training.run.checkpoints import RunDirectory
-from ckpt_ft.training.run.saving import (
+from ckpt_ft.training.checkpoints import (
+    RunDirectory,
     Stop,
     explained_full_disk,
     load_checkpoint,
@@ -35,6 +31,9 @@ from ckpt_ft.training.run.saving import (
     stopped,
     written,
 )
+from ckpt_ft.training.fit import Fitted, fit, launch_of, replans, smaller_budget
+from ckpt_ft.training.images.captioned import ImageArguments
+from ckpt_ft.training.models import kind_of
 from ckpt_ft.training.session import Session, advise_on_oom, never_fatal
 from ckpt_ft.units import format_bytes
 from ckpt_ft.validation import FirstStep, library_reads

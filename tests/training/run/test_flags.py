@@ -12,8 +12,8 @@ from ckpt_ft.training.diffusion.arguments import DiffusionModelArguments, LoopAr
 from ckpt_ft.training.images.captioned import ImageArguments
 from ckpt_ft.training.images.classification import VisionArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.arguments import RunArguments, parse_args
-from ckpt_ft.training.text.preferences import DPOArguments
+from ckpt_ft.training.preferences import DPOArguments
+from ckpt_ft.training.run_arguments import RunArguments, parse_args
 from ckpt_ft.training.trainer import check_best_metric
 
 

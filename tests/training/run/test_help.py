@@ -9,9 +9,9 @@ import pytest
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.arguments import ACArguments
 from ckpt_ft.training.models import ModelArguments
-from ckpt_ft.training.run.arguments import COMMON, Parser, RunArguments, parse_args
-from ckpt_ft.training.text.data import DataArguments
-from ckpt_ft.training.text.preferences import DPOArguments
+from ckpt_ft.training.preferences import DPOArguments
+from ckpt_ft.training.run_arguments import COMMON, Parser, RunArguments, parse_args
+from ckpt_ft.training.text import DataArguments
 
 
 def test_help_shows_what_most_runs_need(capsys: pytest.CaptureFixture[str]) -> None:

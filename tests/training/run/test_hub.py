@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ckpt_ft.training.run import arguments as parser
+from ckpt_ft.training import run_arguments as parser
 
 
 @dataclass

@@ -20,10 +20,17 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 
 from ckpt_ft.errors import UserError, WorkFailed
+from ckpt_ft.training import checkpoints
+from ckpt_ft.training.checkpoints import (
+    RunDirectory,
+    explained_full_disk,
+    last_complete_checkpoint,
+    load_checkpoint,
+    resume_path,
+    save_checkpoint,
+    write_manifest,
+)
 from ckpt_ft.training.diffusion.loop import LossLog, read_losses
-from ckpt_ft.training.run import checkpoints
-from ckpt_ft.training.run.checkpoints import RunDirectory, last_complete_checkpoint, resume_path, write_manifest
-from ckpt_ft.training.run.saving import explained_full_disk, load_checkpoint, save_checkpoint
 
 IDENTITY = {"rank": None}
 STATE: dict[str, Any] = {"identity": IDENTITY}

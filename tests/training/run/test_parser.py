@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.arguments import ACArguments
-from ckpt_ft.training.run.arguments import parse_args
+from ckpt_ft.training.run_arguments import parse_args
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_ft.errors import UserError, WorkFailed
-from ckpt_ft.training.run.checkpoints import (
+from ckpt_ft.training.checkpoints import (
     RunDirectory,
     check_output_dir,
     check_same_kind,
@@ -125,7 +125,7 @@ def test_overwriting_takes_what_runs_leave_and_nothing_else(run: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     script = (
-        "import sys; from ckpt_ft.errors import run; from ckpt_ft.training.run.checkpoints import RunDirectory; "
+        "import sys; from ckpt_ft.errors import run; from ckpt_ft.training.checkpoints import RunDirectory; "
         "run(lambda: RunDirectory(sys.argv[1], lora=False).open())"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "out")]

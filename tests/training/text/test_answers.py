@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.models import ModelArguments, load_model, within_positions
-from ckpt_ft.training.text.encode import IGNORED
+from ckpt_ft.training.text import IGNORED
 from ckpt_ft.training.trainer import SHOWN, prompts_of
 
 

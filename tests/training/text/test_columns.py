@@ -10,7 +10,7 @@ pytest.importorskip("datasets")
 from datasets import Dataset
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.data import known_columns
+from ckpt_ft.training.text import known_columns
 
 
 def converted(row: dict[str, Any]) -> dict[str, Any]:

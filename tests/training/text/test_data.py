@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.samples.language import docstring_pairs, make_docstrings
-from ckpt_ft.training.text.data import DataArguments, load_rows
+from ckpt_ft.training.text import DataArguments, load_rows
 
 
 def write(path: Path, text: str) -> str:

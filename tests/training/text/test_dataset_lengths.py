@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from ckpt_ft.training.text.encode import dataset_lengths
+from ckpt_ft.training.text import dataset_lengths
 from ckpt_ft.workloads.sample_sizes import row_lengths
 
 LENGTHS = [8, 32, 16, 24, 9]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.data import DataArguments, load_rows
-from ckpt_ft.training.text.encode import IGNORED, PadCollator, encode_rows, pack
+from ckpt_ft.training.text import IGNORED, DataArguments, PadCollator, encode_rows, load_rows, pack
 
 ASK = {"role": "user", "content": "What is a list?"}
 ANSWER = {"role": "assistant", "content": "A mutable sequence."}

@@ -8,8 +8,8 @@ import pytest
 from versions import is_older
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text import data
-from ckpt_ft.training.text.data import DataArguments, load_rows
+from ckpt_ft.training import text
+from ckpt_ft.training.text import DataArguments, load_rows
 
 ROW = b'{"text": "a"}\n'
 
@@ -35,7 +35,7 @@ def read(path: Path) -> list[str]:
 def test_what_is_wrong_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, says: str
 ) -> None:
-    monkeypatch.setattr(data, "LONGEST", 2000 if b"a" * 3000 in content else data.LONGEST)
+    monkeypatch.setattr(text, "LONGEST", 2000 if b"a" * 3000 in content else text.LONGEST)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as refused:
         read(tmp_path / name)

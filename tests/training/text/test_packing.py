@@ -9,7 +9,7 @@ import pytest
 from language_models import make
 
 from ckpt_ft.errors import UserError
-from ckpt_ft.training.text.encode import check_rows_apart
+from ckpt_ft.training.text import check_rows_apart
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi", "mixtral", "qwen3_moe"])

@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, MllamaImagePro
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language.conversations import ImageLoader, VisionLanguageArguments
-from ckpt_ft.training.vision_language.encode import encode_conversations
-from ckpt_ft.training.vision_language.models import collator_of
+from ckpt_ft.training.vision_language import ImageLoader, VisionLanguageArguments, collator_of, encode_conversations
 
 ASKED = {"role": "user", "content": "<image>What is it?"}
 BLIND = {"role": "user", "content": "What is it?"}

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ckpt_ft.spec.training_spec import TrainingSpec
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.vision_language.models import patch_size, rows_with_images
+from ckpt_ft.training.vision_language import patch_size, rows_with_images
 from ckpt_ft.workloads.load import load
 from ckpt_ft.workloads.model_config import read_config
 

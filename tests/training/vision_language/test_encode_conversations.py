@@ -26,14 +26,15 @@ from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.samples.language import IMAGE_CHAT_TEMPLATE, make_tokenizer
-from ckpt_ft.training.vision_language.conversations import (
+from ckpt_ft.training.vision_language import (
     ImageLoader,
     VisionLanguageArguments,
+    collator_of,
+    concatenated,
     conversation,
+    encode_conversations,
     load_conversations,
 )
-from ckpt_ft.training.vision_language.encode import concatenated, encode_conversations
-from ckpt_ft.training.vision_language.models import collator_of
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

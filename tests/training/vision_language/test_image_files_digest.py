@@ -10,15 +10,15 @@ from PIL import Image
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.samples.language import make_questions
-from ckpt_ft.training.vision_language.conversations import (
+from ckpt_ft.training.vision_language import (
     ImageLoader,
     VisionLanguageArguments,
     VisionLanguageModelArguments,
+    encode_conversations,
     image_files_digest,
     load_conversations,
+    load_processor,
 )
-from ckpt_ft.training.vision_language.encode import encode_conversations
-from ckpt_ft.training.vision_language.models import load_processor
 
 ANSWER = {"role": "assistant", "content": "red"}
 

@@ -12,9 +12,8 @@ from versions import needs_processor
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.spec.training_spec import TrainingSpec
-from ckpt_ft.training.text.encode import pack
-from ckpt_ft.training.vision_language.encode import TOKEN_TYPES, concatenated_images
-from ckpt_ft.training.vision_language.models import collator_of
+from ckpt_ft.training.text import pack
+from ckpt_ft.training.vision_language import TOKEN_TYPES, collator_of, concatenated_images
 from ckpt_ft.workloads.batches import READING, SEEING
 from ckpt_ft.workloads.images import pictured
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_ft.errors import UserError
 from ckpt_ft.training.flags import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, check_flags, flag
-from ckpt_ft.training.run.arguments import RunArguments
+from ckpt_ft.training.run_arguments import RunArguments
 
 try:
     from trl import DPOConfig

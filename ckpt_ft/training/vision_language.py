@@ -1,0 +1,729 @@
+"""Conversations about images: the rows, their encoding, and the vision-language model that they train.
+
+A row has the layout of TRL, LLaMA-Factory and ms-swift: `messages` with a part `{"type": "image"}` (or the text
+"<image>") for each image in the column `images`. An image part may name its own file instead.
+
+Tokens and labels are made once, in advance; pixels whenever a row is fetched. The model's own processor decides how
+many tokens an image has. A conversation is cut where the assistant's turns begin and end, as in text.py. Pieces with
+images go through the processor, pieces without go through its tokenizer. Bad input raises UserError, one line that
+names the row, the model, the dataset or the flag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from accelerate import PartialState
+from torch.nn.functional import pad
+from transformers import ProcessorMixin
+from transformers.utils import is_torchvision_available
+from transformers.video_processing_utils import BaseVideoProcessor
+
+from ckpt_ft.errors import UserError, one_line
+from ckpt_ft.spec.defaults import TRAINED_TOWERS
+from ckpt_ft.training.flags import AtLeastOne, Count, Length, SplitArguments, flag
+from ckpt_ft.training.images.files import image_files, named_columns, open_image
+from ckpt_ft.training.models import ModelArguments, load_pretrained, with_adapters
+from ckpt_ft.training.text import (
+    IGNORED,
+    LOADERS,
+    ROW_NUMBER,
+    PadCollator,
+    chat_segments,
+    flattened,
+    load_rows,
+    pack,
+    row_number,
+    warn_of_cut_rows,
+)
+from ckpt_ft.validation import library_reads
+from ckpt_ft.workloads.adapters import TrainedTowers, without_adapters
+from ckpt_ft.workloads.batches import ImagePositions, check_packing, in_one_sequence
+from ckpt_ft.workloads.images import choose_size
+from ckpt_ft.workloads.model_config import read_config
+from ckpt_ft.workloads.sample_sizes import rows_by_length
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+    from PIL import Image
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from ckpt_ft.workloads.sample_sizes import Lengths
+    from ckpt_ft.workloads.workload import Batch, MakeBatch
+
+
+MARK = "<image>"  # an image in a text
+PATH_KEYS = ("image", "path", "image_url", "url")  # keys of an image part that name its file
+Cell = Mapping[str, Any]  # an undecoded image: `bytes` or `path`
+
+
+@dataclass
+class VisionLanguageModelArguments(ModelArguments):
+    """The model, its precision, and which of its towers are trained."""
+
+    train_towers: str = flag(
+        "language",
+        "Towers that are trained, or that get adapters; the others are frozen. Without --use_peft what lies between "
+        "the towers is trained as well.",
+        choices=list(TRAINED_TOWERS),
+    )
+
+
+@dataclass
+class VisionLanguageArguments(SplitArguments):
+    """The conversations about images to train on. The names are TRL's and the processors'."""
+
+    dataset_name: str | None = flag(
+        None, "Hub id, or a local directory or file (json, jsonl, parquet); without it, drawn pictures."
+    )
+    messages_column: str = flag("messages", "Column of conversations.")
+    image_column: str = flag("images", "Column of each row's images: files, or images of the dataset; also one image.")
+    image_folder: str | None = flag(None, "Folder of images that rows name by path; by default the dataset's own.")
+    dataset_num_proc: Count | None = flag(None, "Processes that look through the rows.")
+    max_length: Length = flag(
+        2048,
+        "Tokens per sequence, images included; text beyond it is cut, and rows whose images do not fit are left out.",
+    )
+    packing: bool = flag(False, "Put several rows into one sequence; attention and loss stay within each row.")
+    max_pixels: AtLeastOne | None = flag(
+        None, "Most pixels of an image; larger ones are scaled down (Qwen-VL and its kin)."
+    )
+    longest_side: AtLeastOne | None = flag(None, "Pixels of an image's longer side (Idefics3, SmolVLM, Pixtral).")
+    answered: Count = flag(0, "Held-out questions to answer before and after training: how many are right.")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`messages` whose contents are lists of parts, and the images of the image parts, in order."""
+
+    messages: list[dict[str, Any]]
+    images: list[Cell]
+
+
+def load_conversations(
+    args: VisionLanguageArguments, *, evaluate: bool, seed: int
+) -> tuple[Dataset, Dataset | None, Path | None]:
+    """Returns the training rows of `messages` and undecoded `images`, the evaluation rows, and the images' folder.
+
+    The folder is None for a Hub dataset.
+    """
+    train, test = load_rows(args, evaluate=evaluate, seed=seed)
+    source = f"dataset {args.dataset_name}"
+    path = Path(str(args.dataset_name))
+    folder = path.parent if path.suffix in LOADERS else path if path.is_dir() else None
+    folder = Path(args.image_folder) if args.image_folder else folder
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--image_folder {folder}: no such folder")
+    return _known_columns(train, args, source), None if test is None else _known_columns(test, args, source), folder
+
+
+def _known_columns(rows: Dataset, args: VisionLanguageArguments, source: str) -> Dataset:
+    """Selects `messages`, `ROW_NUMBER` if present, and `images` if there is such a column, undecoded."""
+    column = args.image_column
+    if column == "images" and column not in rows.column_names:  # one image a row, or parts that name their files
+        column = "image" if "image" in rows.column_names else ""
+    known = [("messages_column", args.messages_column, "messages")]
+    if ROW_NUMBER in rows.column_names:
+        known.append(("", ROW_NUMBER, ROW_NUMBER))
+    rows = named_columns(rows, source, *known, *([("image_column", column, "images")] if column else []))
+    return rows.cast_column("images", _undecoded(rows.features["images"])) if column else rows
+
+
+def _undecoded(feature: Any) -> Any:
+    from datasets import Image as ImageFeature
+    from datasets import List
+
+    if isinstance(feature, ImageFeature):
+        return ImageFeature(decode=False)
+    return List(_undecoded(feature.feature)) if isinstance(feature, List) else feature
+
+
+def conversation(row: Mapping[str, Any], place: str) -> Conversation:
+    """Returns the conversation of a row, with an image for every image part.
+
+    Args:
+        place: the row's name in errors.
+    """
+    turns = row["messages"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and turn.get("role") for turn in turns):
+        raise UserError(f"{place}: expected 'messages', a list of turns with 'role' and 'content'")
+    given = row.get("images")
+    unused = [_cell(image, place) for image in (given if isinstance(given, list) else [given] if given else [])]
+    count, messages, images = len(unused), [], []
+    for turn in turns:
+        parts = []
+        for part in _parts(turn.get("content"), place):
+            if part["type"] == "image":
+                if turn["role"] == "assistant":
+                    raise UserError(f"{place}: an assistant's turn holds an image; models answer in text")
+                own = part.pop("image", None)
+                if own is None and not unused:
+                    raise UserError(f"{place}: its messages speak of more images than the {count} of 'images'")
+                images.append(unused.pop(0) if own is None else _cell(own, place))
+            parts.append(part)
+        messages.append({"role": turn["role"], "content": parts})
+    if unused:
+        raise UserError(
+            f"{place}: {count} images, and its messages speak of {count - len(unused)}; put a part "
+            f'{{"type": "image"}}, or {MARK} in the text, where each belongs'
+        )
+    return Conversation(messages, images)
+
+
+def _parts(content: Any, place: str) -> Iterator[dict[str, Any]]:
+    """Yields the parts of a turn: {"type": "text", "text"} and {"type": "image"}, which may have its own "image"."""
+    if isinstance(content, str):
+        yield from _split_at_marks(content)
+        return
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise UserError(f"{place}: a turn's 'content' is a text or a list of parts, not {content!r}")
+    for part in content:
+        named = next((part[key] for key in PATH_KEYS if part.get(key)), None)
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            yield from _split_at_marks(part["text"])
+        elif part.get("type") in ("image", "image_url"):
+            yield {"type": "image", **({} if named is None else {"image": named})}
+        else:
+            raise UserError(
+                f"{place}: a part of type {part.get('type')!r}; parts are of type 'text' (with it) or 'image'"
+            )
+
+
+def _split_at_marks(text: str) -> Iterator[dict[str, Any]]:
+    for at, words in enumerate(text.split(MARK)):
+        if at:
+            yield {"type": "image"}
+        if words:
+            yield {"type": "text", "text": words}
+
+
+def _cell(image: Any, place: str) -> Cell:
+    if isinstance(image, str):
+        return {"bytes": None, "path": image}
+    given = (image.get("bytes"), image.get("path")) if isinstance(image, dict) else (None, None)
+    if isinstance(given[0] or b"", bytes) and isinstance(given[1] or "", str) and any(given):
+        return {"bytes": given[0], "path": given[1]}
+    raise UserError(f"{place}: an image is a file's path or an image of the dataset, not {image!r:.60}")
+
+
+@dataclass(frozen=True)
+class ImageLoader:
+    """Opens the images of rows.
+
+    Attributes:
+        folder: where files named by path are; None for a Hub dataset, which holds its images itself.
+        smallest: least pixels of a side, those of the model's patch.
+    """
+
+    folder: Path | None
+    smallest: int = 1
+
+    def open(self, image: Cell, place: str) -> Image.Image:
+        """Returns the RGB picture."""
+        if image.get("bytes") is None:
+            image = {"bytes": None, "path": str(self._file(str(image["path"]), place))}
+        try:
+            picture = open_image(image)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        if min(picture.size) < self.smallest:
+            width, height = picture.size
+            raise UserError(
+                f"{place}: {image['path'] or 'its image'} has {width} x {height} pixels, less than the model's patch "
+                f"of {self.smallest}; take it out"
+            )
+        return picture
+
+    def _file(self, path: str, place: str) -> Path:
+        if "://" in path or path.startswith("data:"):
+            raise UserError(f"{place}: image {path:.80} is not a file; download it into the data folder")
+        if self.folder is None and not Path(path).is_absolute():
+            raise UserError(f"{place}: image {path} is a path, and the dataset is the Hub's; give --image_folder")
+        file = Path(path) if self.folder is None else self.folder / path
+        try:
+            inside = self.folder is None or file.resolve().is_relative_to(self.folder.resolve())
+            exists = file.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
+            raise UserError(f"{place}: image {path!r:.80} is no file's path: {one_line(error, 80)}") from error
+        if not inside:
+            raise UserError(
+                f"{place}: image {path} lies outside of the data folder {self.folder}; name theirs, --image_folder"
+            )
+        if not exists:
+            raise UserError(f"{place}: image {file} does not exist")
+        return file
+
+
+def image_files_digest(folder: Path | None) -> str:
+    """Returns a digest of the image files in a data folder, by path, size and time of change.
+
+    `datasets` finds encoded rows in its cache by the rows and the settings; of image files it only sees the names.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for path in () if folder is None else image_files(folder):
+        try:
+            status = path.stat()
+        except OSError:  # a link to nothing or to itself, which `ImageLoader` names where a row has it
+            continue
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")  # one value per token
+TOKEN_TYPES = TOKENS[3:]  # mark image tokens; some models take them
+CROSS_ATTENTION_MASK = "cross_attention_mask"
+_ENCODING_VERSION = 4  # part of the cache key of `datasets`: raise it when rows are encoded differently
+
+
+def encode_conversations(
+    rows: Dataset, processor: ProcessorMixin, images: ImageLoader, args: VisionLanguageArguments
+) -> Dataset:
+    """Returns `rows` as `input_ids`, `labels` and the number of `pixels`; fetched rows have `images` as tensors.
+
+    Every image is read once. Rows whose images or whose answers do not fit into `max_length` are left out. A warning
+    says how many rows are cut or left out. Packed rows also have `position_ids`.
+    """
+    encoded = rows.map(
+        _Encoder(processor, images, args.max_length, image_files_digest(images.folder)),
+        with_indices=True,
+        batched=True,
+        batch_size=16,  # rows whose images are in memory at once
+        remove_columns=rows.column_names,
+        features=_features(),
+        num_proc=args.dataset_num_proc,
+        desc="Looking through the images",
+    )
+    if len(encoded) == 0:
+        raise UserError(
+            f"none of the {len(rows)} rows has its images and a token to learn within --max_length {args.max_length}; "
+            "raise it, or make the images smaller"
+        )
+    warn_of_cut_rows(sum(encoded["cut"]), len(rows) - len(encoded), len(rows), args.max_length)
+    encoded = encoded.remove_columns("cut")
+    _check_cross_attention(processor, encoded["pixels"])
+    if args.packing:
+        encoded = encoded.map(
+            pack,
+            batched=True,
+            batch_size=1_000,  # rows hold their images' bytes
+            fn_kwargs={"max_length": args.max_length},
+            features=_features(packed=True),
+            desc="Packing",
+        )
+    return encoded.with_transform(_WithPixels(processor, images))
+
+
+def _features(packed: bool = False) -> Features:
+    from datasets import Features, List, Value
+
+    per_token = ("input_ids", "labels", *TOKEN_TYPES, *(("position_ids",) if packed else ()))
+    numbers = ("pixels", "length", *(() if packed else ("cut",)))
+    return Features(
+        **{name: List(Value("int64")) for name in per_token},
+        text=List(Value("string")),
+        images=List(List({"bytes": Value("binary"), "path": Value("string")})),
+        **{name: Value("int64") for name in numbers},
+    )
+
+
+@dataclass
+class _Encoder:
+    """Encodes batches of rows. Picklable, so that `datasets` can run it in other processes and cache its results.
+
+    Attributes:
+        files: digest of the image files, part of the cache key.
+    """
+
+    processor: ProcessorMixin
+    images: ImageLoader
+    max_length: int
+    files: str
+    version: int = _ENCODING_VERSION
+
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        encoded: dict[str, list[Any]] = {name: [] for name in _features()}
+        for position, index in enumerate(indices):
+            row = self._encode({column: values[position] for column, values in batch.items()}, index)
+            if row is not None:
+                for name, values in encoded.items():
+                    values.append(row[name])
+        return encoded
+
+    def _encode(self, row: dict[str, Any], index: int) -> dict[str, Any] | None:
+        """Returns the encoded row; None if it has no trained token."""
+        place = f"row {row_number(row, index)}"
+        talk = conversation(row, place)
+        segments = chat_segments(talk.messages, 0, self.processor, place)
+        tokens: dict[str, list[int]] = {name: [] for name in ("input_ids", "labels", *TOKEN_TYPES)}
+        _extend(tokens, {"input_ids": self._bos(segments[0][0])}, trained=False)
+        images, pixels, image_end = list(talk.images), 0, 0
+        for (text, trained), count in zip(segments, _images_per_segment(talk.messages), strict=True):
+            cells, images = images[:count], images[count:]
+            piece = self._piece(text, cells, place)
+            pixels += sum(value.numel() for name, value in piece.items() if name not in TOKENS)
+            _extend(tokens, {name: value for name, value in piece.items() if name in TOKENS}, trained)
+            image_end = len(tokens["input_ids"]) if count else image_end
+        labels = tokens["labels"][: self.max_length]
+        labels[:1] = [IGNORED]  # no token of this row predicts the first one
+        if image_end > self.max_length or all(label == IGNORED for label in labels):
+            return None
+        return {
+            **{name: values[: self.max_length] for name, values in tokens.items()},
+            "labels": labels,
+            "text": ["".join(text for text, _ in segments)],
+            "images": [talk.images],
+            "pixels": pixels,
+            "length": len(labels),
+            "cut": int(len(tokens["labels"]) > self.max_length),
+        }
+
+    def _bos(self, text: str) -> list[int]:
+        """Returns the token that the tokenizer puts before every text, unless the chat template wrote it."""
+        tokenizer: Any = self.processor.tokenizer
+        bos = tokenizer.bos_token
+        written = bos is None or text.startswith(bos) or bos not in tokenizer("").tokens()
+        return [] if written else [tokenizer.bos_token_id]
+
+    def _piece(self, text: str, cells: list[Cell], place: str) -> dict[str, Any]:
+        tokenizer: Any = self.processor.tokenizer
+        word, bos = getattr(self.processor, "image_token", None), tokenizer.bos_token
+        if word and text.count(word) > len(cells):
+            raise UserError(f"{place}: its text holds {word}, which stands for an image to this model; take it out")
+        if not cells:
+            return {"input_ids": tokenizer(text, add_special_tokens=False).input_ids}
+        made = processed(self.processor, text, cells, self.images, place)
+        if bos is None or bos in text:
+            return made
+        # Llama 3.2 Vision's processor puts a token in front that is not in the text.
+        kept = [at for at, token in enumerate(made["input_ids"]) if token != tokenizer.bos_token_id]
+        return {name: [value[at] for at in kept] if name in TOKENS else value for name, value in made.items()}
+
+
+def processed(
+    processor: ProcessorMixin, text: str, cells: list[Cell], images: ImageLoader, place: str
+) -> dict[str, Any]:
+    """Returns what the processor makes of a text and its images: lists for `TOKENS`, tensors for the rest."""
+    pictures = [images.open(cell, place) for cell in cells]
+    try:
+        made = processor(text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False)
+    except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"{place}: the model's processor refuses its images: {one_line(error, 200)}") from error
+    return {name: value[0].tolist() if name in TOKENS else value for name, value in made.items()}
+
+
+def _extend(tokens: dict[str, list[int]], piece: dict[str, list[int]], trained: bool) -> None:
+    ids = piece["input_ids"]
+    zeros = [0] * len(ids)
+    tokens["input_ids"] += ids
+    tokens["labels"] += ids if trained else [IGNORED] * len(ids)
+    for name in TOKEN_TYPES:
+        tokens[name] += piece.get(name, zeros)
+
+
+def _images_per_segment(messages: list[dict[str, Any]]) -> list[int]:
+    """Returns the number of images in each segment of a conversation: before an answer, in it, and after the last."""
+    counts = [0]
+    for message in messages:
+        if message["role"] == "assistant":
+            counts += [0, 0]
+        counts[-1] += sum(part["type"] == "image" for part in message["content"])
+    return counts
+
+
+@dataclass
+class _WithPixels:
+    """Replaces the images of fetched rows by the tensors that the processor makes of them."""
+
+    processor: ProcessorMixin
+    images: ImageLoader
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if "images" not in batch:
+            return batch  # another column alone
+        rows = [zip(*row, strict=True) for row in zip(batch["text"], batch["images"], strict=True)]
+        return {**batch, "images": [concatenated_images(self._tensors(*part) for part in row) for row in rows]}
+
+    def _tensors(self, text: str, cells: list[Cell]) -> dict[str, torch.Tensor]:
+        if not cells:
+            return {}
+        made = processed(self.processor, text, cells, self.images, "a row that was read before")
+        return {name: value for name, value in made.items() if name not in TOKENS}
+
+
+@dataclass
+class ImageCollator:
+    """Batches rows: tokens padded to the longest row, `(batch, longest)`, and all images concatenated.
+
+    Attributes:
+        token_types: those of `TOKEN_TYPES` that the model takes.
+        positions: computes the positions of packed rows for models whose images have positions of their own.
+        in_one: as in `PadCollator`.
+        image_token: the image token of a model with cross-attention.
+    """
+
+    pad_token_id: int
+    token_types: tuple[str, ...]
+    positions: ImagePositions | None = None
+    in_one: bool = False
+    image_token: int = -1
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        images = concatenated_images(row["images"] for row in rows)
+        packed = "position_ids" in rows[0]
+        if packed and self.in_one:
+            rows = [flattened(rows, ("input_ids", "labels", "position_ids", *self.token_types))]
+        batch = PadCollator(self.pad_token_id)(rows)
+        longest = batch["input_ids"].shape[1]
+        for name in self.token_types:
+            batch[name] = torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
+        batch |= images
+        if CROSS_ATTENTION_MASK in batch:
+            batch[CROSS_ATTENTION_MASK] = cross_attention_mask(
+                batch["input_ids"], batch["aspect_ratio_mask"], self.image_token
+            )
+        if packed and self.positions is not None:
+            batch["position_ids"] = self.positions.compute(batch)
+        return batch
+
+
+def concatenated_images(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Concatenates the image tensors of several rows; rows without images are skipped."""
+    seen = [part for part in parts if part]
+    return {name: concatenated([part[name] for part in seen]) for name in (seen[0] if seen else ())}
+
+
+def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenates along dimension 0; pads the other dimensions with zeros to the largest, as the processors do."""
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    missing = [[want - have for have, want in zip(tensor.shape[1:], largest, strict=True)] for tensor in tensors]
+    padding = [[n for sides in reversed(each) for n in (0, sides)] for each in missing]  # of the last dimension first
+    return torch.cat([pad(tensor, each) for tensor, each in zip(tensors, padding, strict=True)])
+
+
+def cross_attention_mask(input_ids: torch.Tensor, tiles: torch.Tensor, image_token: int) -> torch.Tensor:
+    """Returns which tokens see which tiles of which image, (B, length, images, tiles), for Llama 3.2 Vision.
+
+    The processor computes this mask from a whole text. Rows are cut, padded and generated from in parts, so it is
+    computed here from the tokens, with the processor's own functions.
+
+    Args:
+        tiles: (B, images, tiles), 1 for the tiles that an image has.
+    """
+    from transformers.models.mllama import processing_mllama as mllama
+
+    spans = [mllama.get_cross_attention_token_mask(ids, image_token) for ids in input_ids.tolist()]
+    mask = mllama.convert_sparse_cross_attention_mask_to_dense(
+        spans, tiles.sum(-1).tolist(), max_num_tiles=tiles.shape[-1], length=input_ids.shape[1]
+    )
+    return torch.from_numpy(mask)
+
+
+def _check_cross_attention(processor: ProcessorMixin, pixels: Sequence[int]) -> None:
+    """Raises UserError if a model with cross-attention would get batches of rows with and without images."""
+    without = sum(not count for count in pixels)
+    if CROSS_ATTENTION_MASK in processor.model_input_names and 0 < without < len(pixels):
+        raise UserError(
+            f"{without} of {len(pixels)} rows have no image: this model reads images by cross-attention, and takes "
+            "no batch of rows with and without; leave them out, or train on them by themselves"
+        )
+
+
+def check_answers(count: int, evaluates: bool) -> None:
+    """Raises UserError if `--answered` has no held-out rows, or several processes."""
+    if count and not evaluates:
+        raise UserError(f"--answered {count}: no rows are held out; add --eval_strategy and --test_split_size, say")
+    if count and PartialState().num_processes > 1:
+        raise UserError(f"--answered {count} is of one process; leave it out, and ask the saved model")
+
+
+@dataclass
+class Questions:
+    """The last answer of each encoded row, to be generated from the tokens and images before it."""
+
+    rows: Dataset
+    tokenizer: PreTrainedTokenizerBase
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def right(self, model: PreTrainedModel) -> int:
+        """Returns how many answers `model` generates word for word, greedily."""
+        training = model.training
+        model.eval()
+        try:
+            return sum(self._answer(model, row) for row in self.rows)
+        finally:
+            model.train(training)
+
+    @torch.no_grad()
+    def _answer(self, model: PreTrainedModel, row: dict[str, Any]) -> bool:
+        labels = row["labels"]
+        end = max(at for at, label in enumerate(labels) if label != IGNORED) + 1
+        begin = end - next(n for n, label in enumerate([*labels[:end][::-1], IGNORED]) if label == IGNORED)
+        prompt = {name: value[:begin] if isinstance(value, list) else value for name, value in row.items()}
+        batch = {name: value.to(model.device) for name, value in self.collate([prompt]).items() if name != "labels"}
+        generated: Any = model.generate(
+            **batch, max_new_tokens=end - begin, do_sample=False, use_cache=True,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )  # fmt: skip
+        return self._text(generated[0, begin:].tolist()) == self._text(labels[begin:end])
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def load_processor(args: VisionLanguageModelArguments, data: VisionLanguageArguments) -> ProcessorMixin:
+    """Returns the model's processor, set to the image size of the flags."""
+    from transformers import AutoProcessor
+
+    with library_reads(f"model {args.model_name_or_path}: no processor can be loaded"), without_videos():
+        processor = AutoProcessor.from_pretrained(args.model_name_or_path, **args.source)
+    if not hasattr(processor, "image_processor"):
+        raise UserError(
+            f"model {args.model_name_or_path}: its processor takes no images; recipes/llm.py trains on text"
+        )
+    tokenizer = processor.tokenizer
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if processor.chat_template is None:
+        processor.chat_template = tokenizer.chat_template
+    choose_size(processor.image_processor, data.max_pixels, data.longest_side)
+    return processor
+
+
+def load_model(args: VisionLanguageModelArguments, max_length: int = 0) -> PreTrainedModel:
+    """Returns the model in train mode, with the other towers frozen; with adapters only the trained towers have them.
+
+    max_length: tokens of the longest sequence, for `--rope_scaling`.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    model = load_pretrained(args, AutoModelForImageTextToText, max_length)
+    model.config.get_text_config().use_cache = False  # some models read this one; a Trainer sets the whole model's
+    trained = TrainedTowers(model, args.train_towers)
+    if args.adapts:
+        by = f"--peft_config {args.peft_config}:" if args.peft_config else "--lora_target_modules"
+        return with_adapters(model, args, targets=lambda asked: trained.adapted_layers(asked, by))
+    trained.freeze_others()
+    return model
+
+
+def collator_of(model: Any, pad_token_id: int, packing: bool = False) -> ImageCollator:
+    """Returns the collator of encoded rows for `model`, with the inputs that its forward takes."""
+    model = without_adapters(model)
+    forward = inspect.signature(model.forward)
+    token_types = tuple(name for name in TOKEN_TYPES if name in forward.parameters)
+    image_token = getattr(model.config, "image_token_index", -1)
+    if not packing:
+        return ImageCollator(pad_token_id, token_types, image_token=image_token)
+    check_packing(model)
+    return ImageCollator(pad_token_id, token_types, ImagePositions.of(model), in_one_sequence(model))
+
+
+def check_all_have_images(rows: Dataset, train_towers: str) -> None:
+    """Raises UserError if only the vision tower is trained and a row has no image."""
+    without = sum(not count for count in rows.with_format(None)["pixels"])
+    if train_towers == "vision" and without:
+        raise UserError(
+            f"--train_towers vision: {without} of {len(rows)} rows have no image, of which that tower learns nothing; "
+            "leave them out, or train both towers"
+        )
+
+
+def patch_size(config: Mapping[str, Any]) -> int:
+    """Returns the pixels of the shorter side of a vision model's patch; 1 if the configuration does not say."""
+    patch = (config.get("vision_config") or {}).get("patch_size") or 1
+    return min(patch) if isinstance(patch, (list, tuple)) else int(patch)
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """A dataset as recipes/vlm.py encodes it, for the planner."""
+
+    encoded: Dataset
+    pad_token_id: int
+
+    @property
+    def lengths(self) -> Lengths:
+        lengths = rows_by_length(self.encoded)[1]
+        assert lengths is not None, "encoded rows have tokens"
+        return lengths
+
+    @property
+    def pixels(self) -> list[int]:
+        """The number of values in the images of each row."""
+        return list(self.encoded.with_format(None)["pixels"])
+
+    def batches(self, model: nn.Module) -> MakeBatch:
+        """Returns a function (samples, length) -> a batch whose longest row has that length (None: the longest)."""
+        collate = collator_of(model, self.pad_token_id)
+        of_length, lengths = rows_by_length(self.encoded)
+        assert lengths is not None, "encoded rows have tokens"
+
+        def make_batch(samples: int, length: int | None) -> Batch:
+            return collate(of_length(samples, lengths.longest if length is None else length))
+
+        return make_batch
+
+
+def rows_with_images(
+    dataset: str, model: str, max_length: int, max_pixels: int | None = None, longest_side: int | None = None
+) -> DatasetRows | None:
+    """Returns the rows of `dataset` as the processor of `model` encodes them; None if they have no images.
+
+    Args:
+        model: a vision-language model.
+        max_pixels, longest_side: image size; None or 0 for the processor's own.
+    """
+    smallest = patch_size(read_config(model))
+    data = VisionLanguageArguments(
+        dataset_name=dataset, max_length=max_length, max_pixels=max_pixels or None, longest_side=longest_side or None
+    )
+    if not {"images", "image"} & set(load_rows(data, evaluate=False, seed=0)[0].column_names):
+        return None
+    source = str(Path(model).parent) if Path(model).is_file() else model  # a config file lies beside its processor
+    try:
+        rows, _, folder = load_conversations(data, evaluate=False, seed=0)
+        processor: Any = load_processor(VisionLanguageModelArguments(model_name_or_path=source), data)
+        encoded = encode_conversations(rows, processor, ImageLoader(folder, smallest), data)
+        return DatasetRows(encoded, processor.tokenizer.pad_token_id)
+    except UserError as error:
+        raise UserError(f"--dataset {dataset}: {error}") from error
+
+
+class _VideoSettings(BaseVideoProcessor):
+    """Stands in for a video processor without torchvision: keeps its settings, so that they are saved unchanged."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.settings)
+
+
+@contextmanager
+def without_videos() -> Iterator[None]:
+    """Lets `AutoProcessor` load a processor of images and videos without torchvision, which only videos need."""
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    if is_torchvision_available():
+        yield
+        return
+    check = ProcessorMixin.check_argument_for_proper_class
+
+    def checked(processor: ProcessorMixin, name: str, part: Any) -> Any:
+        return _VideoSettings if isinstance(part, _VideoSettings) else check(processor, name, part)
+
+    with (
+        patch.object(AutoVideoProcessor, "from_pretrained", _VideoSettings.from_pretrained),
+        patch.object(ProcessorMixin, "check_argument_for_proper_class", checked),
+    ):
+        yield
